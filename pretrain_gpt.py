@@ -16,7 +16,7 @@ from megalite.extras import require_core
 require_core()
 
 from megalite.config import Config, Parsed, parse_with_origins
-from megalite.errors import MegaliteError
+from megalite.errors import MegaliteError, in_flags
 from megalite.launch import (
     INTERRUPTED,
     EndAtOnce,
@@ -27,7 +27,7 @@ from megalite.launch import (
     read_environment,
     replace_handlers,
 )
-from megalite.streams import keep_streams
+from megalite.streams import keep_streams, log_to_stdout
 
 if TYPE_CHECKING:
     from megalite.comm import World
@@ -74,7 +74,7 @@ def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:
         print_error(error)
         return error.exit_code
     if place.rank == 0:
-        print(text)
+        print(in_flags(text))
     return 0
 
 
@@ -88,9 +88,10 @@ def train(config: Config, world: World) -> int:
 
 def configure_logging(rank: int) -> None:
     """Rank 0 logs what happens, other ranks warnings and errors only; one line a message."""
-    level = logging.INFO if rank == 0 else logging.WARNING
-    name = "" if rank == 0 else f"rank {rank}: "
-    logging.basicConfig(level=level, format=f" {name}%(message)s", stream=sys.stdout, force=True)
+    if rank == 0:
+        log_to_stdout(logging.INFO)
+    else:
+        log_to_stdout(logging.WARNING, f" rank {rank}: ")
 
 
 def exit_now(status: int) -> NoReturn:

@@ -59,16 +59,21 @@ class ConfigError(MegaliteError):
     """Flags or configuration files are wrong: carries *all* problems found in one pass, one line each.
 
     Args:
-        problems: one line per problem, or a single line; `problems` keeps them with their settings in backquotes.
+        problems: one line per problem, or a single line.
     """
 
     def __init__(self, problems: Iterable[str] | str) -> None:
-        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+        self._lines: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self._lines))
+
+    @property
+    def problems(self) -> list[str]:
+        """The lines, in the words of the command line."""
+        return [in_flags(line) for line in self._lines]
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        """Survive a trip between processes with `problems` intact."""
-        return type(self), (self.problems,)
+        """Survive a trip between processes with its lines intact."""
+        return type(self), (self._lines,)
 
 
 class DataError(MegaliteError):

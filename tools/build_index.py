@@ -19,6 +19,7 @@ from command_line import run_tool
 from megalite.config import parse
 from megalite.data import cache_directory
 from megalite.errors import ConfigError
+from megalite.streams import log_to_stdout
 
 WORLD_SIZE = ("--world-size", "--world_size")
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> None:
     world, flags = world_size_of(argv)
     from megalite.train import offer_of, open_datasets, resolve_tokenizer  # torch comes with it
 
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    log_to_stdout(logging.INFO, "")
     config = parse(flags, world_size=world, read_offer=offer_of)
     started = time.monotonic()
     config, tokenizer = resolve_tokenizer(config)

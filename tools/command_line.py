@@ -13,7 +13,7 @@ from megalite.extras import CORE, core_lacks, require_core
 
 require_core(torch=False)
 
-from megalite.errors import ConfigError, MegaliteError
+from megalite.errors import ConfigError, MegaliteError, in_flags
 from megalite.files import input_problem
 from megalite.launch import INTERRUPTED
 from megalite.streams import escape_unsayable
@@ -99,8 +99,8 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
 
 
 def say(text: str) -> None:
-    """Prints at once, so that a reader at the other end of a pipe sees it now."""
-    print(text, flush=True)
+    """Prints at once, so that a reader at the other end of a pipe sees it now, settings as flags."""
+    print(in_flags(text), flush=True)
 
 
 def _with_dashes(word: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import ToolParser, run_tool
+from command_line import ToolParser, run_tool, say
 from megalite.config import Config, StageLayout, dump_yaml, parse, read_unjudged
 from megalite.errors import ConfigError
 from megalite.planner import (
@@ -148,10 +148,10 @@ def _run(argv: list[str]) -> None:
         if given and any(line.startswith("world size") for line in why):
             why.append(f"--num-devices={args.num_devices}: {NOTHING_LEGAL}")
         raise ConfigError(why)
-    print(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
+    say(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
     if args.explain and not args.json:
-        print(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
-        print("".join(f"{line}\n" for line in states_text(found.predictions[0], hardware)), end="")
+        say(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
+        say("\n".join(states_text(found.predictions[0], hardware)))
     if args.write_config:
         _write(found.predictions[0].config, args.num_devices, args.write_config)
 
@@ -230,7 +230,7 @@ def _write(config: Config, world_size: int, path: str) -> None:
     try:
         parse(["--config", path], check_files=False, world_size=world_size)
     except ConfigError as error:
-        print(f"{path}: written; before it runs: {'; '.join(error.problems)}", file=sys.stderr)
+        print(f"{path}: written; before it runs: {str(error).replace(chr(10), '; ')}", file=sys.stderr)
 
 
 if __name__ == "__main__":

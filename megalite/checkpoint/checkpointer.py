@@ -110,7 +110,7 @@ class Checkpointer:
         try:
             job = replace(job, parts=self._memory.copy(job.parts))
         except (MemoryError, RuntimeError) as error:
-            problem = f"--async-save: no host memory for a copy of this rank's part ({str(error).splitlines()[0]})"
+            problem = f"`async_save`: no host memory for a copy of this rank's part ({str(error).splitlines()[0]})"
         self._together(problem)
         self._flight = BackgroundSave(job, self.world.size, lambda: self._after_commit(job, started))
 
@@ -172,18 +172,18 @@ class Checkpointer:
     def _stage(self, step: int, needed: int) -> str:
         """Rank 0: makes the staging directory and returns the save's id."""
         final, save_id = self.directory / directory_name(step), uuid.uuid4().hex[:12]
-        advice = "choose another --save"
+        advice = "choose another `save`"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if final.exists():
                 raise CheckpointError(
-                    f"--save={self.directory}: {final.name} exists and is never overwritten; {advice}"
+                    f"`save`={self.directory}: {final.name} exists and is never overwritten; {advice}"
                 )
             self._sweep()
             check_space(self.directory, needed)
             final.with_name(f"{final.name}.tmp-{save_id}").mkdir()
         except OSError as error:
-            raise CheckpointError(f"--save={self.directory}: cannot write there ({error.strerror}); {advice}") from None
+            raise CheckpointError(f"`save`={self.directory}: cannot write there ({error.strerror}); {advice}") from None
         return save_id
 
     def _agree_on_plan(self, shards: Sequence[TensorShard]) -> SavePlan:
@@ -244,8 +244,8 @@ class Checkpointer:
                 return path
             damaged.append(problems[0])
             if self.world.is_first:
-                logger.warning("--auto-resume: passed over: %s", problems[0])
-        raise CheckpointError(f"--auto-resume: no checkpoint of {save} is whole: {damaged[0]}")
+                logger.warning("`auto_resume`: passed over: %s", problems[0])
+        raise CheckpointError(f"`auto_resume`: no checkpoint of {save} is whole: {damaged[0]}")
 
     def load(self, path: Path | str, shards: Sequence[TensorShard], *, cast: bool = False) -> dict[str, Any]:
         """Fills `shard.local` of all shards from a checkpoint of any layout and returns its meta.

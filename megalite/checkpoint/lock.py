@@ -98,7 +98,7 @@ class RunLock:
     def __init__(
         self, directory: Path | str, *, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_SECONDS
     ) -> None:
-        self.path, self._flag = Path(directory) / LOCK_FILE, f"--save={Path(directory)}"
+        self.path, self._flag = Path(directory) / LOCK_FILE, f"`save`={Path(directory)}"
         self._heartbeat, self._stale_after = heartbeat, stale_after
         self._me: LockHolder | None = None
         self._stop = threading.Event()
@@ -111,7 +111,7 @@ class RunLock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"{self._flag}: cannot be created ({error.strerror}); choose another --save"
+                f"{self._flag}: cannot be created ({error.strerror}); choose another `save`"
             ) from None
         me = LockHolder.myself()
         for _ in range(5):  # each round but the last lost a race against another take-over
@@ -169,7 +169,7 @@ class RunLock:
             _remove(temporary)
 
     def _not_writable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self._flag}: cannot write there ({error.strerror}); choose another --save")
+        return CheckpointError(f"{self._flag}: cannot write there ({error.strerror}); choose another `save`")
 
     def _remove_stale(self) -> None:
         """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
@@ -184,7 +184,7 @@ class RunLock:
         except OSError as error:  # another user's, in a folder where everybody keeps his own
             raise CheckpointError(
                 f"{self._flag}: {LOCK_FILE}, left by a dead run, cannot be removed ({error.strerror}); remove it as "
-                "the user whose file it is, or choose another --save"
+                "the user whose file it is, or choose another `save`"
             ) from None
         buried = LockHolder.read(grave)
         if buried != holder:  # between the look and the rename another process took over: give it back
@@ -219,7 +219,7 @@ class RunLock:
             who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
             raise CheckpointError(
                 f"{self._flag}: in use by another run ({who}, last sign of life {max(age, 0.0):.0f} s ago); "
-                "stop it or choose another --save"
+                "stop it or choose another `save`"
             )
         return True
 
@@ -233,7 +233,7 @@ class RunLock:
             return None
         except OSError as error:
             raise CheckpointError(
-                f"{self._flag}: {LOCK_FILE} cannot be read ({error.strerror}); choose another --save"
+                f"{self._flag}: {LOCK_FILE} cannot be read ({error.strerror}); choose another `save`"
             ) from None
 
     def _beats_again(self, last: float) -> bool:

@@ -96,7 +96,7 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
     if differing:
         raise CheckpointError(
             f"{where}: model differs from checkpoint: {_listed(differing)}; use the checkpoint's values, or "
-            "--use-checkpoint-args"
+            "`use_checkpoint_args`"
         )
 
 
@@ -127,7 +127,7 @@ def check_state(saved: Config, now: Config, where: str) -> None:
     if differing:
         raise CheckpointError(
             f"{where}: its optimizer state differs: {_listed(differing)}; use the checkpoint's values, or "
-            "start with fresh optimizer state (--no-load-optim)"
+            "start with fresh optimizer state (`no_load_optim`)"
         )
 
 
@@ -136,4 +136,4 @@ def _listed(differing: Mapping[str, tuple[Any, Any]]) -> str:
     texts = {
         name: [str(v).lower() if v in (None, True, False) else str(v) for v in pair] for name, pair in differing.items()
     }
-    return ", ".join(f"--{n.replace('_', '-')}={ours} (checkpoint {theirs})" for n, (ours, theirs) in texts.items())
+    return ", ".join(f"`{n}`={ours} (checkpoint {theirs})" for n, (ours, theirs) in texts.items())

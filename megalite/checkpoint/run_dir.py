@@ -93,8 +93,8 @@ def resolve_checkpoint(
     load: Path | str,
     ckpt_step: int | None = None,
     *,
-    flag: str = "--load=",
-    advice: str = "give a run's --save, or train without --load",
+    flag: str = "`load`=",
+    advice: str = "give a run's `save`, or train without `load`",
 ) -> Path:
     """The checkpoint that `--load` (a directory of checkpoints, or one checkpoint) and `--ckpt-step` mean.
 
@@ -112,7 +112,7 @@ def resolve_checkpoint(
     if os.path.isfile(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
-                f"--ckpt-step={ckpt_step}: {flag}{load} is the checkpoint of another step; drop one of the two"
+                f"`ckpt_step`={ckpt_step}: {flag}{load} is the checkpoint of another step; drop one of the two"
             )
         return root
     found = committed(root)
@@ -121,7 +121,7 @@ def resolve_checkpoint(
             if step_of(path) == ckpt_step:
                 return path
         steps = ", ".join(str(step_of(path)) for path in found) or "none"
-        raise CheckpointError(f"--ckpt-step={ckpt_step}: no committed checkpoint of that step in {load} (has: {steps})")
+        raise CheckpointError(f"`ckpt_step`={ckpt_step}: no committed checkpoint of that step in {load} (has: {steps})")
     if found:
         return found[-1]
     raise CheckpointError(f"{flag}{load}: no committed checkpoint{_what_else(root)}; {advice}")
@@ -236,7 +236,7 @@ def decide_start(
     home = newest.parent if newest is not None and not is_huggingface(newest) else None
     if save is not None and (home is None or not _same(save, str(home))) and uncommitted(save):
         raise CheckpointError(
-            f"--save={save}: {uncommitted(save)[-1].name} is in the way and is not a checkpoint (no COMMITTED file: "
+            f"`save`={save}: {uncommitted(save)[-1].name} is in the way and is not a checkpoint (no COMMITTED file: "
             "damaged, or written by another program); move it away, or choose a new directory"
         )
     if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
@@ -249,37 +249,37 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
     if auto_resume and held:
         if ckpt_step is not None:
             chosen = resolve_checkpoint(str(save), ckpt_step)
-            return StartDecision((chosen,), f"--auto-resume: step {ckpt_step} of {save}")
-        reason = f"--auto-resume: {held[-1].name} is the newest checkpoint of {save}"
+            return StartDecision((chosen,), f"`auto_resume`: step {ckpt_step} of {save}")
+        reason = f"`auto_resume`: {held[-1].name} is the newest checkpoint of {save}"
         return StartDecision(tuple(reversed(held)), reason)
     if load is None:
         if ckpt_step is not None:
-            raise CheckpointError(f"--ckpt-step={ckpt_step}: of which run? add --load DIR")
+            raise CheckpointError(f"`ckpt_step`={ckpt_step}: of which run? add `load` DIR")
         if held:
             raise CheckpointError(
-                f"--save={save}: holds checkpoints already (newest {held[-1].name}); "
-                f"add --auto-resume or --load {save} to continue with them, or choose a new directory"
+                f"`save`={save}: holds checkpoints already (newest {held[-1].name}); "
+                f"add `auto_resume` or `load` {save} to continue with them, or choose a new directory"
             )
-        return StartDecision((), f"--auto-resume: {save} is empty: a fresh start" if auto_resume else "a fresh start")
+        return StartDecision((), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start")
     foreign_model = is_huggingface(load)
     if foreign_model and ckpt_step is not None:
-        raise CheckpointError(f"--ckpt-step={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")
+        raise CheckpointError(f"`ckpt_step`={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")
     if save is not None and _same(save, load):
         if foreign_model:
-            raise CheckpointError(f"--save={save}: is the Hugging Face model of --load; choose a new directory")
+            raise CheckpointError(f"`save`={save}: is the Hugging Face model of `load`; choose a new directory")
         if not held and ckpt_step is None and not uncommitted(load):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
-            reason = f"--load={load}: no committed checkpoint yet{torn}; it is also --save: a fresh start"
+            reason = f"`load`={load}: no committed checkpoint yet{torn}; it is also `save`: a fresh start"
             return StartDecision((), reason)
     elif held and not _same(str(save), str(Path(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
-            f"--save={save}: holds another run (newest {held[-1].name}); choose a new directory, or --load {save}"
+            f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or `load` {save}"
         )
     if foreign_model:
-        reason = f"--load={load}: the weights of a Hugging Face model; a run of its own begins"
+        reason = f"`load`={load}: the weights of a Hugging Face model; a run of its own begins"
         return StartDecision((Path(load),), reason)
     path = resolve_checkpoint(load, ckpt_step)
-    return StartDecision((path,), f"--load={load}: {path.name}")
+    return StartDecision((path,), f"`load`={load}: {path.name}")
 
 
 def _same(first: str, second: str) -> bool:
@@ -306,11 +306,11 @@ def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
     for name in (*files, COMPLETED, TRACKER):
         path = Path(save) / name
         if path.is_dir() and not path.is_symlink():
-            return f"--save={save}: {name} is a directory, and a run writes a file of that name; move it away"
+            return f"`save`={save}: {name} is a directory, and a run writes a file of that name; move it away"
         if path.is_symlink():
-            return f"--save={save}: {name} is a link, and a run would write where it leads; move it away"
+            return f"`save`={save}: {name} is a link, and a run would write where it leads; move it away"
         if path.exists() and not path.is_file():
-            return f"--save={save}: {name} is a pipe or a device, and a run writes a file of that name; move it away"
+            return f"`save`={save}: {name} is a pipe or a device, and a run writes a file of that name; move it away"
     return None
 
 

@@ -64,8 +64,8 @@ def check_space(directory: Path | str, needed: int) -> None:
     """Raises CheckpointError where `needed` bytes do not fit into what is free under `directory`."""
     place = Path(directory)
     if shutil.disk_usage(existing_parent(place)).free < needed:
-        advice = "free some space or choose another --save"
-        raise CheckpointError(f"--save={directory}: {space_line(needed, place)}; {advice}")
+        advice = "free some space or choose another `save`"
+        raise CheckpointError(f"`save`={directory}: {space_line(needed, place)}; {advice}")
 
 
 def first_problem(problems: Sequence[str | None]) -> str | None:
@@ -286,13 +286,13 @@ class SaveJob:
 
     def explain(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError):
-            return f"--save={self.directory}: {self.staging.name} is gone; do all hosts share this directory?"
+            return f"`save`={self.directory}: {self.staging.name} is gone; do all hosts share this directory?"
         if isinstance(error, OSError):
             return (
-                f"--save={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "
+                f"`save`={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "
                 f"({space_line(self.plan.nbytes, self.directory)}); older checkpoints are untouched"
             )
         if isinstance(error, CheckpointError):
             return str(error)
         logger.exception("saving step %d failed", self.step)
-        return f"--save={self.directory}: saving step {self.step} failed: {type(error).__name__}: {error}"
+        return f"`save`={self.directory}: saving step {self.step} failed: {type(error).__name__}: {error}"

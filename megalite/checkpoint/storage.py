@@ -233,7 +233,7 @@ class ShardReader:
             try:
                 count = os.preadv(self._fd, [into[: _READ_BYTES - at % _READ_BYTES]], at)
             except OSError as error:
-                advice = "load an older checkpoint with --ckpt-step"
+                advice = "load an older checkpoint with `ckpt_step`"
                 raise CheckpointError(f"{self._path}: {_reason(error)}; {advice}") from None
             if count == 0:
                 raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
@@ -242,7 +242,7 @@ class ShardReader:
         if digest.hexdigest() != expected:
             raise CheckpointError(
                 f"{self._path}: damaged at {what} (checksum {digest.hexdigest()}, expected {expected}); "
-                "load an older checkpoint with --ckpt-step"
+                "load an older checkpoint with `ckpt_step`"
             )
 
     def __enter__(self) -> ShardReader:

@@ -189,7 +189,7 @@ def _read_levels(reader: Reader, argv: Sequence[str]) -> list[Sequence[GivenOpti
         try:
             levels.append(reader.read_entries(read_yaml(path, reader.problems)))
         except ConfigError as error:
-            reader.problems += error.problems
+            reader.problems += error.text.split("\n")
     whole = len(levels) == len(files)
     levels.append(flags)
     if not whole:  # what seems to be missing or wrong may be in the file that cannot be read

@@ -76,8 +76,8 @@ class BaseModel:
             raise CheckpointError(f"{where}: adapters of a model with random weights, which is stored nowhere")
         if not os.path.isdir(path):
             raise CheckpointError(
-                f"{where}: adapters of the model {path}, which is not there; bring it back, or name its place: --load "
-                "to train (beside --auto-resume), --base to convert"
+                f"{where}: adapters of the model {path}, which is not there; bring it back, or name its place: `load` "
+                "to train (beside `auto_resume`), `base` to convert"
             )
         if (now := _digest(path, world)) != self.digest:
             raise CheckpointError(
@@ -188,7 +188,7 @@ def open_checkpoint(
     if BASE_META in reader.manifest.meta:
         return AdaptedSource(directory, ckpt_step, base=base, dtype=dtype)
     if base is not None:
-        raise CheckpointError(f"--base={base}: {reader.path} holds a whole model; drop it")
+        raise CheckpointError(f"`base`={base}: {reader.path} holds a whole model; drop it")
     return CheckpointSource(directory, ckpt_step)
 
 
@@ -236,8 +236,8 @@ def _their_rows(rule: LayerRule, adapter: Adapter, model: ModelConfig, b: Tensor
     if adapter.name in PARTS:
         if len(rule.theirs) == 1:
             raise ConfigError(
-                f"--to=peft: {rule.theirs[0]} is one layer there, and {adapter.name} a part of it; train it with "
-                "--lora-targets linear_qkv linear_fc1 (c_attn, c_fc), or export the merged model (--to hf)"
+                f"`to`=peft: {rule.theirs[0]} is one layer there, and {adapter.name} a part of it; train it with "
+                "`lora_targets` linear_qkv linear_fc1 (c_attn, c_fc), or export the merged model (`to` hf)"
             )
         yield rule.theirs[PARTS[adapter.name]], b
         return

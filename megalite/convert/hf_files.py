@@ -225,7 +225,7 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
     elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
         tokenizer = make_tokenizer("GPT2BPETokenizer", tokenizer_model=str(directory))
     elif (directory / "tokenizer.model").is_file():
-        tokenizer = make_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory), flag=f"--load={directory}")
+        tokenizer = make_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory), flag=f"`load`={directory}")
     else:
         logger.warning("%s: holds no tokenizer; the checkpoint takes token numbers for text", directory)
         return NullTokenizer(max(2, vocab_size))

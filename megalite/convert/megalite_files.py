@@ -61,7 +61,7 @@ class CheckpointSource:
         path, manifest = reader.path, reader.manifest
         with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
             copy_extras(path, manifest, Path(folder))
-            return load_tokenizer(folder, f"--load={path}")
+            return load_tokenizer(folder, f"`load`={path}")
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)

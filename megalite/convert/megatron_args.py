@@ -11,7 +11,7 @@ from megalite.convert.llama import MOST_EXPERTS
 from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError
 
-TENSOR_PARALLEL = "--target-tensor-model-parallel-size"
+TENSOR_PARALLEL = "`target_tensor_model_parallel_size`"
 # Arguments whose names and values are those of ModelConfig and of Experts.
 SAME = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type", "rotary_percent",
@@ -70,7 +70,7 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
     positions = fields.integer("max_position_embeddings")
     size = (_stated_vocab_size(fields) or rows) if vocab_size is None else vocab_size
     if not 0 < size <= rows:
-        raise ConfigError(f"--true-vocab-size={size}: the embedding has {rows} rows")
+        raise ConfigError(f"`true_vocab_size`={size}: the embedding has {rows} rows")
     biases = fields.flag("add_bias_linear", not fields.flag("disable_bias_linear", False))
     model = ModelConfig(
         model_type="llama" if llama else "gpt",
@@ -293,7 +293,7 @@ def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int, 
         (TENSOR_PARALLEL, tensor_parallel, model.num_attention_heads, "attention heads"),
         (TENSOR_PARALLEL, tensor_parallel, model.query_groups, "query groups"),
         *([] if all(model.sparse_layers) else [(TENSOR_PARALLEL, tensor_parallel, model.ffn_size, "MLP channels")]),
-        ("--target-pipeline-model-parallel-size", pipeline_parallel, model.num_layers, "layers"),
+        ("`target_pipeline_model_parallel_size`", pipeline_parallel, model.num_layers, "layers"),
     )
     problems = _expert_cut_problems(model, tensor_parallel, experts, within)
     for flag, parts, size, what in cuts:
@@ -305,8 +305,8 @@ def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int, 
 
 def _expert_cut_problems(model: ModelConfig, tensor: int, experts: int, within: int) -> list[str]:
     number, shared = model.experts.num_experts, model.experts.moe_shared_expert_intermediate_size
-    ep = f"--target-expert-model-parallel-size={experts}"
-    etp = f"--target-expert-tensor-parallel-size={within}"
+    ep = f"`target_expert_model_parallel_size`={experts}"
+    etp = f"`target_expert_tensor_parallel_size`={within}"
     if number is None:
         wrong = [flag for flag, size, usual in ((ep, experts, 1), (etp, within, tensor)) if size != usual]
         return [f"{flag}: the model has no experts; drop it" for flag in wrong]

@@ -150,24 +150,24 @@ def _iteration(directory: Path, ckpt_step: int | None) -> Path:
     """The directory that holds the ranks' directories. Raises CheckpointError."""
     if not directory.is_dir():
         what = "is a file; give the directory that holds mp_rank_XX" if directory.exists() else "no such directory"
-        raise CheckpointError(f"--load={directory}: {what}")
+        raise CheckpointError(f"`load`={directory}: {what}")
     if _has_ranks(directory):
         if ckpt_step is not None:
-            raise CheckpointError(f"--ckpt-step={ckpt_step}: --load={directory} is one iteration; drop one of the two")
+            raise CheckpointError(f"`ckpt_step`={ckpt_step}: `load`={directory} is one iteration; drop one of the two")
         return directory
     chosen = directory_name(ckpt_step) if ckpt_step is not None else _tracked(directory)
     if not (directory / chosen).is_dir():
-        raise CheckpointError(f"--load={directory}: {chosen} is not there")
+        raise CheckpointError(f"`load`={directory}: {chosen} is not there")
     if not _has_ranks(directory / chosen):
         raise CheckpointError(
-            f"--load={directory}: {chosen} holds no mp_rank_00: Megatron-LM's format torch is read, torch_dist is not"
+            f"`load`={directory}: {chosen} holds no mp_rank_00: Megatron-LM's format torch is read, torch_dist is not"
         )
     return directory / chosen
 
 
 def _tracked(directory: Path) -> str:
     if not (directory / TRACKER).is_file():
-        raise CheckpointError(f"--load={directory}: no {TRACKER}; give an iteration's directory or --ckpt-step")
+        raise CheckpointError(f"`load`={directory}: no {TRACKER}; give an iteration's directory or `ckpt_step`")
     said = read_small(directory / TRACKER, 64).decode(errors="replace").strip()
     if said == RELEASE:
         return RELEASE

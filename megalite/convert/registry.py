@@ -91,4 +91,4 @@ def lost_settings(model: ModelConfig, back: Callable[[], ModelConfig]) -> Iterat
         return
     for name, value in effective(model).items():
         if there[name] != value:
-            yield f"--{name.replace('_', '-')}={value} (there {there[name]})"
+            yield f"`{name}`={value} (there {there[name]})"

@@ -94,13 +94,13 @@ def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.
     try:
         if directory.exists() and any(directory.iterdir()):
             raise CheckpointError(
-                f"--save={directory}: exists and is not empty; nothing is overwritten, choose another"
+                f"`save`={directory}: exists and is not empty; nothing is overwritten, choose another"
             )
         final.parent.mkdir(parents=True, exist_ok=True)
         staging = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:12]}")
         staging.mkdir()
     except OSError as error:
-        raise CheckpointError(f"--save={directory}: cannot write there ({error.strerror})") from None
+        raise CheckpointError(f"`save`={directory}: cannot write there ({error.strerror})") from None
     try:
         yield staging
         fsync_directory(staging)
@@ -112,7 +112,7 @@ def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.
         shutil.rmtree(staging, ignore_errors=True)
         if isinstance(error, OSError):
             what = f"{error.filename or staging}: {error.strerror or error}"
-            raise CheckpointError(f"--save={directory}: {what}") from None
+            raise CheckpointError(f"`save`={directory}: {what}") from None
         if isinstance(error, SafetensorError):
-            raise CheckpointError(f"--save={directory}: {staging}: {error}") from None
+            raise CheckpointError(f"`save`={directory}: {staging}: {error}") from None
         raise

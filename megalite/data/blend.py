@@ -18,7 +18,7 @@ SURPLUS = 0.005
 MAX_PARTS = 32767
 
 
-def parse_blend(words: Sequence[str], flag: str = "--data-path") -> tuple[list[str], list[float] | None]:
+def parse_blend(words: Sequence[str], flag: str = "`data_path`") -> tuple[list[str], list[float] | None]:
     """Split `W1 P1 W2 P2 ...` into paths and weights, or take every word as a path (weights None).
 
     Raises DataError where weights and paths are mixed up, or weights are negative or all 0.
@@ -101,7 +101,7 @@ class BlendedDataset:
         for part, count in zip(self.parts, asked.tolist(), strict=True):
             if count > len(part):
                 raise DataError(
-                    f"--data-path={part.store.name}: the blend needs {count} samples, {len(part)} are there; "
+                    f"`data_path`={part.store.name}: the blend needs {count} samples, {len(part)} are there; "
                     "lower its weight"
                 )
 

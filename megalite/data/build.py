@@ -71,13 +71,13 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     if not named and files and len(raw) < len(set(files)):
         if vocab_size is None:
             raise DataError(
-                "--tokenizer-type: not given, and token files do not say which tokenizer wrote them; "
-                "name it, or NullTokenizer with --vocab-size"
+                "`tokenizer_type`: not given, and token files do not say which tokenizer wrote them; "
+                "name it, or NullTokenizer with `vocab_size`"
             )
         return tokenizer_from_config(cfg, vocab_size=vocab_size, default="NullTokenizer")
 
     def texts() -> Iterator[str]:
-        for corpus in [_open_raw(path, "--data-path") for path in raw] if files else [stdlib_corpus()]:
+        for corpus in [_open_raw(path, "`data_path`") for path in raw] if files else [stdlib_corpus()]:
             yield from corpus.documents(None, "train")
 
     has_text = not cfg.mock_data and (not files or bool(raw))
@@ -88,19 +88,19 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
 def _sources(cfg: DataConfig) -> dict[str, _Source]:
     """Finds the data of each split; empty for the default corpus and for mock data."""
     own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
-    given = [f"--{split}-data-path" for split, words in own.items() if words]
-    shared = ["--data-path"] * bool(cfg.data_path) + ["--data-args-path"] * bool(cfg.data_args_path)
+    given = [f"`{split}_data_path`" for split, words in own.items() if words]
+    shared = ["`data_path`"] * bool(cfg.data_path) + ["`data_args_path`"] * bool(cfg.data_args_path)
     given += shared
     if len(given) > 1 and shared:
         other = next(flag for flag in given if flag != shared[0])
         raise DataError(f"{shared[0]}: given together with {other}; name the data in one way")
     if cfg.mock_data and given:
-        raise DataError(f"--mock-data: given together with {given[0]}; drop one")
+        raise DataError(f"`mock_data`: given together with {given[0]}; drop one")
     if not given:
         return {}
     if not shared:
         return {
-            split: _Source(f"--{split}-data-path", tuple(words), (0.0, 1.0), whole=True)
+            split: _Source(f"`{split}_data_path`", tuple(words), (0.0, 1.0), whole=True)
             for split, words in own.items()
             if words
         }
@@ -114,9 +114,9 @@ def _read_words(path: str) -> tuple[str, ...]:
         words = tuple(Path(path).read_text(encoding="utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise DataError(f"--data-args-path={path}: cannot be read ({why})") from None
+        raise DataError(f"`data_args_path`={path}: cannot be read ({why})") from None
     if not words:
-        raise DataError(f"--data-args-path={path}: the file is empty; write into it what --data-path would hold")
+        raise DataError(f"`data_args_path`={path}: the file is empty; write into it what `data_path` would hold")
     return words
 
 
@@ -198,8 +198,8 @@ class _Opener:
             longer = int((store.lengths > self.seq_length).sum())
             if longer:
                 logger.warning(
-                    "%s: %s of %s documents are longer than --seq-length=%d (the longest has %s tokens): they are cut, "
-                    "and with --reset-attention-mask none sees the one before; raise --seq-length to keep them whole",
+                    "%s: %s of %s documents are longer than `seq_length`=%d (the longest has %s tokens): they are cut, "
+                    "and with `reset_attention_mask` none sees the one before; raise `seq_length` to keep them whole",
                     source, f"{longer:,}", f"{len(store.lengths):,}", self.seq_length, f"{int(store.lengths.max()):,}",
                 )  # fmt: skip
 
@@ -208,18 +208,18 @@ class _Opener:
         if self.cfg.mock_data:
             mock = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
             parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
-            self._note(split, "--mock-data", mock)
+            self._note(split, "`mock_data`", mock)
             return self._dataset(mock, bounds_of(parts[split], len(mock.lengths)), split, requests)
         if not self.sources:
-            store = self._tokens("", (0.0, 1.0), split, "--data-path")
-            self._note(split, f"--data-path ({store.name})", store)
+            store = self._tokens("", (0.0, 1.0), split, "`data_path`")
+            self._note(split, f"`data_path` ({store.name})", store)
             return self._dataset(store, (0, len(store)), split, requests)
         source = self.sources.get(split)
         if source is None:
-            raise UnusableSplit(f"--{split}-data-path: not given; name data for it, or {without(split)}")
+            raise UnusableSplit(f"`{split}_data_path`: not given; name data for it, or {without(split)}")
         if source.part is None:
             raise UnusableSplit(
-                f"--split={self.cfg.split}: the {split} split is empty (weight 0); give it more, or {without(split)}"
+                f"`split`={self.cfg.split}: the {split} split is empty (weight 0); give it more, or {without(split)}"
             )
         paths, weights = parse_blend(source.words, source.flag)
         opened = [self._open(path, source, split) for path in paths]
@@ -353,8 +353,8 @@ def tokenise_corpus(
         folder = cached_folder(cache_dir / "tokens", key, write, resumes=True)
         if (folder / "utf8_bytes").read_text() == "0":
             raise UnusableSplit(
-                f"--data-path={corpus.name}: the {split} split is empty (0 tokens); "
-                f"give it more in --split, or {without(split)}"
+                f"`data_path`={corpus.name}: the {split} split is empty (0 tokens); "
+                f"give it more in `split`, or {without(split)}"
             )
         return folder / "text_document"
 

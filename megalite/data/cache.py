@@ -42,7 +42,7 @@ def cache_directory(data_cache_path: str | None, save: str | None) -> Path:
         return Path.home() / ".cache" / "megalite"
     except RuntimeError:
         raise DataError(
-            "--data-cache-path: not given, and this user has no home directory; name a folder, or set HOME"
+            "`data_cache_path`: not given, and this user has no home directory; name a folder, or set HOME"
         ) from None
 
 
@@ -69,7 +69,7 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
             return target
     except PermissionError:
         raise DataError(
-            f"--data-cache-path={root}: {name} is another user's and not readable; make it so, or name another folder"
+            f"`data_cache_path`={root}: {name} is another user's and not readable; make it so, or name another folder"
         ) from None
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
             _build(root, target, build, resumes=resumes and alone)
     except OSError as error:
         why = error.strerror or f"is the disk full? {error}"  # numpy tells of a full disk in numbers only
-        raise DataError(f"--data-cache-path={root}: cannot be written ({why}); name another folder") from error
+        raise DataError(f"`data_cache_path`={root}: cannot be written ({why}); name another folder") from error
     return target
 
 

@@ -42,7 +42,7 @@ from megalite.extras import optional_package
 from megalite.progress import OnProgress, no_progress
 from megalite.strangers import PROGRAMS, check_no_program, read_limited, read_mapping
 
-FLAG = "--data-format=chat"
+FLAG = "`data_format`=chat"
 Messages = list[dict[str, Any]]
 #: Of tokenizer_config.json, by which templates name special tokens.
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -59,7 +59,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, directory: str | None, limits: TemplateLimits | None = None) -> None:
         if tokenizer.kind != "HuggingFaceTokenizer" or directory is None:
-            raise DataError(f"{FLAG}: needs --tokenizer-type=HuggingFaceTokenizer, whose files have the chat template")
+            raise DataError(f"{FLAG}: needs `tokenizer_type`=HuggingFaceTokenizer, whose files have the chat template")
         _check_jinja()
         self._backend: Any = tokenizer.backend  # type: ignore[attr-defined]  # of this kind
         self.text, self.variables = read_template(Path(directory))
@@ -69,7 +69,7 @@ class ChatTemplate:
         try:
             ChatRenderer(self.text, self.variables, limits).close()
         except DataError as error:
-            raise DataError(f"--tokenizer-model={directory}: {str(error).replace(' for it', '', 1)}") from None
+            raise DataError(f"`tokenizer_model`={directory}: {str(error).replace(' for it', '', 1)}") from None
 
     def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Tokens of a conversation, and which are answers. Raises DataError where the template does not take it."""
@@ -111,7 +111,7 @@ class ChatTemplate:
 
 def read_template(where: Path) -> tuple[str, dict[str, str]]:
     """Template and special tokens beside the tokenizer `where`. Raises DataError; ConfigError for a program's."""
-    flag = "--tokenizer-model"
+    flag = "`tokenizer_model`"
     folder = where if where.is_dir() else where.parent
     config = read_mapping(folder / "tokenizer_config.json", flag)
     check_no_program(folder / "tokenizer_config.json", config.get(PROGRAMS), flag)
@@ -151,10 +151,10 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); repair the line, or --skip-bad-lines drops it") from None
+        raise DataError(f"{where}: not valid JSON ({error}); repair the line, or `skip_bad_lines` drops it") from None
     messages = record.get(keys[0]) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: no list of messages in field '{keys[0]}'; name the field by --json-keys")
+        raise DataError(f"{where}: no list of messages in field '{keys[0]}'; name the field by `json_keys`")
     for number, message in enumerate(messages, 1):
         texts = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
@@ -162,7 +162,7 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
         for name in ("role", "content"):
             check_characters(message[name], f"{where}: {name} of message {number}")
     if record.get("tools"):
-        raise DataError(f"{where}: has tools, which are not supported; leave them out, or --skip-bad-lines drops it")
+        raise DataError(f"{where}: has tools, which are not supported; leave them out, or `skip_bad_lines` drops it")
     return [messages]
 
 
@@ -185,7 +185,7 @@ class ChatJob(UnitJob):
     def run(self, unit: InputUnit) -> UnitTokens:
         assert self.template is not None
         if unit.columns is not None or not str(unit.place).endswith(JSONL_SUFFIXES):
-            raise DataError(f"--input={unit.place}: {FLAG} reads JSONL with a list of messages in each line")
+            raise DataError(f"`input`={unit.place}: {FLAG} reads JSONL with a list of messages in each line")
         rows: list[int] = []  # of each conversation, its number among the lines that are not empty
         asked = itertools.count()
 

@@ -68,8 +68,8 @@ def stdlib_files(root: str | None = None) -> list[Path]:
     found.sort(key=lambda path: path.relative_to(folder).as_posix())
     if len(found) < HELD_OUT_EVERY:
         raise DataError(
-            f"--data-path: not given, and the default corpus is not there ({len(found)} Python sources in {folder}); "
-            "name a text file or a .bin/.idx prefix by --data-path"
+            f"`data_path`: not given, and the default corpus is not there ({len(found)} Python sources in {folder}); "
+            "name a text file or a .bin/.idx prefix by `data_path`"
         )
     return found
 
@@ -96,7 +96,7 @@ def stdlib_corpus(root: str | None = None) -> TextCorpus:
     return TextCorpus("the Python standard library", digest, documents, ends_documents=True)
 
 
-def file_corpus(path: str, flag: str = "--data-path") -> TextCorpus:
+def file_corpus(path: str, flag: str = "`data_path`") -> TextCorpus:
     """A text file (one running text) or a JSONL file (one document a line, field `text`)."""
     jsonl = path.endswith(JSONL_SUFFIXES)
 

@@ -91,7 +91,7 @@ def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     if os.path.isdir(path):
         return _saved_units(path, keys)
     if not os.path.isfile(path):
-        raise DataError(f"--input={path}: no such file")
+        raise DataError(f"`input`={path}: no such file")
     if path.endswith(".parquet"):
         return _parquet_units(path, keys)
     if path.endswith((".gz", ".zst")) and path.endswith(JSONL_SUFFIXES):
@@ -104,7 +104,7 @@ def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
 def _range_units(path: str) -> Iterator[InputUnit]:
     """Byte ranges that end after a newline."""
     size = os.path.getsize(path)
-    with open_bytes(path, "--input") as file:
+    with open_bytes(path, "`input`") as file:
         start = 0
         while start < size:
             file.seek(min(start + UNIT_BYTES, size) - 1)
@@ -116,7 +116,7 @@ def _range_units(path: str) -> Iterator[InputUnit]:
 
 def _packed_units(path: str) -> Iterator[InputUnit]:
     try:
-        with open_text(path, "--input") as file:
+        with open_text(path, "`input`") as file:
             lines: list[str] = []
             held, first = 0, 1
             for number, line in enumerate(file, 1):
@@ -130,13 +130,13 @@ def _packed_units(path: str) -> Iterator[InputUnit]:
         # zstandard has its own error type, which cannot be named without the package.
         if not isinstance(error, OSError | EOFError | UnicodeDecodeError) and type(error).__name__ != "ZstdError":
             raise
-        raise DataError(f"--input={path}: cannot be unpacked ({error})") from None
+        raise DataError(f"`input`={path}: cannot be unpacked ({error})") from None
 
 
 def _text_units(path: str) -> Iterator[InputUnit]:
     """One document in pieces of about a unit."""
     try:
-        with open_text(path, "--input") as file:
+        with open_text(path, "`input`") as file:
             rest = ""
             while True:
                 block = file.read(UNIT_BYTES)
@@ -150,16 +150,16 @@ def _text_units(path: str) -> Iterator[InputUnit]:
                     return
     except UnicodeDecodeError as error:
         raise DataError(
-            f"--input={path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); convert it"
+            f"`input`={path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); convert it"
         ) from None
 
 
 def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
-    parquet = optional_package(f"--input={path}", "pyarrow.parquet")
+    parquet = optional_package(f"`input`={path}", "pyarrow.parquet")
     try:
         file = parquet.ParquetFile(path)
     except Exception as error:  # the package has a family of its own
-        raise DataError(f"--input={path}: not a parquet file ({error})") from None
+        raise DataError(f"`input`={path}: not a parquet file ({error})") from None
     _check_columns(path, keys, file.schema_arrow.names)
     rows = max(file.metadata.num_rows, 1)
     size = os.path.getsize(path)
@@ -171,8 +171,8 @@ def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
 def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """A folder written by `datasets.save_to_disk`."""
     if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        raise DataError(f"--input={path}: is a folder without a saved data set; name its files")
-    data = open_saved_dataset(path, "--input")
+        raise DataError(f"`input`={path}: is a folder without a saved data set; name its files")
+    data = open_saved_dataset(path, "`input`")
     parts = data.values() if isinstance(data, dict) else [data]
     for part in parts:
         yield from _dataset_units(path, part, keys)
@@ -182,7 +182,7 @@ def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """`hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under that name, streamed; SPLIT is else train."""
     name, _, split = path[3:].partition("@")
     name, _, config = name.partition(":")
-    data = open_hub_dataset(path, name, config or None, split or "train", "--input")
+    data = open_hub_dataset(path, name, config or None, split or "train", "`input`")
     yield from _dataset_units(path, data, keys)
 
 
@@ -197,14 +197,14 @@ def _dataset_units(path: str, data: Any, keys: Sequence[str]) -> Iterator[InputU
 def _check_columns(path: str, keys: Sequence[str], names: Sequence[str]) -> None:
     for key in keys:
         if key not in names:
-            raise DataError(f"--input={path}: no column '{key}' (has: {', '.join(list(names)[:8])}); use --json-keys")
+            raise DataError(f"`input`={path}: no column '{key}' (has: {', '.join(list(names)[:8])}); use `json_keys`")
 
 
 def _texts(path: str, key: str, values: list[Any]) -> list[str]:
     for value in values:
         if value is not None and not isinstance(value, str):
-            raise DataError(f"--input={path}: column '{key}' is not text but {type(value).__name__}; use --json-keys")
-        check_characters(value or "", f"--input={path}: column '{key}'")
+            raise DataError(f"`input`={path}: column '{key}' is not text but {type(value).__name__}; use `json_keys`")
+        check_characters(value or "", f"`input`={path}: column '{key}'")
     return [value or "" for value in values]
 
 

@@ -208,16 +208,16 @@ def marks_of(store: TokenStore) -> IndexedDataset | None:
 
 
 def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:
-    flag = f"--data-path={name}"
+    flag = f"`data_path`={name}"
     if tokens == 0:
         raise DataError(
             f"{flag}: the {split} split is empty ({documents} documents, 0 tokens); "
-            f"give it more in --split, or {without(split)}"
+            f"give it more in `split`, or {without(split)}"
         )
     if tokens < seq_length + 1:
         raise DataError(
-            f"{flag}: the {split} split is too small ({tokens} tokens, one sample of --seq-length={seq_length} "
-            f"needs {seq_length + 1}); give it more in --split, use a shorter --seq-length, or {without(split)}"
+            f"{flag}: the {split} split is too small ({tokens} tokens, one sample of `seq_length`={seq_length} "
+            f"needs {seq_length + 1}); give it more in `split`, use a shorter `seq_length`, or {without(split)}"
         )
 
 
@@ -235,6 +235,6 @@ def check_ids(ids: NDArray[np.int64], part: GPTDataset, sequences: Sequence[int]
     sequence = sequences[int(np.searchsorted(ends, at + offset, "right"))]
     document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
     raise DataError(
-        f"--data-path={part.store.name}: document {document} holds token id {int(ids[at])}, outside of the vocabulary "
+        f"`data_path`={part.store.name}: document {document} holds token id {int(ids[at])}, outside of the vocabulary "
         f"of {part.tokenizer} (0..{part.vocab_size - 1}); name the tokenizer that wrote it"
     )

@@ -86,7 +86,7 @@ def build_order(
     needed = 4 * epochs * (end - begin) + 12 * (epochs * tokens // seq_length)
     free = free_memory()
     if needed > free:
-        flag = "--train-iters" if split == "train" else "--eval-iters"
+        flag = "`train_iters`" if split == "train" else "`eval_iters`"
         raise DataError(
             f"{flag}: the order of {num_samples or 0:,} {split} samples, {epochs:,} epochs of {tokens:,} tokens, needs "
             f"{needed / 1e9:,.0f} GB and this machine has {free / 1e9:,.0f} free; use a smaller number, or more data"

@@ -89,7 +89,7 @@ class IndexedDataset:
     Raises DataError where a file is missing, is not such an index, or contradicts the other one; `flag` named them.
     """
 
-    def __init__(self, prefix: str | Path, *, flag: str = "--data-path") -> None:
+    def __init__(self, prefix: str | Path, *, flag: str = "`data_path`") -> None:
         self.prefix = str(prefix)
         self.name = self.prefix
         self._check_files(flag)

@@ -76,7 +76,7 @@ class KeptUnits:
             if not _locked(self._files[-1], path):
                 self._close()
                 raise DataError(
-                    f"--output-prefix: another process writes {prefix}.bin; wait for it, or name another prefix"
+                    f"`output_prefix`: another process writes {prefix}.bin; wait for it, or name another prefix"
                 )
         self._file = self._files[0]
         self._file.seek(0)

@@ -49,7 +49,7 @@ class DocumentMasks:
             return
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name):
-                flag = f"--{name.replace('_', '-')}"
+                flag = f"`{name}`"
                 raise DataError(f"{flag}: the tokenizer has no end-of-document token; drop it or use another tokenizer")
 
 
@@ -61,7 +61,7 @@ def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: in
     step = micro_batch_size * dp_size
     if global_batch_size <= 0 or global_batch_size % step:
         raise DataError(
-            f"--global-batch-size={global_batch_size}: must be a multiple of micro-batch size x data-parallel size "
+            f"`global_batch_size`={global_batch_size}: must be a multiple of micro-batch size x data-parallel size "
             f"({micro_batch_size} x {dp_size} = {step}); nearest {max(step, global_batch_size // step * step)} "
             f"or {(max(global_batch_size, 0) // step + 1) * step}"
         )
@@ -160,7 +160,7 @@ class BatchLoader:
         if self.consumed_samples + global_batch_size > len(self.source):
             raise DataError(
                 f"no samples left to consume ({self.consumed_samples} consumed, {len(self.source)} in all, "
-                f"--global-batch-size={global_batch_size}); prepare the data for more samples"
+                f"`global_batch_size`={global_batch_size}); prepare the data for more samples"
             )
         return self._next(global_batch_size)
 

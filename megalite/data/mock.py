@@ -16,7 +16,7 @@ class MockStore:
     ends with `eod_id`, if there is one.
     """
 
-    name = "--mock-data"
+    name = "`mock_data`"
 
     def __init__(self, *, seed: int, vocab_size: int, eod_id: int | None, documents: int = NUM_DOCUMENTS) -> None:
         self.seed, self.vocab_size, self.eod_id = seed, vocab_size, eod_id

@@ -89,7 +89,7 @@ def preprocess(
     """
     if append_eod and tokenizer.eod_id is None:
         raise DataError(
-            f"--append-eod: {tokenizer.kind} has no end-of-document token; drop it or use another tokenizer"
+            f"`append_eod`: {tokenizer.kind} has no end-of-document token; drop it or use another tokenizer"
         )
     job = UnitJob(tokenizer, tuple(json_keys), append_eod, skip_bad_lines)
     totals = Totals(input_size(inputs))
@@ -136,7 +136,7 @@ def write_units(
             on_progress(totals.done, totals.size or None, totals.counts())
         for writer in writers:
             if source and not writer.tokens:
-                raise DataError(f"--input={source}: 0 tokens for {writer.prefix}; give a text that is not empty")
+                raise DataError(f"`input`={source}: 0 tokens for {writer.prefix}; give a text that is not empty")
 
 
 def _results(
@@ -299,7 +299,7 @@ class _Worker:
     def _ended(self, unit: InputUnit) -> RuntimeFailure:
         self.process.join(5)
         return RuntimeFailure(
-            f"--workers: a worker ended (exit status {self.process.exitcode}) at {unit.place}; "
+            f"`workers`: a worker ended (exit status {self.process.exitcode}) at {unit.place}; "
             "out of memory? use fewer workers"
         )
 

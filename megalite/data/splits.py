@@ -24,11 +24,11 @@ def parse_split(text: str) -> list[tuple[float, float] | None]:
     try:
         weights = [float(word) for word in words]
     except ValueError:
-        raise DataError(f"--split={text}: not numbers; {advice}") from None
+        raise DataError(f"`split`={text}: not numbers; {advice}") from None
     if not 1 <= len(weights) <= 3:
-        raise DataError(f"--split={text}: {len(weights)} numbers; {advice}")
+        raise DataError(f"`split`={text}: {len(weights)} numbers; {advice}")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
-        raise DataError(f"--split={text}: weights must be 0 or more and not all 0; {advice}")
+        raise DataError(f"`split`={text}: weights must be 0 or more and not all 0; {advice}")
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)
     edges = [0.0]
@@ -46,4 +46,4 @@ def bounds_of(part: tuple[float, float] | None, count: int) -> tuple[int, int]:
 
 def without(split: str) -> str:
     """Advice for a message: how a run does without a split."""
-    return "only evaluate by --skip-train" if split == "train" else "do not evaluate, by --eval-iters 0"
+    return "only evaluate by `skip_train`" if split == "train" else "do not evaluate, by `eval_iters` 0"

@@ -48,7 +48,7 @@ class _FastTokenizer(Tokenizer):
         # Ids may have holes (added tokens far above the model's): the vocabulary ends after the largest.
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size == 0:
-            raise DataError(f"--tokenizer-type={self.kind}: the vocabulary is empty (0 tokens)")
+            raise DataError(f"`tokenizer_type`={self.kind}: the vocabulary is empty (0 tokens)")
         check_ids(self.vocab_size - 1, origin)
         self.definition = json.loads(backend.to_str())
         check_growth(self.definition, origin)
@@ -137,9 +137,9 @@ class GPT2BPETokenizer(_FastTokenizer):
         try:
             table = {str(token): int(index) for token, index in json.loads(vocab).items()}
         except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
-            raise DataError(f"--vocab-file={vocab_name}: not a JSON object of token to id ({error})") from None
-        check_ids(max(table.values(), default=0), f"--vocab-file={vocab_name}")
-        with within(f"--merge-file={merges_name}", "does not fit the vocabulary"):
+            raise DataError(f"`vocab_file`={vocab_name}: not a JSON object of token to id ({error})") from None
+        check_ids(max(table.values(), default=0), f"`vocab_file`={vocab_name}")
+        with within(f"`merge_file`={merges_name}", "does not fit the vocabulary"):
             model = tokenizers.models.BPE(table, _parse_merges(merges.decode()))
         backend = tokenizers.Tokenizer(model)
         backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -147,7 +147,7 @@ class GPT2BPETokenizer(_FastTokenizer):
         eod = "<|endoftext|>"
         if eod in table:
             backend.add_special_tokens([tokenizers.AddedToken(eod, special=True, normalized=True)])
-        super().__init__(backend, table.get(eod), f"--vocab-file={vocab_name}")
+        super().__init__(backend, table.get(eod), f"`vocab_file`={vocab_name}")
 
     def files(self) -> dict[str, bytes]:
         return {"vocab.json": self._vocab, "merges.txt": self._merges}
@@ -179,11 +179,11 @@ class HuggingFaceTokenizer(_FastTokenizer):
         import tokenizers
 
         self._json, self._config = definition, config
-        with within(f"--tokenizer-model={origin}", "not a tokenizer.json"):
+        with within(f"`tokenizer_model`={origin}", "not a tokenizer.json"):
             backend = tokenizers.Tokenizer.from_str(definition.decode())
         backend.no_truncation()
         backend.no_padding()
-        super().__init__(backend, _find_eod(backend, config, origin), f"--tokenizer-model={origin}")
+        super().__init__(backend, _find_eod(backend, config, origin), f"`tokenizer_model`={origin}")
 
     @classmethod
     def from_path(cls, path: str | Path) -> HuggingFaceTokenizer:
@@ -192,12 +192,12 @@ class HuggingFaceTokenizer(_FastTokenizer):
         file = where / "tokenizer.json" if where.is_dir() else where
         if where.is_dir() and os.access(where, os.X_OK) and not file.is_file():
             raise DataError(
-                f"--tokenizer-model={path}: the directory holds no tokenizer.json; save the tokenizer with its "
+                f"`tokenizer_model`={path}: the directory holds no tokenizer.json; save the tokenizer with its "
                 "fast form"
             )
-        definition = read_file(file, "--tokenizer-model")
+        definition = read_file(file, "`tokenizer_model`")
         beside = file.parent / "tokenizer_config.json"
-        config = read_file(beside, "--tokenizer-model") if beside.is_file() else None
+        config = read_file(beside, "`tokenizer_model`") if beside.is_file() else None
         return cls(definition, config, origin=str(path))
 
     def files(self) -> dict[str, bytes]:
@@ -211,11 +211,11 @@ def _find_eod(backend: Any, config: bytes | None, origin: str) -> int | None:
             named = json.loads(config).get("eos_token")
         except (ValueError, AttributeError, RecursionError) as error:
             raise DataError(
-                f"--tokenizer-model={origin}: tokenizer_config.json beside it is not a JSON object ({error})"
+                f"`tokenizer_model`={origin}: tokenizer_config.json beside it is not a JSON object ({error})"
             ) from None
         content = named.get("content") if isinstance(named, dict) else named
         if isinstance(content, str):
-            with within(f"--tokenizer-model={origin}", "tokenizer_config.json beside it: eos_token is no text"):
+            with within(f"`tokenizer_model`={origin}", "tokenizer_config.json beside it: eos_token is no text"):
                 index = backend.token_to_id(content)
             if index is not None:
                 return int(index)
@@ -234,10 +234,10 @@ class SentencePieceTokenizer(Tokenizer):
     kind = "SentencePieceTokenizer"
 
     def __init__(self, model: bytes, *, origin: str = "tokenizer.model", flag: str | None = None) -> None:
-        sentencepiece = optional_package(flag or f"--tokenizer-type={self.kind}", "sentencepiece")
+        sentencepiece = optional_package(flag or f"`tokenizer_type`={self.kind}", "sentencepiece")
         self._model = model
         self._backend = sentencepiece.SentencePieceProcessor()
-        with within(f"--tokenizer-model={origin}", "not a sentencepiece model"):
+        with within(f"`tokenizer_model`={origin}", "not a sentencepiece model"):
             self._backend.LoadFromSerializedProto(model)
         self.vocab_size = int(self._backend.GetPieceSize())
         eos = int(self._backend.eos_id())
@@ -247,7 +247,7 @@ class SentencePieceTokenizer(Tokenizer):
     def from_path(cls, path: str | Path, flag: str | None = None) -> SentencePieceTokenizer:
         """Load a `.model` file or the directory that holds `tokenizer.model`."""
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
-        return cls(read_file(file, "--tokenizer-model"), origin=str(path), flag=flag)
+        return cls(read_file(file, "`tokenizer_model`"), origin=str(path), flag=flag)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         return [np.array(self._backend.EncodeAsIds(text), np.int32) for text in texts]

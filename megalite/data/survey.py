@@ -136,7 +136,7 @@ def _parse(meta: Any) -> dict[str, list[Survey]]:
             return parsed
     except (TypeError, ValueError):
         pass
-    raise DataError("--load: the checkpoint's account of its data is damaged; load an older one")
+    raise DataError("`load`: the checkpoint's account of its data is damaged; load an older one")
 
 
 def _is_survey(one: Survey) -> bool:

@@ -115,7 +115,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, characters: str) -> None:
         if not characters or list(characters) != sorted(set(characters)):
             raise DataError(
-                "--tokenizer-type=CharTokenizer: its characters must be sorted and differ; rebuild the vocabulary"
+                "`tokenizer_type`=CharTokenizer: its characters must be sorted and differ; rebuild the vocabulary"
             )
         self.characters = characters
         self.vocab_size = len(characters)
@@ -130,7 +130,7 @@ class CharTokenizer(Tokenizer):
             found.update(text)
         if not found:
             raise DataError(
-                "--tokenizer-type=CharTokenizer: the text is empty (0 characters); give a file that holds text"
+                "`tokenizer_type`=CharTokenizer: the text is empty (0 characters); give a file that holds text"
             )
         return cls("".join(sorted(found)))
 
@@ -140,9 +140,9 @@ class CharTokenizer(Tokenizer):
         try:
             characters = json.loads(content)["characters"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DataError(f"--tokenizer-model={origin}: not a character vocabulary ({error})") from error
+            raise DataError(f"`tokenizer_model`={origin}: not a character vocabulary ({error})") from error
         if not isinstance(characters, str) or any("\ud800" <= char <= "\udfff" for char in characters):
-            raise DataError(f"--tokenizer-model={origin}: not a character vocabulary ('characters' must be text)")
+            raise DataError(f"`tokenizer_model`={origin}: not a character vocabulary ('characters' must be text)")
         return cls(characters)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
@@ -156,7 +156,7 @@ class CharTokenizer(Tokenizer):
         if bad.any():
             at = int(bad.argmax())
             raise DataError(
-                f"--tokenizer-type=CharTokenizer: character {text[at]!r} (position {at}) is not among the "
+                f"`tokenizer_type`=CharTokenizer: character {text[at]!r} (position {at}) is not among the "
                 f"{self.vocab_size} of the vocabulary; use ByteTokenizer for any text"
             )
         return ids
@@ -181,7 +181,7 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 2:
-            raise DataError(f"--vocab-size={vocab_size}: NullTokenizer needs at least 2 ids (one is end of document)")
+            raise DataError(f"`vocab_size`={vocab_size}: NullTokenizer needs at least 2 ids (one is end of document)")
         self.vocab_size = vocab_size
         self.eod_id = vocab_size - 1
 
@@ -190,12 +190,12 @@ class NullTokenizer(Tokenizer):
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise DataError(
-                f"--tokenizer-type=NullTokenizer: text must be numbers ({error}); name another tokenizer"
+                f"`tokenizer_type`=NullTokenizer: text must be numbers ({error}); name another tokenizer"
             ) from error
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise DataError(
-                f"--vocab-size={self.vocab_size}: id {outside} of the text is outside 0..{self.vocab_size - 1}"
+                f"`vocab_size`={self.vocab_size}: id {outside} of the text is outside 0..{self.vocab_size - 1}"
             )
         return ids
 

@@ -37,7 +37,7 @@ def make_tokenizer(
         return ByteTokenizer()
     if kind == "NullTokenizer":
         if vocab_size is None:
-            raise DataError("--tokenizer-type=NullTokenizer: the number of ids is not known; give --vocab-size")
+            raise DataError("`tokenizer_type`=NullTokenizer: the number of ids is not known; give `vocab_size`")
         return NullTokenizer(vocab_size)
     if kind == "CharTokenizer":
         return _char_tokenizer(tokenizer_model, texts)
@@ -48,9 +48,9 @@ def make_tokenizer(
         "SentencePieceTokenizer": "a sentencepiece .model file",
     }
     if kind not in needs:
-        raise DataError(f"--tokenizer-type={kind}: unknown; choose {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
+        raise DataError(f"`tokenizer_type`={kind}: unknown; choose {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
     if tokenizer_model is None:
-        raise DataError(f"--tokenizer-type={kind}: no file given; name {needs[kind]} by --tokenizer-model")
+        raise DataError(f"`tokenizer_type`={kind}: no file given; name {needs[kind]} by `tokenizer_model`")
     if kind == "HuggingFaceTokenizer":
         return HuggingFaceTokenizer.from_path(tokenizer_model)
     return SentencePieceTokenizer.from_path(tokenizer_model, flag)
@@ -59,11 +59,11 @@ def make_tokenizer(
 def _char_tokenizer(tokenizer_model: str | None, texts: Callable[[], Iterable[str]] | None) -> CharTokenizer:
     if tokenizer_model is not None:
         file = Path(tokenizer_model) / CHARS_FILE if Path(tokenizer_model).is_dir() else Path(tokenizer_model)
-        return CharTokenizer.from_json(read_file(file, "--tokenizer-model"), str(tokenizer_model))
+        return CharTokenizer.from_json(read_file(file, "`tokenizer_model`"), str(tokenizer_model))
     if texts is None:
         raise DataError(
-            "--tokenizer-type=CharTokenizer: its vocabulary is made from raw text and none is given; "
-            "name a text file by --data-path or a saved vocabulary by --tokenizer-model"
+            "`tokenizer_type`=CharTokenizer: its vocabulary is made from raw text and none is given; "
+            "name a text file by `data_path` or a saved vocabulary by `tokenizer_model`"
         )
     return CharTokenizer.from_texts(texts())
 
@@ -72,15 +72,15 @@ def _gpt2_tokenizer(tokenizer_model: str | None, vocab_file: str | None, merge_f
     if tokenizer_model is not None and vocab_file is None and merge_file is None:
         folder = Path(tokenizer_model)
         vocab_file, merge_file = str(folder / "vocab.json"), str(folder / "merges.txt")
-    missing = [flag for flag, value in (("--vocab-file", vocab_file), ("--merge-file", merge_file)) if value is None]
+    missing = [flag for flag, value in (("`vocab_file`", vocab_file), ("`merge_file`", merge_file)) if value is None]
     if missing:
         raise DataError(
-            f"--tokenizer-type=GPT2BPETokenizer: needs vocab.json and merges.txt; give {' and '.join(missing)}"
+            f"`tokenizer_type`=GPT2BPETokenizer: needs vocab.json and merges.txt; give {' and '.join(missing)}"
         )
     assert vocab_file is not None and merge_file is not None
     return GPT2BPETokenizer(
-        read_file(vocab_file, "--vocab-file"),
-        read_file(merge_file, "--merge-file"),
+        read_file(vocab_file, "`vocab_file`"),
+        read_file(merge_file, "`merge_file`"),
         vocab_name=vocab_file,
         merges_name=merge_file,
     )
@@ -106,7 +106,7 @@ def tokenizer_from_config(
         merge_file=cfg.merge_file,
         vocab_size=vocab_size,
         texts=texts,
-        flag=None if cfg.tokenizer_type else f"--tokenizer-model={cfg.tokenizer_model}",
+        flag=None if cfg.tokenizer_type else f"`tokenizer_model`={cfg.tokenizer_model}",
     )
 
 
@@ -116,7 +116,7 @@ def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
         return tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise DataError(
-            f"--vocab-size={vocab_size}: {tokenizer.kind} has {tokenizer.vocab_size} tokens, more than that; "
+            f"`vocab_size`={vocab_size}: {tokenizer.kind} has {tokenizer.vocab_size} tokens, more than that; "
             f"omit it or give at least {tokenizer.vocab_size}"
         )
     return vocab_size
@@ -142,7 +142,7 @@ def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:
     file = folder / DESCRIPTION_FILE
     if not file.is_file():
         raise DataError(
-            f"{folder}: holds no tokenizer ({DESCRIPTION_FILE} not found); give --tokenizer-type and its files"
+            f"{folder}: holds no tokenizer ({DESCRIPTION_FILE} not found); give `tokenizer_type` and its files"
         )
     kind, vocab_size = read_description(file.read_bytes(), str(file))
     needs_files = kind not in ("ByteTokenizer", "NullTokenizer")

@@ -259,7 +259,7 @@ class Updater(Events):
             where = where_not_finite(self._all_buffers, overwritten=self._late)
             raise RuntimeFailure(
                 f"update {latest.update + 1}: the gradient norm is {norm} ({where}); stopped before "
-                "the update, the weights are as they were; look at the data and --lr, or continue with --nonfinite=skip"
+                "the update, the weights are as they were; look at the data and `lr`, or continue with `nonfinite`=skip"
             )
         if self.stuck >= self._max_skipped:
             raise RuntimeFailure(f"update {latest.update + 1}: {self.describe_skips()}")
@@ -280,8 +280,8 @@ class Updater(Events):
         """Why the latest updates were skipped, as text."""
         return (
             f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
-            f"{self._scaler.scale:g} cannot fall (--max-skipped-updates={self._max_skipped}); nothing is saved over "
-            "the checkpoints before; continue from one of them with a lower --lr or --bf16, and look at the data"
+            f"{self._scaler.scale:g} cannot fall (`max_skipped_updates`={self._max_skipped}); nothing is saved over "
+            "the checkpoints before; continue from one of them with a lower `lr` or `bf16`, and look at the data"
         )
 
     def take_results(self) -> list[UpdateResult]:

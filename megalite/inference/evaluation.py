@@ -106,7 +106,7 @@ def score_text(
     """
     seq_length = loaded.config.model.seq_length
     if not 0 <= overlap < seq_length:
-        raise ConfigError(f"--overlap={overlap}: must be between 0 and --seq-length - 1 = {seq_length - 1}")
+        raise ConfigError(f"`overlap`={overlap}: must be between 0 and `seq_length` - 1 = {seq_length - 1}")
     ids = loaded.tokenizer.encode_batch([text])[0]
     if len(ids) < 2:
         raise DataError(f"the text has {len(ids)} tokens, at least 2 are needed: one to see and one to predict")
@@ -208,7 +208,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         split=split if split is not None and split != name else config.data.split,
     )
     wanted = {part: None if part == name else 0 for part in ("train", "valid", "test")}  # None: once, 0: not at all
-    unusable = f"--split={split}: that part of {path} is empty or shorter than one sample; choose another"
+    unusable = f"`split`={split}: that part of {path} is empty or shorter than one sample; choose another"
 
     def build() -> Datasets:
         return build_datasets(

@@ -48,5 +48,5 @@ def generate(
     )
     new = [ids for ids in found if ids is not None]
     if len(new) < len(found):
-        raise CheckpointError("--load: the model's logits are not numbers (its training diverged?); load an older one")
+        raise CheckpointError("`load`: the model's logits are not numbers (its training diverged?); load an older one")
     return [new[first : first + num_samples] for first in range(0, len(new), num_samples)]

@@ -101,13 +101,13 @@ def load_for_inference(
     Raises CheckpointError where nothing is there, or it is damaged; DataError where its tokenizer cannot be built (a
     package it needs is missing, for example); ConfigError where the model cannot be laid out so.
     """
-    path = resolve_checkpoint(directory, ckpt_step, advice="give a run's --save, or one of its checkpoints")
+    path = resolve_checkpoint(directory, ckpt_step, advice="give a run's `save`, or one of its checkpoints")
     manifest = read_manifest(path)
     config = config_of(path, manifest)
     if config.model.is_foreign:
         raise CheckpointError(
-            f"{path}: holds a --model-module ({config.model.module.model_module}); evaluate it by pretrain_gpt.py "
-            "--skip-train --load, or give the module its weights (megalite.read_weights)"
+            f"{path}: holds a `model_module` ({config.model.module.model_module}); evaluate it by "
+            "pretrain_gpt.py --skip-train --load, or give the module its weights (megalite.read_weights)"
         )
     target = pick_device(str(device))
     world = world or World()
@@ -118,7 +118,7 @@ def load_for_inference(
         raise ConfigError(problems)
     with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
         copy_extras(path, manifest, Path(folder))
-        tokenizer = load_tokenizer(folder, f"--load={path}")
+        tokenizer = load_tokenizer(folder, f"`load`={path}")
     meta = Meta(manifest.meta, str(path))
     ranks = parallel.pipeline_model_parallel_size
     mesh = make_mesh(config, dataclasses.replace(world, device=target))
@@ -149,7 +149,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"--device={name}: torch sees no GPU (torch {torch.__version__}); use --device=cpu")
+        raise ConfigError(f"`device`={name}: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
     return torch.device(name)
 
 

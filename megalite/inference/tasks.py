@@ -138,7 +138,7 @@ def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress
 def read_passages(path: Path) -> list[str]:
     """Passages of a local file: field `text` of each JSONL line, or each line of plain text. Raises DataError."""
     if path.name.endswith(JSONL_SUFFIXES):
-        return list(read_jsonl(str(path), "--text-file"))
+        return list(read_jsonl(str(path), "`text_file`"))
     return [line for line in read_text(path).splitlines() if line.strip()]
 
 

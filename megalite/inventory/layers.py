@@ -240,8 +240,8 @@ def model_layers(model: ModelConfig) -> tuple[Layer, ...]:
     for a module of the user's own."""
     if model.is_foreign:
         raise ConfigError(
-            f"--model-module={model.module.model_module}: its layers are known where it is trained, by pretrain_gpt.py "
-            "(--dry-run shows them); this needs one of megalite's own models"
+            f"`model_module`={model.module.model_module}: its layers are known where it is trained, by pretrain_gpt.py "
+            "(`dry_run` shows them); this needs one of megalite's own models"
         )
     assert model.vocab_size > 0, "the vocabulary size comes from the tokenizer: resolve it first"
     return (_embedding(model), *map(_block, block_models(model)), _head(model))

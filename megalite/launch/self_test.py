@@ -157,5 +157,5 @@ def check_collective(store: dist.Store, world: World, timeout: float) -> None:
     try:
         roll_call(store, world, "all-reduce", failure, min(15.0, timeout), failures)
     except ConfigError as error:
-        text = "; ".join(error.problems)
+        text = str(error).replace("\n", "; ")
         raise RuntimeFailure(f"start-up all-reduce failed on {world.device.type}: {text}") from None

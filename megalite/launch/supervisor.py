@@ -218,7 +218,7 @@ def _fork_ranks(
         except OSError as error:
             _end(ranks, show_stacks=False)
             raise ConfigError(
-                f"--nprocs={size}: rank {number} could not be started ({error.strerror}); start fewer ranks, or raise "
+                f"`nprocs`={size}: rank {number} could not be started ({error.strerror}); start fewer ranks, or raise "
                 "the limits of processes and memory (ulimit -u, ulimit -v)"
             ) from None
         if pid == 0:

@@ -34,11 +34,11 @@ def module_of(name: str, *, seed: int, vocab_size: int, seq_length: int) -> nn.M
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever somebody's function raises, sys.exit too
-        raise ConfigError(f"--model-module={name}: {_reason(error)}") from None
+        raise ConfigError(f"`model_module`={name}: {_reason(error)}") from None
     if inspect.iscoroutine(made):
         made.close()  # or Python adds lines of its own
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"--model-module={name}: returns {type(made).__name__}; a torch.nn.Module is wanted")
+        raise ConfigError(f"`model_module`={name}: returns {type(made).__name__}; a torch.nn.Module is wanted")
     return made
 
 
@@ -49,13 +49,13 @@ def _factory(name: str) -> Callable[..., Any]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever is wrong with somebody's file, and its sys.exit
-        raise ConfigError(f"--model-module={name}: {_reason(error)}") from None
+        raise ConfigError(f"`model_module`={name}: {_reason(error)}") from None
     found: Any = getattr(module, attribute, None)
     if not callable(found) or isinstance(found, nn.Module):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = f"; it has {', '.join(sorted(public)[:8])}" if public else ""
         what = "has no function of that name" if found is None else f"{attribute} is no function that makes a module"
-        raise ConfigError(f"--model-module={name}: {where} {what}{near}")
+        raise ConfigError(f"`model_module`={name}: {where} {what}{near}")
     return found  # type: ignore[no-any-return]  # the user's
 
 
@@ -90,7 +90,7 @@ def _arguments(factory: Callable[..., Any], offered: dict[str, int], name: str) 
         optional = parameter.default is not parameter.empty or parameter.kind not in kinds
         if not optional and parameter.name not in offered:
             raise ConfigError(
-                f"--model-module={name}: takes {parameter.name}, which has no default; {' and '.join(offered)} are "
+                f"`model_module`={name}: takes {parameter.name}, which has no default; {' and '.join(offered)} are "
                 "given where they are taken, and nothing else"
             )
     taken = {parameter.name for parameter in parameters if parameter.kind in kinds}

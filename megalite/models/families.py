@@ -43,10 +43,10 @@ MODELS: Mapping[str, Callable[[ModelConfig], list[LayerSpec]]] = {"gpt": decoder
 def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     """The model's layers in order, not built. Raises ConfigError: unknown family, unresolved vocabulary."""
     if config.model_type not in MODELS:
-        raise ConfigError(f"--model-type={config.model_type}: unknown family; use one of {', '.join(MODELS)}")
+        raise ConfigError(f"`model_type`={config.model_type}: unknown family; use one of {', '.join(MODELS)}")
     if config.vocab_size < 1:
         raise ConfigError(
-            "--vocab-size=0: the vocabulary must be known before a model is built; give a tokenizer or a size"
+            "`vocab_size`=0: the vocabulary must be known before a model is built; give a tokenizer or a size"
         )
     return MODELS[config.model_type](config)
 

@@ -80,7 +80,7 @@ class PipelineTracer:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text(text, encoding="utf-8")
         except OSError as error:
-            logger.warning("--trace-pipeline=%s: could not be written: %s", self._path, error.strerror)
+            logger.warning("`trace_pipeline`=%s: could not be written: %s", self._path, error.strerror)
         else:
             logger.info("pipeline timeline: %s", self._path)
 

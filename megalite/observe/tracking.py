@@ -68,7 +68,7 @@ class TensorBoardHook(Hook):
         self._writer: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
-        tensorboard = optional_package(f"--tensorboard-dir={self._directory}", "torch.utils.tensorboard", "tensorboard")
+        tensorboard = optional_package(f"`tensorboard_dir`={self._directory}", "torch.utils.tensorboard", "tensorboard")
         _hide_tensorboards_threads()
         self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
         self._writer.add_scalar("world-size", trainer.mesh.size("world"), trainer.iteration)
@@ -110,7 +110,7 @@ class WandbHook(Hook):
 
     def on_start(self, trainer: TrainerView) -> None:
         options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
-        wandb = optional_package(f"--wandb-project={options.wandb_project}", "wandb")
+        wandb = optional_package(f"`wandb_project`={options.wandb_project}", "wandb")
         self._library, directory = wandb, options.wandb_save_dir or save
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def adamw(groups: list[ParamGroup], settings: OptimizerConfig) -> AnyOptimizer:
         built: AnyOptimizer = FusedAdam(groups, lr=0.0, betas=betas, eps=args.adam_eps, adam_w_mode=True)
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"--optimizer-impl=apex: NVIDIA apex with its CUDA extension is not usable here ({error}); "
+            f"`optimizer_impl`=apex: NVIDIA apex with its CUDA extension is not usable here ({error}); "
             "install it, or drop the flag (torch's own fused kernel is the default)"
         ) from error
     return built

@@ -78,7 +78,7 @@ class _Budget:
 
     @property
     def _flag(self) -> str:
-        return f"--device-memory-budget-gb={self.config.parallel.hardware.device_memory_budget_gb:g}"
+        return f"`device_memory_budget_gb`={self.config.parallel.hardware.device_memory_budget_gb:g}"
 
     @property
     def may_recompute(self) -> bool:
@@ -141,12 +141,12 @@ class _Budget:
         found = bisect_left(range(most), True, key=kept)
         if kept(found):
             return placed(found)
-        needed = f"--host-memory-budget-gb={gigabytes:g}: {in_units(on_host(placed(found)), 'B')} of a rank are needed"
+        needed = f"`host_memory_budget_gb`={gigabytes:g}: {in_units(on_host(placed(found)), 'B')} of a rank are needed"
         if not has_folder and plan.fraction:
             raise ConfigError(
-                f"{needed}; give as much, or a folder for masters and moments (--optimizer-offload-path=DIR)"
+                f"{needed}; give as much, or a folder for masters and moments (`optimizer_offload_path`=DIR)"
             )
-        raise ConfigError(f"{needed} for what no file takes; give as much, or a larger --device-memory-budget-gb")
+        raise ConfigError(f"{needed} for what no file takes; give as much, or a larger `device_memory_budget_gb`")
 
     def _on_host(self, plan: MemoryPlan) -> MemoryPlan | None:
         """With weights and gradients on the host, where they may go there."""
@@ -259,7 +259,7 @@ class _Budget:
         states = "weights, gradients, masters and moments" if plan.hosts_params else "masters and moments"
         raise _TooLittle(
             f"{self._flag}: not enough with {states} on the host and activations that come and go; "
-            f"{enough / 1e9:.3g} are, or use a smaller --micro-batch-size or more ranks",
+            f"{enough / 1e9:.3g} are, or use a smaller `micro_batch_size` or more ranks",
             enough,
         )
 
@@ -271,7 +271,7 @@ def _immovable(config: Config, plan: MemoryPlan, program: Program) -> str | None
     if program.recomputed or plan.recompute[0].method:
         return "what recomputation keeps stays where it is"
     if config.model.cpu_offloading_num_layers:
-        return "--cpu-offloading-num-layers says which activations leave"
+        return "`cpu_offloading_num_layers` says which activations leave"
     if config.training.compile:
-        return "--compile decides what is kept"
+        return "`compile` decides what is kept"
     return None

@@ -108,12 +108,12 @@ def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> 
         path = _folder() / f"{name_or_file.lower()}.yaml"
     if not path.is_file():
         raise ConfigError(
-            f"--hardware={name_or_file}: no such hardware; one of {', '.join(available())}, or a YAML file like theirs"
+            f"`hardware`={name_or_file}: no such hardware; one of {', '.join(available())}, or a YAML file like theirs"
         )
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hardware={name_or_file}: not a YAML file ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"`hardware`={name_or_file}: not a YAML file ({str(error).splitlines()[0]})") from error
     hardware = parse_hardware(data, name_or_file)
     if devices_per_node is None:
         return hardware
@@ -134,7 +134,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 def parse_hardware(data: Any, where: str) -> Hardware:
     """Build a description from a file's content. Raises ConfigError with every problem."""
     if not isinstance(data, dict):
-        raise ConfigError(f"--hardware={where}: expected a mapping of names to numbers")
+        raise ConfigError(f"`hardware`={where}: expected a mapping of names to numbers")
     problems: list[str] = []
     values: dict[str, Any] = {}
     names = [entry.name for entry in fields(Hardware) if entry.name != "measured"]
@@ -153,7 +153,7 @@ def parse_hardware(data: Any, where: str) -> Hardware:
     if values["kind"] not in ("cuda", "cpu"):
         problems.append(f"kind: {values['kind']}; cuda (any GPU) or cpu")
     if problems:
-        raise ConfigError([f"--hardware={where}: {problem}" for problem in problems])
+        raise ConfigError([f"`hardware`={where}: {problem}" for problem in problems])
     values["devices_per_node"] = int(values["devices_per_node"])
     return Hardware(**values)
 

@@ -85,9 +85,9 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
         update, step = (_pair(data[name]) for name in ("optimizer", "step"))
         links = {name: Link(*reversed(_pair(pair))) for name, pair in data["links"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--profile={path}: not a profile of tools/profile_layers.py ({error!r})") from error
+        raise ConfigError(f"`profile`={path}: not a profile of tools/profile_layers.py ({error!r})") from error
     if not points:
-        raise ConfigError(f"--profile={path}: holds no measured point")
+        raise ConfigError(f"`profile`={path}: holds no measured point")
     return Profile(Roofline(replace(hardware, measured=links)), points, update, step)
 
 

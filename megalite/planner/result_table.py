@@ -198,12 +198,12 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
             )
     if lines and traffic.disk and not traffic.disk_bandwidth:
         lines.append(
-            "optimizer states over the disk: its rate is not in the file of --hardware, and not in the step "
+            "optimizer states over the disk: its rate is not in the file of `hardware`, and not in the step "
             "(python tools/doctor.py --disk DIR measures it)"
         )
     return lines or [
         "optimizer states off the device: give host_link, host_copy, disk_read, disk_write in the file of "
-        "--hardware (python tools/doctor.py measures them)"
+        "`hardware` (python tools/doctor.py measures them)"
     ]
 
 

@@ -12,7 +12,6 @@ odd one; of two both). Nothing is written: no checkpoint, no metrics.
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from megalite.data import BatchLoader
 from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
 from megalite.proof.gradient_taps import tap_gradients
+from megalite.streams import log_to_stdout
 from megalite.train import OpenRun, open_run
 
 ORDER = ("forward", "backward", "norm", "step")
@@ -54,7 +54,7 @@ class Preflight:
     say: Callable[[str], None]
 
     def __call__(self, config: Config, world: World) -> int:
-        logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout, force=True)
+        log_to_stdout(logging.WARNING)
         if world.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)
         with open_run(config, world) as run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from megalite.proof.numbers import (
 )
 from megalite.proof.preflight import Digests, Seen
 from megalite.proof.replay_config import again
+from megalite.streams import log_to_stdout
 from megalite.train import MODES, OpenRun, open_run
 
 BESIDE, AFTER = 7, 3
@@ -75,7 +75,7 @@ class Replay:
     say: Callable[[str], None]
 
     def __call__(self, config: Config, world: World) -> int:
-        logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout, force=True)
+        log_to_stdout(logging.WARNING)
         config = replace(config, logging=LoggingConfig())
         if world.device.type == "cuda":
             torch.use_deterministic_algorithms(True, warn_only=True)

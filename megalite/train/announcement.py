@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 def open_module(config: Config, mesh: ParallelMesh, program: Program, world: World) -> ForeignModel:
     """The module of `--model-module`, traced and cut. Rank 0 asks whether it reads later tokens. Collective, all ranks.
     Raises ConfigError."""
-    world.report_phase("start-up: --model-module")
+    world.report_phase("start-up: the user's module")
     cp = mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather")
     dtype, first = parameter_dtype(config), world.is_first
     found = ForeignModel(config, mesh["tp"], program, world.device, dtype, cp=cp, probe=first)
     leak = next(filter(None, all_gather_json(found.leak, mesh.world)), None)
     if leak is not None:
         raise ConfigError(
-            f"--model-module={found.name}: reads later tokens: another last token moves the logits before it ({leak}); "
+            f"`model_module`={found.name}: reads later tokens: another last token moves the logits before it ({leak}); "
             "each may depend on earlier tokens only (is_causal=True in attention)"
         )
     return found
@@ -90,6 +90,6 @@ def device_advice(config: Config, device: torch.device) -> list[str]:
     """What is legal but slow on this device."""
     if device.type == "cuda" and config.model.hidden_dropout > 0 and not config.training.compile:
         return [
-            f"--hidden-dropout={config.model.hidden_dropout}: some 80 kernels a place without --compile, one with it"
+            f"`hidden_dropout`={config.model.hidden_dropout}: some 80 kernels a place without `compile`, one with it"
         ]
     return []

@@ -50,7 +50,7 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     program = programs.full(world_size)
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
-    notes = [f" not checked: devices, memory, data, --load and --save ({world_size} ranks are not meant for this host)"]
+    notes = [f" not checked: devices, memory, data, `load` and `save` ({world_size} ranks are not meant for this host)"]
     if world_size <= max(HOST, os.cpu_count() or 1):
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts, plan, foreign)
@@ -157,9 +157,9 @@ def check_writable(save: str) -> None:
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
-        raise CheckpointError(f"--save={save}: {existing} is a file; choose another --save")
+        raise CheckpointError(f"`save`={save}: {existing} is a file; choose another `save`")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise CheckpointError(f"--save={save}: no permission to write in {existing}; choose another --save")
+        raise CheckpointError(f"`save`={save}: no permission to write in {existing}; choose another `save`")
     RunLock(save).check()
     problem = in_the_way(save, (CONFIG_FILE, METRICS_FILE, SAMPLES_FILE))
     if problem:

@@ -108,13 +108,13 @@ class ForeignModel:
             layers = layers_over(axis, module, (tokens,), table, ids=config.model.vocab_size, sequences=sequences)
             self.parts = Parts(layers, sequences.share((tokens,)), program.placement, device)
         except ConfigError as error:
-            raise ConfigError(f"--model-module={self.name}: {_in_flags(str(error))}") from None
+            raise ConfigError(f"`model_module`={self.name}: {_in_flags(str(error))}") from None
         self._check_logits((shape[0], shape[1] // sequences.cp.size, config.model.vocab_size))
         self.leak = reads_ahead(copy, shape, config.model.vocab_size) if copy is not None else None
         if program.update_per_microbatch and self.parts.tied:
             raise ConfigError(
-                f"--pipeline-schedule={program.name}: {', '.join(sorted(self.parts.tied))} would drift apart: several "
-                "stages of --model-module share it; use 2bw"
+                f"`pipeline_schedule`={program.name}: {', '.join(sorted(self.parts.tied))} would drift apart: several "
+                "stages of `model_module` share it; use 2bw"
             )
         self.still: list[TensorShard] = []
         self._held = [self._learning(items) for items in self.parts.cuts]
@@ -172,12 +172,12 @@ class ForeignModel:
         found = spec.shape
         if len(found) != 3 or found[:2] != wanted[:2]:
             raise ConfigError(
-                f"--model-module={self.name}: returns {list(found)} for tokens [{wanted[0]}, {wanted[1]}]; logits "
+                f"`model_module`={self.name}: returns {list(found)} for tokens [{wanted[0]}, {wanted[1]}]; logits "
                 f"[{wanted[0]}, {wanted[1]}, vocabulary] are wanted"
             )
         if found[2] < wanted[2]:
             raise ConfigError(
-                f"--model-module={self.name}: returns logits of {found[2]:,} ids, the tokenizer has {wanted[2]:,}; let "
+                f"`model_module`={self.name}: returns logits of {found[2]:,} ids, the tokenizer has {wanted[2]:,}; let "
                 "the factory take vocab_size, or give the tokenizer of the model"
             )
 
@@ -188,14 +188,14 @@ def check_parameters(name: str, module: nn.Module, *, look: bool) -> None:
     for label, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(
-                f"--model-module={name}: {label} is lazy and has no shape yet; call the module once in the factory"
+                f"`model_module`={name}: {label} is lazy and has no shape yet; call the module once in the factory"
             )
         if parameter.is_meta and not look:
-            raise ConfigError(f"--model-module={name}: {label} is on meta, without values; make it on the CPU")
+            raise ConfigError(f"`model_module`={name}: {label} is on meta, without values; make it on the CPU")
         learns = learns or parameter.requires_grad
     if not learns:
         what = "no parameter that learns (requires_grad)" if any(True for _ in module.parameters()) else "no parameters"
-        raise ConfigError(f"--model-module={name}: {type(module).__name__} has {what}; there is nothing to train")
+        raise ConfigError(f"`model_module`={name}: {type(module).__name__} has {what}; there is nothing to train")
 
 
 def made(config: Config, *, look: bool) -> nn.Module:
@@ -221,11 +221,11 @@ def made(config: Config, *, look: bool) -> nn.Module:
 
 def _in_flags(text: str) -> str:
     """Messages of the library, in the words of the command."""
-    text = text.replace("tensor_parallel:", "--tensor-parallel-globs:").replace(
-        "tensor_parallel?", "--tensor-parallel-globs?"
+    text = text.replace("tensor_parallel:", "`tensor_parallel_globs`:").replace(
+        "tensor_parallel?", "`tensor_parallel_globs`?"
     )
-    text = text.replace("give more layers, or fewer ranks", "use a smaller --pipeline-model-parallel-size")
-    return text.replace("cut the layers otherwise (sizes=...)", "use another --pipeline-model-parallel-size")
+    text = text.replace("give more layers, or fewer ranks", "use a smaller `pipeline_model_parallel_size`")
+    return text.replace("cut the layers otherwise (sizes=...)", "use another `pipeline_model_parallel_size`")
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

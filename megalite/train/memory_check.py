@@ -120,8 +120,8 @@ def judge(
     ]
     helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
     if config.training.skip_train:
-        helps = "use more ranks of --tensor-model-parallel-size or --pipeline-model-parallel-size on more hosts, or"
-    return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} continue by --ignore-memory-estimate"
+        helps = "use more ranks of `tensor_model_parallel_size` or `pipeline_model_parallel_size` on more hosts, or"
+    return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} continue by `ignore_memory_estimate`"
 
 
 def demands_of(
@@ -210,28 +210,28 @@ def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str
         smaller = replace(
             training, micro_batch_size=1, global_batch_size=training.batch_size(config.data_parallel_size(world))
         )
-        yield "--micro-batch-size=1", replace(config, training=smaller)
+        yield "`micro_batch_size`=1", replace(config, training=smaller)
     if not plan.recompute[0].method:
         again = replace(model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
-        yield "--recompute-granularity=full", replace(config, model=again)
+        yield "`recompute_granularity`=full", replace(config, model=again)
     if config.data_parallel_size(world) > 1:
         stages = ((stage, with_parallel(zero_stage=stage)) for stage in range(3, parallel.zero_stage, -1))
-        yield from [(f"--zero-stage={stage}", made) for stage, made in stages if not config_problems(made, world)][:1]
+        yield from [(f"`zero_stage`={stage}", made) for stage, made in stages if not config_problems(made, world)][:1]
         sizes: Mapping[str, int] = {
             "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
             "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
         }
         for name, size in sizes.items():
-            yield f"--{name.replace('_', '-')}={2 * size}", with_parallel(**{name: 2 * size})
+            yield f"`{name}`={2 * size}", with_parallel(**{name: 2 * size})
     if not plan.fraction:
         offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
-        yield "--optimizer-cpu-offload", replace(config, optimizer=replace(config.optimizer, offload=offload))
+        yield "`optimizer_cpu_offload`", replace(config, optimizer=replace(config.optimizer, offload=offload))
     if not plan.hosts_params:
         offload = replace(config.optimizer.offload, param_offload="cpu")
-        yield "--param-offload=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
+        yield "`param_offload`=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
     if config.optimizer.offload.embedding_offload is None:
         offload = replace(config.optimizer.offload, embedding_offload="cpu")
-        yield "--embedding-offload=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
+        yield "`embedding_offload`=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
     if training.precision.name in ("fp32", "fp64"):
         half = replace(training.precision, bf16=True, fp64=False)
-        yield "--bf16", replace(config, training=replace(training, precision=half))
+        yield "`bf16`", replace(config, training=replace(training, precision=half))

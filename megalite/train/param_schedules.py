@@ -18,7 +18,7 @@ from megalite.optim import DecayStyle, LearningRateSchedule, RampStyle, WeightDe
 from megalite.train.starting_point import StartingPoint
 
 META = "opt_param_scheduler"
-OVERRIDE, ADOPT = "--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"
+OVERRIDE, ADOPT = "`override_opt_param_scheduler`", "`use_checkpoint_opt_param_scheduler`"
 # What is compared -> the flags that set it, the first that is given counts.
 FLAGS: Mapping[str, tuple[str, ...]] = {
     "decay": ("lr_decay_samples", "lr_decay_iters"),
@@ -152,7 +152,7 @@ def _flag(config: Config, name: str) -> str:
         candidates = (*candidates, "train_iters", "train_samples", "train_tokens")
     set_to = {field: values[field] for field in candidates if values[field] is not None}
     given = next((field for field, value in set_to.items() if value or "decay" in field), candidates[-1])
-    return f"--{given.replace('_', '-')}={show(values[given])}"
+    return f"`{given}`={show(values[given])}"
 
 
 def _adopted(config: Config, saved: Config, theirs: ParamSchedules, world_size: int) -> Config:

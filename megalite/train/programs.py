@@ -53,7 +53,7 @@ class ProgramCache:
             raise ScheduleError(first)
         other = next((rank for rank, (_, theirs) in enumerate(told) if theirs != told[0][1]), None)
         if other is not None:
-            raise ScheduleError(f"--pipeline-schedule-file={file}: rank {other} reads another file there than rank 0")
+            raise ScheduleError(f"`pipeline_schedule_file`={file}: rank {other} reads another file there than rank 0")
         self._valid.update(keys)
 
     def program(self, num_microbatches: int, iteration: int) -> Program:

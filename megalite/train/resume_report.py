@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config import SECTIONS, Config, Option, effective, flat, options_of, show
+from megalite.errors import flag_of
 from megalite.observe import Record
 from megalite.planner import describe_layout
 from megalite.train.param_schedules import ResolvedSchedules
@@ -88,7 +89,7 @@ def resume_report(
     if start.weights_only:
         anew = ["iteration 0, data order, optimizer state and seed are new"]
     elif not config.checkpoint.load_optim:
-        anew = ["optimizer state is new (--no-load-optim)"]
+        anew = ["optimizer state is new (`no_load_optim`)"]
     by_schedule = f"schedules of learning rate and weight decay: {settled.origin}"
     if settled.origin.startswith("checkpoint"):
         kept.append(by_schedule.replace(": checkpoint", ""))
@@ -97,7 +98,8 @@ def resume_report(
         from_flags = [*anew, by_schedule.replace(": flags", "")]
     found = dict(changes(start.saved, start.world_size, config, world_size)) if start.saved is not None else {}
     if own_tokenizer:
-        found = {name: pair for name, pair in found.items() if name not in ("--tokenizer-type", "--tokenizer-model")}
+        tokenizer = [flag_of("tokenizer_type"), flag_of("tokenizer_model")]
+        found = {name: pair for name, pair in found.items() if name not in tokenizer}
     rows = [head, ("checkpoint", ", ".join([*loaded, *kept]))]
     rows += [("flags", ", ".join(from_flags))] if from_flags else []
     rows += [("data", "; ".join(data))] if data else []

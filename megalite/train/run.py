@@ -164,7 +164,7 @@ def changed_data(recorded: object, surveys: Mapping[str, Sequence[Survey]], conf
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
             f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
-            "continue; give it those, or continue with these (--allow-data-change)"
+            "continue; give it those, or continue with these (`allow_data_change`)"
         )
     return found
 

@@ -148,7 +148,7 @@ def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
     others = [rank for rank, digest in enumerate(told) if digest != told[0]]
     if others:
         raise DataError(
-            f"--data-path: rank {others[0]} reads other data than rank 0 ({len(others)} of {len(told)} ranks do); "
+            f"`data_path`: rank {others[0]} reads other data than rank 0 ({len(others)} of {len(told)} ranks do); "
             "every node needs the same files at the same path"
         )
 

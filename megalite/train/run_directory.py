@@ -90,8 +90,8 @@ class RunDirectory:
         where = settings.load or (settings.save if settings.auto_resume else None)
         if rank is not None and where is not None and not self.config.data.mock_data:
             raise ConfigError(
-                f"--lora-rank={rank}: {where} holds no checkpoint, and the model beside the adapters would be random; "
-                "add --load MODEL"
+                f"`lora_rank`={rank}: {where} holds no checkpoint, and the model beside the adapters would be random; "
+                "add `load` MODEL"
             )
 
     def _start(self) -> StartingPoint | None:
@@ -110,9 +110,9 @@ class RunDirectory:
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
         adapters = self.config.model.lora.lora_rank is not None
         start = open_start(path, finetune=checkpoint.finetune, adapters=adapters)
-        check_model(start.model, self.config.model, f"--load={path}")
+        check_model(start.model, self.config.model, f"`load`={path}")
         if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:
-            check_state(start.saved, self.config, f"--load={path}")
+            check_state(start.saved, self.config, f"`load`={path}")
         self.config = _with_seed_of(self.config, start)
         return start
 
@@ -134,7 +134,7 @@ class RunDirectory:
                 self._begin(Path(self._save), iteration)
             except OSError as error:
                 where = error.filename or self._save
-                problem = f"--save={self._save}: could not write {where}: {error.strerror}; choose another --save"
+                problem = f"`save`={self._save}: could not write {where}: {error.strerror}; choose another `save`"
         problem = all_gather_json(problem, self._world)[0]
         if problem:
             raise CheckpointError(problem)
@@ -166,6 +166,6 @@ def _with_seed_of(config: Config, start: StartingPoint) -> Config:
     if seed == given:
         return config
     logger.warning(
-        "--seed=%d: the checkpoint's run has seed %d and continues with it; --no-load-rng changes it", given, seed
+        "`seed`=%d: the checkpoint's run has seed %d and continues with it; `no_load_rng` changes it", given, seed
     )
     return dataclasses.replace(config, training=dataclasses.replace(config.training, seed=seed))

@@ -44,9 +44,9 @@ class SampleWriter:
         device: torch.device,
     ) -> None:
         path = config.logging.samples.sample_prompts or ""
-        texts = patiently((lambda: read_prompts(path, "--sample-prompts")) if mesh.world.is_first else None, mesh.world)
+        texts = patiently((lambda: read_prompts(path, "`sample_prompts`")) if mesh.world.is_first else None, mesh.world)
         self._texts: list[str] = all_gather_json(texts, mesh.world)[0]
-        self._ids = prompt_ids(tokenizer, self._texts, "--sample-prompts")
+        self._ids = prompt_ids(tokenizer, self._texts, "`sample_prompts`")
         self._config, self._mesh, self._model, self._channel = config, mesh, model, channel
         self._tokenizer, self._newest_version, self._device = tokenizer, newest_version, device
         self._specs = {spec.name: spec for spec in layer_specs(config.model)}

@@ -66,7 +66,7 @@ def open_start(path: Path, *, finetune: bool, adapters: bool = False) -> Startin
     saved = config_of(path, manifest)
     finetune = finetune or (adapters and saved.model.lora.lora_rank is None)
     if not finetune and "progress" not in manifest.meta:
-        raise CheckpointError(f"--load={path}: holds weights and no run (it was converted); add --finetune")
+        raise CheckpointError(f"`load`={path}: holds weights and no run (it was converted); add `finetune`")
     return StartingPoint(
         path, saved.model, manifest.meta, weights_only=finetune, saved=saved, world_size=manifest.world_size
     )
@@ -121,7 +121,7 @@ def settle_base(config: Config, start: StartingPoint | None, world: Axis) -> Bas
     recorded = BaseModel.of_meta(start.meta, where)
     if recorded.path is None:
         if recorded.seed != seed:
-            raise CheckpointError(f"{where}: adapters of the random weights of --seed={recorded.seed}; give that")
+            raise CheckpointError(f"{where}: adapters of the random weights of `seed`={recorded.seed}; give that")
         return recorded
     elsewhere = None if load is None or recorded.path.is_dir() else Path(load).resolve()
     own = start.path.resolve()

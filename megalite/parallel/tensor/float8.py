@@ -168,16 +168,16 @@ def check_float8(config: Config, device: torch.device) -> None:
     given, model = config.training.float8, config.model
     if given.fp8_format is None or device.type == "cpu":
         return
-    flag = f"--fp8-format={given.fp8_format}"
+    flag = f"`fp8_format`={given.fp8_format}"
     if not config.training.precision.bf16:
-        raise ConfigError(f"{flag}: needs --bf16 on a GPU")
+        raise ConfigError(f"{flag}: needs `bf16` on a GPU")
     tp, step = config.parallel.tensor_model_parallel_size, BLOCK if given.fp8_recipe == "blockwise" else MULTIPLE
     tokens = model.seq_length * config.training.micro_batch_size // config.parallel.context.context_parallel_size
     sizes = {
-        "--hidden-size": model.hidden_size,
+        "`hidden_size`": model.hidden_size,
         "queries, keys and values of a rank": (model.query_size + 2 * model.kv_size) // tp,
         "the heads of a rank": model.query_size // tp,
-        "--ffn-hidden-size of a rank": model.ffn_size // tp,
+        "`ffn_hidden_size` of a rank": model.ffn_size // tp,
         "tokens of a micro-batch": tokens,
     }
     odd = next((f"{what} = {size}" for what, size in sizes.items() if size % step), None)
@@ -188,11 +188,11 @@ def check_float8(config: Config, device: torch.device) -> None:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"{flag}, --fp8-recipe={given.fp8_recipe}: not on this GPU with this torch: {reason}"
+            f"{flag}, `fp8_recipe`={given.fp8_recipe}: not on this GPU with this torch: {reason}"
         ) from error
     if not wrong < 1e-2:
         raise ConfigError(
-            f"{flag}, --fp8-recipe={given.fp8_recipe}: products are wrong by {wrong:.2g} of their size here"
+            f"{flag}, `fp8_recipe`={given.fp8_recipe}: products are wrong by {wrong:.2g} of their size here"
         )
 
 

@@ -172,7 +172,7 @@ class Unsharder:
         step, self._last = next(plan, None), wanted
         planned = () if step is None else [each for key in step.wanted for each in self._own[key]]
         if step is None or {id(each) for each in planned} != {id(each) for each in wanted}:
-            raise RuntimeFailure("a layer's weights are used where the plan of --param-offload has them on the host")
+            raise RuntimeFailure("a layer's weights are used where the plan of `param_offload` has them on the host")
         for key in step.leave:
             for each in self._own[key]:
                 each.free()

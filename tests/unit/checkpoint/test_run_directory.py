@@ -138,7 +138,7 @@ def test_a_directory_in_the_place_of_a_file_is_known_at_the_start(tmp_path: Path
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
     assert in_the_way(tmp_path, files) == (
-        f"--save={tmp_path}: {name} is a directory, and a run writes a file of that name; move it away"
+        f"`save`={tmp_path}: {name} is a directory, and a run writes a file of that name; move it away"
     )
 
 

@@ -95,7 +95,7 @@ def test_documents_that_no_sample_holds_whole_are_told_where_they_keep_apart(
         assert caplog.text == ""
         build(replace(apart, reset_attention_mask=True), tmp_path, seq_length=9, valid_samples=0)
     [line] = caplog.messages  # a document ends with a token of its own
-    assert "a.jsonl: 2 of 4 documents are longer than --seq-length=9 (the longest has 41 tokens)" in line
+    assert "a.jsonl: 2 of 4 documents are longer than `seq_length`=9 (the longest has 41 tokens)" in line
 
 
 def test_the_default_corpus_holds_out_every_twentieth_file(tmp_path: Path) -> None:

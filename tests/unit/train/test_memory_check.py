@@ -11,6 +11,7 @@ import pytest
 
 from megalite import host_memory
 from megalite.config import Config, parse
+from megalite.errors import in_flags
 from megalite.host_memory import Pool, host_pools
 from megalite.inventory import given_plan, stage_layer_ranges
 from megalite.planner import rank_memory
@@ -103,7 +104,8 @@ def predicted(flags: str, world: int = 1) -> float:
 def judged(flags: str, free: float, world: int = 1, *, hosts: int = 1, swap: float = 0.0) -> str | None:
     config, program, cuts = settled(flags, world)
     pools = [[(Pool(f"h{rank * hosts // world}", "host n", free / hosts, 9e15, swap), True)] for rank in range(world)]
-    return judge(config, pools, program, cuts, given_plan(config), on_cpu=True)
+    line = judge(config, pools, program, cuts, given_plan(config), on_cpu=True)
+    return None if line is None else in_flags(line)
 
 
 def test_a_rank_is_warned_at_nine_tenths_and_refused_beyond_the_error(caplog: pytest.LogCaptureFixture) -> None:
