@@ -22,12 +22,13 @@ from megalite.launch import (
     EndAtOnce,
     LaunchEnvironment,
     launch,
+    log_to_stdout,
     print_error,
     print_interrupted,
     read_environment,
     replace_handlers,
 )
-from megalite.streams import keep_streams, log_to_stdout
+from megalite.streams import keep_streams
 
 if TYPE_CHECKING:
     from megalite.comm import World

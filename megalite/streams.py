@@ -9,28 +9,10 @@ escaped.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 from io import TextIOWrapper
 from typing import Any, TextIO
-
-from megalite.errors import in_flags
-
-
-class FlagFormatter(logging.Formatter):
-    """Log lines in the words of the command line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line, its settings as flags."""
-        return in_flags(super().format(record))
-
-
-def log_to_stdout(level: int, prefix: str = " ") -> None:
-    """What is logged goes to standard output, one line a message."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(FlagFormatter(f"{prefix}%(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 class Stream:

@@ -19,7 +19,7 @@ from command_line import run_tool
 from megalite.config import parse
 from megalite.data import cache_directory
 from megalite.errors import ConfigError
-from megalite.streams import log_to_stdout
+from megalite.launch import log_to_stdout
 
 WORLD_SIZE = ("--world-size", "--world_size")
 

@@ -16,6 +16,7 @@ from megalite.launch.launcher import (
     LaunchEnvironment,
     check_devices,
     launch,
+    log_to_stdout,
     print_error,
     print_interrupted,
     read_environment,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megalite.config import ParallelConfig
-from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure
+from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure, in_flags
 from megalite.launch import environment
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.rank_page import RankError, RankPage
@@ -126,6 +127,21 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
     if watch is not None:
         watch.leave_word(f"{description.type}: {description.text.strip()[:300]}")
     return description.exit_code
+
+
+class FlagFormatter(logging.Formatter):
+    """Log lines in the words of the command line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, its settings as flags."""
+        return in_flags(super().format(record))
+
+
+def log_to_stdout(level: int, prefix: str = " ") -> None:
+    """What is logged goes to standard output, one line a message."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(FlagFormatter(f"{prefix}%(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def print_error(error: MegaliteError) -> None:

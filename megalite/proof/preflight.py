@@ -24,9 +24,8 @@ from megalite.comm import World, all_gather_json
 from megalite.config import CheckpointConfig, Config, LoggingConfig, parse
 from megalite.data import BatchLoader
 from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
-from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
+from megalite.launch import LaunchEnvironment, launch, log_to_stdout, print_error, read_environment
 from megalite.proof.gradient_taps import tap_gradients
-from megalite.streams import log_to_stdout
 from megalite.train import OpenRun, open_run
 
 ORDER = ("forward", "backward", "norm", "step")

@@ -17,7 +17,7 @@ from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, LoggingConfig
 from megalite.data import survey_differences
 from megalite.errors import CheckpointError, DataError, MegaliteError
-from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
+from megalite.launch import LaunchEnvironment, launch, log_to_stdout, print_error, read_environment
 from megalite.observe import StepStats
 from megalite.planner import describe_layout
 from megalite.proof.documents import ONE_TOKEN, DocumentLoss, TokenLosses, middle_of, outstanding
@@ -35,7 +35,6 @@ from megalite.proof.numbers import (
 )
 from megalite.proof.preflight import Digests, Seen
 from megalite.proof.replay_config import again
-from megalite.streams import log_to_stdout
 from megalite.train import MODES, OpenRun, open_run
 
 BESIDE, AFTER = 7, 3
