@@ -120,6 +120,15 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
+def literals(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(Line, text) of every string that is no docstring."""
+    bodies = [node.body for node in nodes(tree) if isinstance(getattr(node, "body", None), list)]
+    told = {id(each.value) for body in bodies for each in body if isinstance(each, ast.Expr)}
+    for node in nodes(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.lineno, node.value
+
+
 def check(problems: list[str]) -> None:
     __tracebackhide__ = True
     if problems:

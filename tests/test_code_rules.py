@@ -11,7 +11,20 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from source_tree import PRODUCT, ROOT, SOURCES, calls, check, everything, functions, imports, nodes, room_of, sources
+from source_tree import (
+    PRODUCT,
+    ROOT,
+    SOURCES,
+    calls,
+    check,
+    everything,
+    functions,
+    imports,
+    literals,
+    nodes,
+    room_of,
+    sources,
+)
 
 MAY_ASK = ("megalite.train.build", "megalite.planner.startup_table")
 LAUNCH = "megalite.launch.launcher"
@@ -36,6 +49,20 @@ NAMES_ITS_SUBJECT = re.compile(
     r"|megalite\.testing\.(oracle|update_rules)"
     r"|benchmarks\.(pipeline|megalite_step|shared_lab|tiers)"
 )
+# Who speaks to a command line: the parser and its help, the spelling itself, what runs commands and compares them.
+FACES = (
+    "megalite.config.cli",
+    "megalite.config.reader",
+    "megalite.config.usage",
+    "megalite.errors",
+    "megalite.proof",
+    "megalite.testing",
+    "tools",
+    "benchmarks",
+    "scripts",
+    "pretrain_gpt",
+)
+COMMAND = re.compile(r"(?:tools/\w+\.py|pretrain_gpt\.py)(?: [^\s;,)]+)*")
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(
     r"eval|exec|torch\.(load|save)|(\w+\.)*\w+_object(_list)?|yaml\.(load|unsafe_load)|os\.system"
@@ -204,6 +231,19 @@ def test_the_library_logs_and_does_not_print() -> None:
             if name == "print"
         ]
     )
+
+
+def test_only_faces_write_flags() -> None:
+    """A message names a setting by its field; who shows it spells it. A command of a tool is text like any other."""
+    problems = []
+    for name, tree in PRODUCT.items():
+        if not name.startswith(FACES):
+            problems += [
+                f"{name}:{line}: {text!r}: name the setting in backquotes (megalite.errors)"
+                for line, text in literals(tree)
+                if re.search(r"(?<![\w<-])--(?:[a-z]|$)", COMMAND.sub("", text))
+            ]
+    check(problems)
 
 
 def test_training_does_not_branch_on_schedule_or_zero_stage() -> None:

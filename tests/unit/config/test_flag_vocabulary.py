@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -9,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from config_arguments import argv
+from source_tree import literals
 
 from megalite.config import accepted_spellings, parse
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, SHORT_FORMS
 from megalite.config.reader import known_options
 from megalite.config.root import all_options
-from megalite.errors import ConfigError, in_flags
+from megalite.errors import SETTING, ConfigError, in_flags
 from tools.make_flag_table import flag_table, main
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +68,14 @@ def test_no_text_names_a_flag_that_does_not_exist() -> None:
         for number, line in enumerate(text.splitlines(), 1)
         for name in FLAG.findall(line)
         if name.replace("-", "_") not in known
+    ]
+    unknown += [
+        f"{path}:{line}: `{name}`"
+        for path, text in texts.items()
+        if path.parts[0] == "megalite" and path.suffix == ".py"
+        for line, literal in literals(ast.parse(text))
+        for name in SETTING.findall(literal)
+        if name not in known
     ]
     assert not unknown, "\n".join(unknown)
 
