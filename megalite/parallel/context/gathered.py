@@ -27,7 +27,10 @@ def gathered_attention(
     kernel: AttentionKernel,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `ring_attention`. order: positions of all ranks' keys, rank after rank. sight: of keys at rising positions."""
+    """Attention of this rank's queries to the keys and values of all ranks.
+
+    order: positions of the keys, rank after rank. sight: of keys at rising positions. The rest as `ring_attention`.
+    """
     return _GatheredAttention.apply(q, k, v, sight, order, axis, kernel, sinks)
 
 

@@ -16,7 +16,7 @@ def trade_tokens_for_heads(x: Tensor, axis: Axis) -> Tensor:
 
 
 def trade_heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """The inverse: `[s, b, g/A, ...]` -> `[s/A, b, g, ...]`."""
+    """Undoes `trade_tokens_for_heads`: `[s, b, g/A, ...]` -> `[s/A, b, g, ...]`."""
     return x if axis.size == 1 else _Trade.apply(x, axis, False)
 
 

@@ -58,7 +58,7 @@ class AttentionKernel(Protocol):
 
 
 Sights = Callable[[int], Visibility]
-"""What this rank's queries see of the keys of a rank of the axis."""
+"""Rank of the axis -> which of its keys this rank's queries see."""
 
 
 def ring_attention(

@@ -30,7 +30,7 @@ class SequenceCut:
     ring: int = 1
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
-        """Its tokens, labels, positions and loss weights; where documents begin stays whole, in the order of ranks."""
+        """Cuts tokens, labels, positions and loss weights; where documents begin stays whole, in the order of ranks."""
         if self.size == 1:
             return microbatch
         order = sequence_order(microbatch.shape[1], self.ring).to(microbatch.tokens.device)

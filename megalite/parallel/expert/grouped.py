@@ -18,7 +18,7 @@ from megalite.gradient import Node, WeightGradQueue, sink_of, sum_widened
 
 
 class ElementwiseFunction(Protocol):
-    """What is computed of the rows before a product."""
+    """An activation in front of a product, elementwise in its rows."""
 
     def of(self, x: Tensor) -> Tensor: ...
 

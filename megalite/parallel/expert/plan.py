@@ -196,12 +196,12 @@ def _arranged(rows: Tensor, plan: Plan) -> Tensor:
 
 
 def _as_received(rows: Tensor, plan: Plan) -> Tensor:
-    """The inverse."""
+    """Rows one expert after the other -> as they arrived."""
     return rows if plan.arrangement is None else torch.empty_like(rows).index_copy_(0, plan.arrangement, rows)
 
 
 def _sums(rows: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
-    """Of each token's rows (in the order in which they left), times its weights `[n, k]`: `[n, h]`. One pass over
+    """Sums each token's rows (in the order in which they left) times its weights `[n, k]`: `[n, h]`. One pass over
     memory; 16-bit rows are added in fp32."""
     places = plan.places
     if places is None:  # of a choice that was dropped: zeros

@@ -47,7 +47,7 @@ class OffloadedStage(Stage):
 
 
 def stage_type(program: Program, key: StageKey, beside: Sequence[Stage], mover: Mover) -> Callable[..., Stage]:
-    """What makes the stage `key` of a program. beside: the rank's stages so far, which share their memory with it."""
+    """Chooses the class of a stage of a program. beside: the rank's stages so far, whose memory it shares."""
     if key[0] in program.recomputed:
         return RecomputedStage
     if program.room is None:

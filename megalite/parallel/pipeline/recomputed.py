@@ -60,7 +60,7 @@ class RecomputedStage(Stage):
         self._inputs: dict[int, tuple[Tensor | None, StageInput, Tensor, int, AbstractContextManager[None]]] = {}
 
     def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
-        """As `Stage.forward`, without what a backward needs."""
+        """Runs the layers and keeps their input alone."""
         module = self.module(version)
         again = module.repeat() if isinstance(module, Repeatable) else nullcontext()
         with saved_tensors_hooks(_drop, _missing):
@@ -81,7 +81,7 @@ class RecomputedStage(Stage):
 
 
 def _drop(tensor: Tensor) -> None:
-    """What autograd saves of the first run."""
+    """Drops what autograd saves of the first run."""
 
 
 def _missing(saved: None) -> NoReturn:

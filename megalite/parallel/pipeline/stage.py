@@ -30,7 +30,7 @@ from megalite.microbatch_notes import ExpertLoads, Magnitudes
 
 @dataclass
 class _InFlight:
-    """What one micro-batch leaves behind between its forward and its backward."""
+    """The state of one micro-batch between its forward and its backward."""
 
     x: Tensor | None
     end: GradientEdge | Tensor
@@ -125,11 +125,11 @@ class Stage:
         return out
 
     def arriving(self, number: int) -> TensorSpec:
-        """Of the message with a micro-batch's input (and, the other way, with its gradient)."""
+        """Shape and dtype of the message with a micro-batch's input (and, the other way, with its gradient)."""
         return self.spec
 
     def leaving(self, number: int) -> TensorSpec:
-        """Of the message with its output."""
+        """Shape and dtype of the message with its output."""
         return self.out_spec
 
     @property

@@ -1,4 +1,4 @@
-"""What will be used, as far as it is known: the sampler is pure, and a program says in which order a rank works."""
+"""Uses of rows to come, as far as known: the sampler is pure, and a program says in which order a rank works."""
 
 from __future__ import annotations
 

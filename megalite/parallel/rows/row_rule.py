@@ -13,7 +13,7 @@ from megalite.inventory import ALIGNMENT, align
 
 
 class Step(NamedTuple):
-    """What one step of the optimizer uses. weight_decay: where the parameter decays."""
+    """Numbers of one step of the optimizer. weight_decay: where the parameter decays."""
 
     lr: float
     weight_decay: float

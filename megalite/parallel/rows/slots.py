@@ -32,7 +32,7 @@ class Slots:
         self.row_in = np.full(size, EMPTY)
 
     def missing(self, rows: Rows) -> Rows:
-        """Those that are not in the cache."""
+        """Rows that are not in the cache."""
         found: Rows = rows[self.slot_of[rows] == EMPTY]
         return found
 
@@ -62,13 +62,13 @@ class Slots:
         return Moves(leaving, left, entering, entered)
 
     def clear(self) -> None:
-        """Nothing is in the cache."""
+        """Empties the cache."""
         self.slot_of[:] = self.row_in[:] = EMPTY
 
 
 def _farthest(rows: Rows, uses: NDArray[np.int64], number: int) -> Rows:
-    """So many of `rows`, those whose next use is the farthest. Thousands of rows share a few next uses: the choice is
-    among the uses."""
+    """Chooses `number` of `rows`, whose next use is the farthest. Thousands of rows share a few next uses, so the
+    choice is among the uses."""
     times, which, counts = np.unique(uses, return_inverse=True, return_counts=True)
     leave = belady(times.tolist(), counts.tolist(), held=number, room=0)
     return np.concatenate([rows[:0], *(rows[which == time] for time in leave)])[:number]

@@ -35,7 +35,7 @@ class LowRank(nn.Module):
         )
 
     def rows(self, y: Tensor) -> Tensor:
-        """Those of all outputs that it adds to, as a view, `[tokens, out]` -> `[tokens, n, units, width]`."""
+        """Outputs that it adds to, as a view, `[tokens, out]` -> `[tokens, n, units, width]`."""
         its = self.adapter
         width = its.width or y.shape[-1] // its.units
         return y.view(-1, y.shape[-1] // (its.units * width), its.units, width)[:, :, its.begin : its.end]

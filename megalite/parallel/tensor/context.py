@@ -54,7 +54,7 @@ class LayerContext:
     deferred: bool = False
 
     def products(self, *, inputs: Axis | None = None, outputs: Axis | None = None) -> Products:
-        """Of a linear layer with inputs or outputs cut over an axis."""
+        """The products of a linear layer with inputs or outputs cut over an axis."""
         if self.float8.fp8_format is None:
             return Products(product_dtype(self.dtype, torch.device(self.device).type))
         cuts = {"in": inputs, "out": outputs}

@@ -35,13 +35,13 @@ from megalite.parallel.tensor.products import Products
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCK = 128
 MULTIPLE = 16
-"""Of a GPU's kernel: every dimension of a product."""
+"""A GPU's kernel needs every dimension of a product to be one of this."""
 TINY = 2.0**-100
 """Taken for the largest magnitude of zeros."""
 
 
 class Operand(NamedTuple):
-    """What is multiplied, `[n, k]` in float8, and what it stands for is `values * scale`: scale `[1, 1]`, `[n, 1]`, or
+    """An operand of a product, `[n, k]` in float8. It stands for `values * scale`; scale `[1, 1]`, `[n, 1]`, or
     a number for each block, `[n or n / 128, k / 128]`."""
 
     values: Tensor
@@ -99,7 +99,7 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = No
 
 @dataclass
 class Kept:
-    """What one forward leaves to its backward: scales by operand (x, w, dy) and the dimension that is contracted."""
+    """State from a forward to its backward: scales by operand (x, w, dy) and the dimension that is contracted."""
 
     scales: dict[tuple[str, str], Tensor] = field(default_factory=dict)
 
@@ -146,11 +146,11 @@ class Float8Products(Products):
         return rounded(x, self._scale(name, x, dims, kept), self.format_of(name))
 
     def format_of(self, name: str) -> torch.dtype:
-        """Of an operand: x, w or dy."""
+        """The dtype of an operand: x, w or dy."""
         return self.gradients if name == "dy" else E4M3
 
     def _scale(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Tensor:
-        """Of an operand whose last dimension is contracted; the same on all ranks that hold parts of what it scales."""
+        """The scale of an operand whose last dimension is contracted, the same on all ranks that hold parts of it."""
         whole = self.recipe in ("tensorwise", "delayed")
         key = name, "" if whole else dims[1]
         if key not in kept.scales:
@@ -197,7 +197,7 @@ def check_float8(config: Config, device: torch.device) -> None:
 
 
 def _worst_difference(given: Float8, device: torch.device) -> float:
-    """Of the kernel's three products from their emulation, relative to their largest number."""
+    """The largest error of the kernel's three products beside their emulation, relative to their largest number."""
     generator = torch.Generator().manual_seed(1)
     x, weight, dy = (torch.randn(2 * BLOCK, 2 * BLOCK, generator=generator).bfloat16() for _ in range(3))
     results = []

@@ -209,7 +209,7 @@ class _RowLinear(Node):
 
 
 def _remember(ctx: Any, weight: Tensor, bias: Tensor | None, layer: Linear, message: Message) -> None:
-    """What both backwards need besides tensors."""
+    """Keeps what both backwards need besides tensors."""
     ctx.layer, ctx.message, ctx.sequence = layer, message, layer.sequence_parallel and layer.tp.size > 1
     ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
 

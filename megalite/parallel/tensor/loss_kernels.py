@@ -1,4 +1,4 @@
-"""What the cross entropy computes between its GEMMs, as two functions for a compiler: each reads the logits once, in
+"""The cross entropy between its GEMMs, as two functions for a compiler: each reads the logits once, in
 the dtype of the GEMMs, and the second writes their gradient in it.
 
     statistics   logits of this rank's rows -> logsumexp over them, logit of the label           [n, V/t] -> [n], [n]

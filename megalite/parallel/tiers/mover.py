@@ -82,7 +82,7 @@ class Arrival:
             self._future.result()
 
     def done(self) -> bool:
-        """Whether it is over, without a failure; nobody waits."""
+        """Whether it is over, without a failure; does not wait."""
         if self._future is not None:
             return self._future.done() and self._future.exception() is None
         return self.event is None or bool(self.event.query())
@@ -147,8 +147,8 @@ class Mover:
         return copy, self.to_device([(copy, x)], after=after)
 
     def upload(self, x: Tensor) -> Tensor:
-        """What the host has just made, for what the device is given next; it need not wait for what was given before.
-        On a CPU x itself."""
+        """Copies what the host has just made to the device, ahead of what the device was given before. On a CPU returns
+        x itself."""
         if not self.apart:
             return x
         x, stream = x.contiguous(), self._streams[True]
@@ -160,7 +160,7 @@ class Mover:
         return copy
 
     def download(self, x: Tensor) -> Tensor:
-        """What the device has made, for the host, which waits. On a CPU x itself."""
+        """Copies to the host, which waits. On a CPU returns x itself."""
         if not self.apart:
             return x
         copy, arrival = self.land(x)
@@ -247,13 +247,13 @@ class Mover:
 
 
 class TieredMemory:
-    """What is on the device for a while: bytes now, and at most. mover: brings it."""
+    """Counts the bytes of objects that are on the device for a while: now, and at most. mover: brings them."""
 
     def __init__(self, mover: Mover) -> None:
         self.mover = mover
         self.now = self.peak = 0
 
     def count(self, nbytes: int) -> None:
-        """So many more are there."""
+        """Adds the bytes of what has come, or with a minus of what has left."""
         self.now += nbytes
         self.peak = max(self.peak, self.now)

@@ -1,4 +1,4 @@
-"""What autograd saves of a forward, in memory that can be moved to the host and back.
+"""Tensors that autograd saves in a forward, in memory that can be moved to the host and back.
 
     F        every saved tensor becomes a piece of its forward: the storage, and how to look at it
     EVICT    the pieces are copied to the host beside the next computation, then their memory on the device is let go
@@ -113,7 +113,7 @@ class _Piece:
 
 
 class SavedForward:
-    """What one forward has saved.
+    """Tensors that one forward has saved.
 
     stays: address of the storage that is not moved.
     on_demand: it comes back when its first tensor is asked for, and that of the layer `before` starts to.
@@ -126,12 +126,12 @@ class SavedForward:
         self._pieces: dict[int, weakref.ref[_Piece]] = {}
 
     def pieces(self) -> list[_Piece]:
-        """Those that autograd still has."""
+        """Pieces that autograd still holds."""
         found = (reference() for reference in self._pieces.values())
         return [piece for piece in found if piece is not None]
 
     def pack(self, tensor: Tensor) -> _Kept | _View:
-        """What autograd keeps in place of the tensor."""
+        """Returns what autograd keeps in place of the tensor."""
         base = tensor if tensor._base is None else tensor._base
         if isinstance(base, nn.Parameter):
             return _Kept(tensor, tensor._version)
@@ -190,7 +190,7 @@ class SavedTensors(TieredMemory):
 
 
 def unpack(saved: _Kept | _View) -> Tensor:
-    """The inverse of `SavedForward.pack`. Raises RuntimeFailure."""
+    """Returns the tensor that `SavedForward.pack` was given. Raises RuntimeFailure."""
     if isinstance(saved, _View):
         return saved.piece.view(saved)
     if saved.tensor._version != saved.version:

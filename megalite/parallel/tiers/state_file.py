@@ -74,7 +74,7 @@ class StateFile:
             x.set_(moved.untyped_storage(), 0, moved.size(), moved.stride())
 
     def region_of(self, x: Tensor) -> mmap.mmap | None:
-        """What holds the storage of `x`; None where that is not in the file."""
+        """The mapped region that holds the storage of `x`; None where that is not in the file."""
         return self._regions.get(x.untyped_storage().data_ptr())
 
     def announce(self, regions: Iterable[mmap.mmap]) -> None:

@@ -112,7 +112,7 @@ class Bucket:
 
 
 class StoredWeights(Protocol):
-    """What the optimizer writes to: `BucketWeights`, or the `HostHome` of weights whose home is the host."""
+    """Weights that the optimizer writes: `BucketWeights`, or the `HostHome` of weights whose home is the host."""
 
     @property
     def full(self) -> Tensor: ...
@@ -153,7 +153,7 @@ class BucketGradient:
 
     @property
     def held(self) -> Tensor | None:
-        """What is in memory now, without scratch."""
+        """Memory that it has now, without scratch."""
         raise NotImplementedError
 
     @property

@@ -64,7 +64,7 @@ class DelayedOptimizer(ShardedOptimizer):
             self._gather(self._version_behind)
 
     def close(self) -> None:
-        """Also lets the thread come to its end."""
+        """Waits for the thread, whatever becomes of the step."""
         if self._step_behind is not None:
             self.buffers[0].rank_memory.mover.close()
         super().close()

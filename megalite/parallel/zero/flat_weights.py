@@ -109,7 +109,7 @@ class FlatWeights:
 
     @property
     def coming(self) -> Iterator[ComingWeights]:
-        """What is gathered, or comes from the host; the first layers first."""
+        """Weights that are gathered, or come from the host; the first layers first."""
         return reversed(self._gathered)
 
     def unshard(self) -> None:

@@ -39,7 +39,7 @@ class HostedPool(ScratchPool):
         self._leaving: deque[tuple[Arrival, Tensor]] = deque()
 
     def expect(self, numel: int) -> None:
-        """So many elements will be taken at a time."""
+        """Says how many elements will be taken at a time."""
         self._largest = max(self._largest, numel)
 
     def take(self, numel: int) -> Tensor:
@@ -222,7 +222,7 @@ class LayerGradient:
         self._forget()
 
     def settle(self) -> None:
-        """What is here goes to the host, and has arrived there."""
+        """Sends what is on the device to the host; returns when it has arrived."""
         if self._is_open:
             self._close()
         elif self._scratch is not None:  # it was fetched in vain

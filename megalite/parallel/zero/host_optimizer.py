@@ -111,7 +111,7 @@ class FileOptimizer(HostOptimizer):
 
     @property
     def regions(self) -> list[mmap.mmap]:
-        """What holds its masters and its state."""
+        """Mapped regions that hold its masters and its state."""
         tensors = [*(master.tensor for master in self.masters), *self._state()]
         regions = (self._file.region_of(tensor) for tensor in tensors)
         return list({id(region): region for region in regions if region is not None}.values())

@@ -103,7 +103,7 @@ class HostedWeights(ComingWeights):
 
 
 class HostHome:
-    """What a bucket has in place of `BucketWeights`: its weights on the host, whole or this rank's slice.
+    """A bucket's weights on the host, whole or this rank's slice, in place of `BucketWeights`.
 
     full: what is there; shard: what this rank owns of it.
     """

@@ -60,7 +60,7 @@ class MasterShard:
             self.remainders.join()
 
     def split(self) -> None:
-        """The inverse: writes the masters of the bucket into weights and remainders."""
+        """Writes the masters of the bucket into weights and remainders."""
         if self.remainders is not None:
             self.remainders.split()
 

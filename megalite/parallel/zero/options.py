@@ -1,4 +1,4 @@
-"""What a user chooses about data parallelism, and what a stage asks of its buffers, resolved."""
+"""Options of data parallelism, and what a pipeline stage asks of its buffers, resolved."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def split_bits(master: Tensor, weights: Tensor, remainder: Tensor) -> None:
 
 
 def join_bits(weights: Tensor, remainder: Tensor, master: Tensor) -> None:
-    """The inverse of `split_bits`, exactly."""
+    """Undoes `split_bits`, exactly."""
     bits = master.view(torch.int32)
     bits.copy_(weights.view(torch.int16))
     bits.bitwise_left_shift_(16).add_(remainder)

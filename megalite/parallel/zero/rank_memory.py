@@ -1,4 +1,4 @@
-"""What all buffers of a rank share: scratch, the order in which weights come, and the way to the host."""
+"""Memory that all buffers of a rank share: scratch, the order in which weights come, and the way to the host."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class StreamingSink(GradSink):
         self.seen = 0
 
     def next_round(self, complete: int) -> None:
-        """What has arrived is being reduced: `complete` micro-batches, perhaps with a part of later ones."""
+        """Begins a round: `complete` micro-batches, perhaps with a part of later ones, are being reduced."""
         super().reopen()
         self.seen -= complete * self.uses
 

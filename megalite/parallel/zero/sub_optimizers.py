@@ -18,7 +18,7 @@ from megalite.parallel.zero.param_groups import BucketParameter, MakeOptimizer, 
 
 
 class SteppedOptimizer(Protocol):
-    """What a step needs of an update rule, ours or a `torch.optim.Optimizer` (see `optim.UpdateRule`; a torch
+    """An update rule as a step needs it, ours or a `torch.optim.Optimizer` (see `optim.UpdateRule`; a torch
     optimizer that does not know the last three ignores them)."""
 
     param_groups: list[dict[str, Any]]

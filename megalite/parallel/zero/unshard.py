@@ -42,7 +42,7 @@ class ComingWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of `full`, there or not."""
+        """Bytes of `full`, resident or not."""
         return self.full.numel() * self.full.element_size()
 
     def start_gather(self, *, async_op: bool) -> None:
