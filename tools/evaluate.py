@@ -119,12 +119,12 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = no_progress) -> Record:
     """Do what the flags ask for. Raises MegaliteError."""
+    from megalite.data import read_text
     from megalite.inference import (
         detokenize_wikitext,
         last_word_accuracy,
         open_data_path,
         read_passages,
-        read_text,
         score_source,
         score_text,
     )
@@ -136,7 +136,7 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProg
     path = Path(flags.text_file)
     if flags.task == "lambada":
         return last_word_accuracy(loaded, read_passages(path), on_progress=on_progress)
-    text = read_text(path)
+    text = read_text(str(path), str(path))
     words = len(text.split())
     if flags.task == "wikitext":
         text = detokenize_wikitext(text)

@@ -18,46 +18,27 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.autograd import Function
 
-from megalite.comm import collectives
+from megalite.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.comm.mesh import Axis
 
+Collective = Callable[[Tensor, Axis], Tensor]
 
-class _ReduceFromAxis(Function):
+
+class _Conjugates(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return collectives.all_reduce(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Collective, backward: Collective) -> Tensor:
+        ctx.axis, ctx.conjugate = axis, backward
+        return forward(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.conjugate(dy, ctx.axis), None, None, None
 
 
-class _ScatterSumSequence(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return collectives.reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(dy, ctx.axis), None
-
-
-class _CopyToAxis(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(dy, ctx.axis), None
+def _same(x: Tensor, axis: Axis) -> Tensor:
+    return x.view_as(x)
 
 
 def own_slice(x: Tensor, axis: Axis) -> Tensor:
@@ -68,14 +49,14 @@ def own_slice(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's g: the sum of the ranks' partial results; each gets the whole gradient."""
-    return x if axis.size == 1 else _ReduceFromAxis.apply(x, axis)
+    return x if axis.size == 1 else _Conjugates.apply(x, axis, all_reduce, _same)
 
 
 def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:
     """Partial sums `[s, ...]` -> the sum `[s/t, ...]`, after a row-parallel product."""
-    return x if axis.size == 1 else _ScatterSumSequence.apply(x, axis)
+    return x if axis.size == 1 else _Conjugates.apply(x, axis, reduce_scatter, all_gather)
 
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's f: x as it is, before products of which each rank computes a part."""
-    return x if axis.size == 1 else _CopyToAxis.apply(x, axis)
+    return x if axis.size == 1 else _Conjugates.apply(x, axis, _same, all_reduce)

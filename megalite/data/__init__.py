@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.chat import ChatTemplate, preprocess_chat
-from megalite.data.corpus import JSONL_SUFFIXES, read_jsonl, stdlib_corpus
+from megalite.data.corpus import JSONL_SUFFIXES, read_jsonl, read_text, stdlib_corpus
 from megalite.data.file_chunks import input_units, read_unit, utf8_length
 from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index

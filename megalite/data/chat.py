@@ -11,7 +11,6 @@ assistant adds to the conversation with its prompt, up to white space after it.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ import numpy as np
 
 from megalite.data.cache import digest_of
 from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
-from megalite.data.corpus import JSONL_SUFFIXES, check_characters
+from megalite.data.corpus import JSONL_SUFFIXES, check_characters, parse_json
 from megalite.data.file_chunks import (
     InputUnit,
     input_size,
@@ -148,10 +147,7 @@ def _check_jinja() -> None:
 
 def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:
     """The conversation in field `keys[0]` of one JSONL line; `where` is its place, for the error."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}); repair the line, or `skip_bad_lines` drops it") from None
+    record = parse_json(line, where)
     messages = record.get(keys[0]) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: no list of messages in field '{keys[0]}'; name the field by `json_keys`")

@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import xxhash
 
@@ -106,7 +106,7 @@ def file_corpus(path: str, flag: str = "`data_path`") -> TextCorpus:
             begin, end = bounds_of(part, len(texts)) if part else (0, len(texts))
             yield from texts[begin:end]
         else:
-            text = _read_text(path, flag)
+            text = read_text(path, f"{flag}={path}", "convert it, or name a .bin/.idx prefix")
             begin, end = bounds_of(part, len(text)) if part else (0, len(text))
             if end > begin:
                 yield text[begin:end]
@@ -125,18 +125,17 @@ def _file_digest(path: str, flag: str) -> str:
     return state.hexdigest()
 
 
-def _read_text(path: str, flag: str) -> str:
+def read_text(path: str, where: str, advice: str = "convert it") -> str:
+    """A whole UTF-8 file, its line ends as they are. Raises DataError. where: names it in the message."""
     try:
         # newline="": characters are kept as they are, a byte of the file is a byte of the text.
         with open(path, encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{flag}={path}: not UTF-8 text (byte {error.start}: 0x{error.object[error.start]:02x}); convert it, "
-            "or name a .bin/.idx prefix"
-        ) from None
+        byte = f"byte {error.start}: 0x{error.object[error.start]:02x}"
+        raise DataError(f"{where}: not UTF-8 text ({byte}); {advice}") from None
     except OSError as error:
-        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{where}: cannot be read ({error.strerror})") from None
 
 
 def open_bytes(path: str, flag: str) -> BinaryIO:
@@ -180,12 +179,7 @@ def read_jsonl(path: str, flag: str, key: str = "text") -> Iterator[str]:
 
 def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str]:
     """Texts of the fields `keys` of one JSONL line; `where` is its place, for the error."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{where}: not valid JSON ({error}); repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
-        ) from None
+    record = parse_json(line, where)
     if not isinstance(record, dict):
         raise DataError(f"{where}: not a JSON object but {type(record).__name__}; a line must be an object of fields")
     for key in keys:
@@ -200,6 +194,16 @@ def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str
             raise DataError(f"{where}: field '{key}' is not text but {type(record[key]).__name__}")
         check_characters(record[key], f"{where}: field '{key}'")
     return [record[key] for key in keys]
+
+
+def parse_json(line: str | bytes, where: str) -> Any:
+    """The value of one JSONL line. Raises DataError."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{where}: not valid JSON ({error}); repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
+        ) from None
 
 
 def check_characters(text: str, where: str) -> None:

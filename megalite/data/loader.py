@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalite.config import DataConfig
 from megalite.data.gpt_dataset import SampleSource
 from megalite.data.indexed import ANSWER, END
 from megalite.errors import DataError
@@ -43,6 +44,16 @@ class DocumentMasks:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig, eod_id: int | None) -> DocumentMasks:
+        """The flags of a data section."""
+        return cls(
+            eod_id=eod_id,
+            reset_position_ids=data.reset_position_ids,
+            reset_attention_mask=data.reset_attention_mask,
+            eod_mask_loss=data.eod_mask_loss,
+        )
 
     def __post_init__(self) -> None:
         if self.eod_id is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.data import JSONL_SUFFIXES, Tokenizer, read_jsonl
+from megalite.data import JSONL_SUFFIXES, Tokenizer, read_jsonl, read_text
 from megalite.errors import ConfigError, DataError
 from megalite.files import input_problem
 
@@ -23,13 +23,8 @@ def read_prompts(path: str, flag: str) -> list[str]:
         except DataError as error:
             raise DataError(f'{flag}: {str(error).split(";")[0]}; a line is such as {{"prompt": "Once"}}') from None
     else:
-        try:
-            with open(path, encoding="utf-8") as file:
-                texts = [line.rstrip("\r\n") for line in file if line.strip()]
-        except OSError as error:
-            raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"{flag}={path}: not UTF-8 text (byte {error.start}); convert it") from None
+        lines = read_text(path, f"{flag}={path}").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        texts = [line for line in lines if line.strip()]
     if not texts:
         raise DataError(f"{flag}={path}: holds no prompt; write one in each line")
     return texts

@@ -13,6 +13,5 @@ from megalite.inference.tasks import (
     detokenize_wikitext,
     last_word_accuracy,
     read_passages,
-    read_text,
     score_continuations,
 )

@@ -138,13 +138,14 @@ def score_source(
     together = size * mesh.size("dp") * at_once(loaded)
     total = torch.zeros(3, dtype=torch.float64, device=loaded.device)  # loss, tokens, bytes
     counts = loaded.parts.num_stages - 1 in loaded.parts.stages and mesh.coordinate("tp") == 0
+    eod_id = loaded.tokenizer.eod_id
     loader = BatchLoader(
         source,
         consumed_samples=0,
         micro_batch_size=size,
         dp_rank=mesh.coordinate("dp"),
         dp_size=mesh.size("dp"),
-        masks=_masks(loaded),
+        masks=DocumentMasks() if eod_id is None else DocumentMasks.of(loaded.config.data, eod_id),
     )
     for number, given in enumerate(loader.full_pass(together), 1):
         microbatches = [_without_overlap(microbatch, overlap) for microbatch in given]
@@ -162,19 +163,6 @@ def score_source(
     all_reduce_(total, mesh.world)
     loss_sum, num_tokens, num_bytes = total.tolist()
     return Score(loss_sum, round(num_tokens), None if widths is None else round(num_bytes))
-
-
-def _masks(loaded: LoadedModel) -> DocumentMasks:
-    data = loaded.config.data
-    eod_id = loaded.tokenizer.eod_id
-    if eod_id is None:
-        return DocumentMasks()
-    return DocumentMasks(
-        eod_id=eod_id,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-    )
 
 
 def _without_overlap(microbatch: Microbatch, overlap: int) -> Microbatch:

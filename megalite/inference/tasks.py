@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import all_reduce_
-from megalite.data import JSONL_SUFFIXES, read_jsonl
+from megalite.data import JSONL_SUFFIXES, read_jsonl, read_text
 from megalite.errors import DataError
 from megalite.generation import Sampling, pick_tokens
 from megalite.inference.forwards import at_once, score_all
@@ -139,17 +139,7 @@ def read_passages(path: Path) -> list[str]:
     """Passages of a local file: field `text` of each JSONL line, or each line of plain text. Raises DataError."""
     if path.name.endswith(JSONL_SUFFIXES):
         return list(read_jsonl(str(path), "`text_file`"))
-    return [line for line in read_text(path).splitlines() if line.strip()]
-
-
-def read_text(path: Path) -> str:
-    """A whole UTF-8 file, its line ends as they are. Raises DataError where it is missing or not UTF-8."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text (byte {error.start}); convert it") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    return [line for line in read_text(str(path), str(path)).splitlines() if line.strip()]
 
 
 #: How WikiText writes text apart, and the text it came from; applied in this order.

@@ -102,12 +102,7 @@ class RunData:
             micro_batch_size=self.config.training.micro_batch_size,
             dp_rank=self.mesh.coordinate("dp"),
             dp_size=self.mesh.size("dp"),
-            masks=DocumentMasks(
-                eod_id=self.tokenizer.eod_id,
-                reset_position_ids=data.reset_position_ids,
-                reset_attention_mask=data.reset_attention_mask,
-                eod_mask_loss=data.eod_mask_loss,
-            ),
+            masks=DocumentMasks.of(data, self.tokenizer.eod_id),
             pieces=pieces,
             num_workers=data.num_workers if threads else 0,
             pin_memory=self.device.type == "cuda",
