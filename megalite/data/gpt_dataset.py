@@ -180,10 +180,10 @@ class SequentialSource:
         return count
 
     def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        part, *cut = self._cut(sample)
+        part, sequences, offset, stop = self._cut(sample)
         marks = marks_of(part.store)
         if marks is not None:
-            part.copy(marks, *cut, out)
+            part.copy(marks, sequences, offset, stop, out)
         return marks is not None
 
     def _cut(self, sample: int) -> tuple[GPTDataset, Sequence[int], int, int]:
