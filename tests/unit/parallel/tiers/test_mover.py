@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from megalite.parallel.tiers import Arrival, Mover, SavedForward, SavedTensors
 from megalite.parallel.tiers.saved_tensors import unpack
+from megalite.parallel.zero.host_exchange import sum_on_host
 
 
 class Event:
@@ -182,8 +184,26 @@ def rows(world: World, mover: Mover) -> None:
     assert (came.data_ptr(), world.compute) in world.recorded  # its memory is of the other stream
 
 
+def exchange_over_the_host(world: World, mover: Mover) -> None:
+    """Ranks sum what has just left for the host; a strided part is made dense there, by the host."""
+    full, scratch = torch.zeros(8), torch.zeros(8)
+    world.use(scratch, writes=True)
+    mover.to_host([(full, scratch)]).wait()
+
+    def upload(part: Tensor) -> Tensor:
+        world.use(full, writes=False, by=world.host())
+        return part
+
+    with (
+        patch("torch.empty", lambda size, **_: torch.zeros(size)),
+        patch("megalite.parallel.zero.host_exchange.reduce_scatter_into", lambda own, x, axis: None),
+        patch.multiple(mover, upload=upload, download=lambda x: x),
+    ):
+        sum_on_host(full, SimpleNamespace(size=2, rank=0), mover, scatter=True)  # type: ignore[arg-type]
+
+
 SCENES: list[Callable[[World, Mover], None]] = [
-    out_and_back, leaving_alone, weights_of_a_layer, sums_on_the_host, staging, rows,
+    out_and_back, leaving_alone, weights_of_a_layer, sums_on_the_host, exchange_over_the_host, staging, rows,
 ]  # fmt: skip
 
 
@@ -200,6 +220,7 @@ def test_nobody_reads_too_early_or_writes_too_soon(scene: Callable[[World, Mover
     (leaving_alone, Stream, "wait_event"),
     (weights_of_a_layer, Stream, "wait_stream"),
     (weights_of_a_layer, Mover, "settle"),
+    (exchange_over_the_host, Mover, "settle"),
     (sums_on_the_host, Event, "synchronize"),
     (staging, Arrival, "synchronize"),
     (rows, Stream, "wait_event"),
