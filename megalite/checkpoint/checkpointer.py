@@ -163,7 +163,7 @@ class Checkpointer:
             save_id=save_id,
             rank=self.world.rank,
             plan=plan,
-            parts=SaveJob.parts_of(shards, plan.duties[self.world.rank]),
+            parts=SaveJob.parts_of(shards, plan.duties.of(self.world.rank)),
             meta=meta,
             files=files,
             block_bytes=self._block_bytes,

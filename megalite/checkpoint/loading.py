@@ -135,25 +135,17 @@ def _read_rectangle(
             continue
         reader.read_block(source, index, flat_bytes(values))
         total += values.numel() * dtype.itemsize
-        for piece in pieces:
-            block = values[piece.at : piece.at + piece.box.numel].view(piece.box.shape)
-            place = piece.common.slices_in(piece.target.box)
-            piece.target.shard.local.detach()[place].copy_(block[piece.common.slices_in(piece.box)])
+        for target, box, common, at in pieces:
+            block = values[at : at + box.numel].view(box.shape)
+            target.shard.local.detach()[common.slices_in(target.box)].copy_(block[common.slices_in(box)])
     return total
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """The elements `at ..` of a block form `box` of the logical tensor, of which `common` goes to `target`."""
-
-    target: LoadTarget
-    box: Box
-    common: Box
-    at: int
-
-
-def _pieces(stored: Box, targets: Sequence[LoadTarget], first: int, last: int) -> list[_Piece]:
-    """The parts of elements `first .. last` of a stored rectangle that go to the targets."""
+def _pieces(
+    stored: Box, targets: Sequence[LoadTarget], first: int, last: int
+) -> list[tuple[LoadTarget, Box, Box, int]]:
+    """The parts of elements `first .. last` of a stored rectangle that go to the targets: (target, a box that is
+    contiguous in the file, the part of it that the target has, where the box begins after `first`)."""
     pieces = []
     for rectangle in range_to_rectangles(stored.shape, first, last):
         offset = tuple(a + b for a, b in zip(stored.offset, rectangle.offset, strict=True))
@@ -161,7 +153,7 @@ def _pieces(stored: Box, targets: Sequence[LoadTarget], first: int, last: int) -
         for target in targets:
             common = box.intersect(target.common)
             if common is not None:
-                pieces.append(_Piece(target, box, common, rectangle.start - first))
+                pieces.append((target, box, common, rectangle.start - first))
     return pieces
 
 

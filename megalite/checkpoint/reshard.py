@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -122,46 +122,34 @@ class WriteDuty:
 _SPLIT_BYTES = 2**20
 
 
-class _Writers(NamedTuple):
-    """The writers of a box: all ranks that hold it, each its rows, or one of them (None: nobody)."""
-
-    holders: Sequence[int]
-    split: bool
-    one: int | None
-
-
-class Duties(Sequence[list[WriteDuty]]):
-    """The write duties of every rank, computed when they are asked for: `duties[rank]`."""
-
-    def __init__(
-        self, holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int], writers: Mapping[Held, _Writers]
-    ) -> None:
-        self._holdings, self._kinds, self._writers = holdings, kinds, writers
-
-    def __len__(self) -> int:
-        return len(self._kinds)
-
-    def __getitem__(self, rank: Any) -> Any:
-        mine = []
-        held = self._holdings[self._kinds[rank]]
-        once = {(holding.name, holding.box): holding for holding in reversed(held)}  # tied weights may lie here twice
-        for holding in once.values():
-            to = self._writers.get((holding.name, holding.box))
-            if to is not None and to.split:
-                part, parts, rows = bisect_left(to.holders, rank), len(to.holders), holding.box.shape[0]
-                box = holding.box.rows(rows * part // parts, rows * (part + 1) // parts)
-                mine.append(WriteDuty(holding.place, box))
-            elif to is not None and to.one == rank:
-                mine.append(WriteDuty(holding.place, holding.box))
-        return sorted(mine, key=lambda duty: (duty.index, duty.box.offset))
-
-    def written(self) -> Iterator[Held]:
-        """(tensor, box) of everything that is written, before boxes are split."""
-        yield from self._writers
-
-
 Held = tuple[str, Box]
 """(Name of a tensor, a box of it)"""
+
+
+@dataclass(frozen=True)
+class Duties:
+    """The write duties of all ranks, computed for the one that asks.
+
+    holdings, kinds: as `share_out` got them. writers: the ranks that write a box, several of them each its rows.
+    """
+
+    holdings: Sequence[Sequence[HeldRectangle]]
+    kinds: Sequence[int]
+    writers: Mapping[Held, Sequence[int]]
+
+    def of(self, rank: int) -> list[WriteDuty]:
+        mine = []
+        held = self.holdings[self.kinds[rank]]
+        once = {(holding.name, holding.box): holding for holding in reversed(held)}  # tied weights may lie here twice
+        for key, holding in once.items():
+            ranks = self.writers.get(key, ())
+            if len(ranks) > 1:
+                part, parts, rows = bisect_left(ranks, rank), len(ranks), holding.box.shape[0]
+                box = holding.box.rows(rows * part // parts, rows * (part + 1) // parts)
+                mine.append(WriteDuty(holding.place, box))
+            elif rank in ranks:
+                mine.append(WriteDuty(holding.place, holding.box))
+        return sorted(mine, key=lambda duty: (duty.index, duty.box.offset))
 
 
 def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int] | None = None) -> Duties:
@@ -187,8 +175,7 @@ def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int] 
             if not replica:
                 itemsizes[key] = itemsize
     load = [0] * len(kinds)
-    alone = [_Writers(ranks, False, ranks[0]) if len(ranks) == 1 else None for ranks in members]
-    writers: dict[Held, _Writers] = {}
+    writers: dict[Held, Sequence[int]] = {}
     small = []
     for key, kind in first.items():
         box, holders = key[1], members[kind]
@@ -197,19 +184,15 @@ def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int] 
             continue
         if key in also:
             holders = sorted(rank for each in dict.fromkeys([kind, *also[key]]) for rank in members[each])
-        elif (writer := alone[kind]) is not None:
-            writers[key] = writer
-            load[holders[0]] += nbytes
-            continue
         parts = len(holders)
         if parts > 1 and (nbytes < _SPLIT_BYTES or not box.shape or box.shape[0] < parts):
             small.append((nbytes, key, holders))
             continue
         for rank in holders:
             load[rank] += nbytes // parts
-        writers[key] = _Writers(holders, parts > 1, holders[0])
+        writers[key] = holders
     for nbytes, key, holders in sorted(small, key=lambda item: -item[0]):
         rank = min(holders, key=load.__getitem__)
         load[rank] += nbytes
-        writers[key] = _Writers(holders, False, rank)
+        writers[key] = [rank]
     return Duties(holdings, kinds, writers)

@@ -103,7 +103,7 @@ def describe(shards: Sequence[TensorShard]) -> Description:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """All logical tensors, and what each rank writes of them: duties[r] for rank r."""
+    """All logical tensors, and what each rank writes of them: `duties.of(rank)`."""
 
     tensors: Mapping[str, StoredTensor]
     duties: Duties
@@ -147,7 +147,7 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
         holdings.append(_rectangles(rows, first, ranks[0], tensors))
     duties = share_out(holdings, kinds)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in duties.written():
+    for name, box in duties.writers:
         boxes[name].append(box)
     problems: dict[Any, str | None] = {}  # moments are cut as their weights, layers alike: looked at once
     for name, tensor in tensors.items():

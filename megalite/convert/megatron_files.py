@@ -193,11 +193,11 @@ def _directories(directory: Path) -> dict[tuple[int, ...], Path]:
 
 
 def _grid(
-    directory: Path, directories: Mapping[tuple[int, ...], Path], said: Mapping[str, Any], where: str
+    directory: Path, directories: Mapping[tuple[int, ...], Path], args: Mapping[str, Any], where: str
 ) -> RankGrid:
     """Raises CheckpointError where a file is missing, or `args` name other sizes."""
     # mp_rank_TT_NNN: of a pipeline, unless there is none and experts are dealt out
-    experts_only = said.get("pipeline_model_parallel_size", 2) == 1 and _experts_said(said) > 1
+    experts_only = args.get("pipeline_model_parallel_size", 2) == 1 and _expert_ranks(args) > 1
     grid: dict[tuple[int, int, int], Path] = {}  # stage, tensor rank, expert rank
     for (rank, *rest), path in directories.items():
         place = (0, rest[0]) if len(rest) == 1 and experts_only else (*rest, 0, 0)[:2]
@@ -210,8 +210,8 @@ def _grid(
     if missing:
         what = f"tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}"
         raise CheckpointError(f"{directory}: {what} is missing ({ranks} x {stages} expected)")
-    _check_sizes(said, (ranks, stages, experts), where)
-    within = said.get("expert_tensor_parallel_size") if said.get("num_experts") else None
+    _check_sizes(args, (ranks, stages, experts), where)
+    within = args.get("expert_tensor_parallel_size") if args.get("num_experts") else None
     within = ranks if within is None else within
     if within not in (1, ranks):
         raise CheckpointError(f"{directory}: expert_tensor_parallel_size {within} not supported (1 or {ranks})")
@@ -226,10 +226,10 @@ def _grid(
     return RankGrid([[dense[p, t] for t in range(ranks)] for p in range(stages)], sharing)
 
 
-def _experts_said(said: Mapping[str, Any]) -> int:
+def _expert_ranks(args: Mapping[str, Any]) -> int:
     """Ranks that share the experts, by `args`."""
-    size = said.get("expert_model_parallel_size")
-    return size if type(size) is int and said.get("num_experts") else 1
+    size = args.get("expert_model_parallel_size")
+    return size if type(size) is int and args.get("num_experts") else 1
 
 
 def _file(directory: Path) -> Path:
@@ -239,10 +239,10 @@ def _file(directory: Path) -> Path:
     raise CheckpointError(f"{directory}: holds no {FILES[0]}")
 
 
-def _check_sizes(said: Mapping[str, Any], there: tuple[int, int, int], where: str) -> None:
+def _check_sizes(args: Mapping[str, Any], there: tuple[int, int, int], where: str) -> None:
     """Raises CheckpointError where `args` name other sizes than the directories: tensor, pipeline, expert."""
-    tensor = said.get("tensor_model_parallel_size", said.get("model_parallel_size", there[0]))
-    expected = (tensor, said.get("pipeline_model_parallel_size", there[1]), _experts_said(said))
+    tensor = args.get("tensor_model_parallel_size", args.get("model_parallel_size", there[0]))
+    expected = (tensor, args.get("pipeline_model_parallel_size", there[1]), _expert_ranks(args))
     if expected == there:
         return
     kinds = ("tensor", "pipeline", "expert")[: 3 if max(expected[2], there[2]) > 1 else 2]
@@ -283,13 +283,13 @@ def _expert_parts(
     for ranks in sharing:
         here: dict[str, dict[int | None, list[ShardLocation]]] = {}
         for name in _names(listings[ranks[0]], virtual, ranks[0]):
-            said = ExpertName.of(plain_name(name))
-            if said is not None:
-                ours = f"layers.{before + said.layer}.mlp.experts.{said.part}.{said.kind}"
+            expert = ExpertName.of(plain_name(name))
+            if expert is not None:
+                ours = f"layers.{before + expert.layer}.mlp.experts.{expert.part}.{expert.kind}"
                 experts = here.setdefault(ours, {})
-                if said.number in experts:
+                if expert.number in experts:
                     raise CheckpointError(f"{ranks[0]}: {name[:80]} appears twice")
-                experts[said.number] = [_place(path, listings[path], virtual, name) for path in ranks]
+                experts[expert.number] = [_place(path, listings[path], virtual, name) for path in ranks]
         for ours, experts in here.items():
             whole = None in experts
             if not whole and set(experts) != set(range(len(experts))) or whole and len(experts) > 1:
