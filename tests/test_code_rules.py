@@ -34,7 +34,6 @@ PRINTERS = {
     "megalite.config.cli",
     "megalite.launch.launcher",
     "megalite.launch.watch",
-    "megalite.observe.console",
 }
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.
 AT_IMPORT = re.compile(

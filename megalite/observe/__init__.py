@@ -1,11 +1,11 @@
 """Watching a run without touching it.
 
-    stats           what one step measured, and what a log interval makes of it: the columns of metrics.jsonl
-    hooks           how a run is watched without the trainer knowing who watches
-    observers       who writes metrics.jsonl, the profiler, the search for a slow rank; which rank has which observers
-    console, tracking       one line per log interval; TensorBoard and Weights & Biases
+    stats           measurements of a step, and the record of a log interval: the columns of metrics.jsonl
+    hooks           the events of a run, for hooks that the trainer does not know
+    observers       metrics.jsonl, samples, the profiler, the search for a slow rank; which rank has which hooks
+    loggers         the console, TensorBoard and Weights & Biases
     live_memory     the measured peak next to the predicted one
-    pipeline_trace  what the pipeline really did, in the forms that plans are drawn in
+    pipeline_trace  timelines of the pipeline as it ran, in the forms of planned ones
 
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 """

@@ -25,11 +25,10 @@ from megalite.comm import all_gather, all_gather_json
 from megalite.config import Config
 from megalite.errors import DataError
 from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
-from megalite.observe.console import ConsoleHook
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
+from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
 from megalite.observe.stats import Record, StepStats
-from megalite.observe.tracking import TensorBoardHook, WandbHook
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

@@ -1,4 +1,4 @@
-"""`--trace-pipeline FILE`: what the pipeline really did in the last iterations, in the forms that plans are drawn in.
+"""`--trace-pipeline FILE`: the timeline of the pipeline in the last iterations, in the forms of planned timelines.
 
     .html   plan and measurement, one above the other      .json   both as a Chrome trace (ui.perfetto.dev)
     .svg    the measurement                                 .txt    the measurement as a text grid

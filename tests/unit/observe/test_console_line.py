@@ -6,8 +6,8 @@ import io
 import re
 from datetime import datetime
 
-from megalite.observe.console import ConsoleHook, evaluation_line, train_line
 from megalite.observe.hooks import Hooks
+from megalite.observe.loggers import ConsoleHook, evaluation_line, train_line
 from megalite.observe.stats import evaluation_record
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 

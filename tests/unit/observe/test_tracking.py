@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megalite.observe.hooks import Hooks, guarded
+from megalite.observe.loggers import TensorBoardHook, WandbHook, tags
 from megalite.observe.stats import evaluation_record
-from megalite.observe.tracking import TensorBoardHook, WandbHook, tags
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
 
