@@ -171,7 +171,8 @@ class Checkpointer:
 
     def _stage(self, step: int, needed: int) -> str:
         """Rank 0: makes the staging directory and returns the save's id."""
-        final, save_id = self.directory / directory_name(step), uuid.uuid4().hex[:12]
+        final = self.directory / directory_name(step)
+        save_id = uuid.uuid4().hex[:12]
         advice = "choose another `save`"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -188,7 +189,8 @@ class Checkpointer:
 
     def _agree_on_plan(self, shards: Sequence[TensorShard]) -> SavePlan:
         """Plans who writes what. The descriptions travel only when some rank's have changed since the last save."""
-        problem, own = None, Description([], [])
+        problem = None
+        own = Description([], [])
         try:
             own = describe(shards)
         except CheckpointError as error:

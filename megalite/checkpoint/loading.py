@@ -161,7 +161,8 @@ class RankLoad:
     """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it."""
 
     def __init__(self, path: Path, shards: Sequence[TensorShard], *, cast: bool) -> None:
-        self.path, self.nbytes = path, 0
+        self.path = path
+        self.nbytes = 0
         self.manifest: Manifest | None = None
         self.problem: str | None = None
         self.save_id, self.mask = "", "0"

@@ -98,7 +98,8 @@ class RunLock:
     def __init__(
         self, directory: Path | str, *, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_SECONDS
     ) -> None:
-        self.path, self._flag = Path(directory) / LOCK_FILE, f"`save`={Path(directory)}"
+        self.path = Path(directory) / LOCK_FILE
+        self._flag = f"`save`={Path(directory)}"
         self._heartbeat, self._stale_after = heartbeat, stale_after
         self._me: LockHolder | None = None
         self._stop = threading.Event()

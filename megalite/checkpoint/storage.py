@@ -105,7 +105,8 @@ def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
     gathered = torch.empty(min(per_block, values.numel()), dtype=values.dtype)
     whole = Box((0,) * values.ndim, ())
     for start in range(0, values.numel(), per_block):
-        end, at = min(start + per_block, values.numel()), 0
+        end = min(start + per_block, values.numel())
+        at = 0
         for piece in range_to_rectangles(tuple(values.shape), start, end):
             box = Box(piece.offset, piece.shape)
             gathered[at : at + box.numel].view(box.shape).copy_(values[box.slices_in(whole)])
@@ -170,7 +171,9 @@ class _NewFile:
     """A file that must not exist yet; synced when it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._synced, self._at = path, False, 0
+        self._path = path
+        self._synced = False
+        self._at = 0
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, block: memoryview) -> str:

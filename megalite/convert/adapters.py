@@ -129,9 +129,11 @@ class AdaptedSource:
         self, directory: Path | str, ckpt_step: int | None = None, *, base: Path | None, dtype: torch.dtype | None
     ) -> None:
         self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
-        where, meta = str(self._reader.path), self._reader.manifest.meta
+        where = str(self._reader.path)
+        meta = self._reader.manifest.meta
         self.adapted: ModelConfig = from_dict(meta["config"], where).model
-        self.model, self._dtype = self.adapted.without_adapters, dtype
+        self.model = self.adapted.without_adapters
+        self._dtype = dtype
         self.base_model = BaseModel.of_meta(meta, where).found(where, Axis.single("world"), base)
         self._base = self.base_model.open()
         self.origin: Origin = self._base.origin
@@ -152,7 +154,8 @@ class AdaptedSource:
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
         values = self._reader.read(name)
         if tuple(values.shape) != tuple(shape):
-            there, path = list(values.shape), self._reader.path
+            there = list(values.shape)
+            path = self._reader.path
             raise CheckpointError(f"{path}: {name} is {there}, {list(shape)} by its configuration; it is damaged")
         return values
 

@@ -154,7 +154,8 @@ def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path
     """All tensors shard by shard; returns the dtype of the embedding in transformers' word."""
     shards = list(_shards(source, family))
     weight_map: dict[str, str] = {}
-    total, first = 0, None
+    total = 0
+    first = None
     for number, pairs in enumerate(shards, 1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}

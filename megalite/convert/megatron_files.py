@@ -252,7 +252,8 @@ def _check_sizes(args: Mapping[str, Any], there: tuple[int, int, int], where: st
 
 def _parts(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[str, Parts]]:
     """Logical name -> its parts, layers counted through all stages."""
-    known, before = megatron_names(), 0
+    known = megatron_names()
+    before = 0
     for virtual in range(max(len(listing.models) for listing in listings.values())):
         for ranks, sharing in zip(grid.stages, grid.experts, strict=True):
             own = set()

@@ -263,7 +263,8 @@ class ExpertParts(Generic[Location]):
 
     def join(self, model: ModelConfig, read: Callable[[Location], Tensor], version: float) -> Tensor:
         """The logical tensor, `[E, ...]`. Raises RuntimeError or IndexError where the parts do not fit."""
-        cut, found = cut_of(self.part), []
+        cut = cut_of(self.part)
+        found = []
         for experts in self.ranks:
             for places in experts:
                 parts = [read(place) for place in places]

@@ -122,10 +122,12 @@ class MemoryCheckHook(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         to_go = trainer.train_iters - trainer.iteration
         on_cpu = trainer.device.type == "cpu"
-        training, least = trainer.config.training, LEAST_ITERATIONS if on_cpu else WATCHED
+        training = trainer.config.training
+        least = LEAST_ITERATIONS if on_cpu else WATCHED
         if training.batch_ramp != BatchRamp() or training.seq_length_schedule is not None or to_go < least:
             return  # the first batches are not the ones that the prediction is about
-        config, world = trainer.config, trainer.mesh.size("world")
+        config = trainer.config
+        world = trainer.mesh.size("world")
         plan = given_plan(config) if self._plan is None else self._plan
         program = program_of(config, world, plan)
         cuts = stage_layer_ranges(config, program)

@@ -209,7 +209,8 @@ class WandbHook(Hook):
     def on_start(self, trainer: TrainerView) -> None:
         options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
         wandb = optional_package(f"`wandb_project`={options.wandb_project}", "wandb")
-        self._library, directory = wandb, options.wandb_save_dir or save
+        self._library = wandb
+        directory = options.wandb_save_dir or save
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
             self._directory = directory
