@@ -94,7 +94,7 @@ class Reader:
         givens: list[GivenOption] = []
         seen: dict[str, str] = {}
         for entry in entries:
-            if entry.section in ARGUMENT_FLAGS:
+            if entry.section is not None and entry.section in ARGUMENT_FLAGS:
                 givens += self._entry_of(entry.section, entry)
                 continue
             target = self._target(entry.key)
