@@ -63,6 +63,7 @@ from megalite.inventory.pipeline import computations, lowered_program, stage_lay
 from megalite.inventory.tiling import (
     BLOCKED_FROM,
     BLOCKED_UP_TO,
+    STEP_PIECE,
     block_area,
     chunk_length,
     query_blocks,

@@ -16,6 +16,9 @@ CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_CUDA = 1 << 22, 1 << 26
 # 128 tokens, 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024).
 BLOCKED_FROM, BLOCKED_UP_TO = 128, 1024
 
+STEP_PIECE = 1 << 22
+"""Elements of a long tensor that an optimizer steps at once: 16 MB in fp32 for each temporary tensor."""
+
 
 def chunk_length(tokens: int, columns: int, *, on_cpu: bool) -> int:
     """Tokens whose logits, `columns` each, exist at a time; on a GPU whole tiles of its products."""

@@ -189,6 +189,7 @@ class Adafactor(UpdateRule):
                         _own(new, piece).mul_(kept[number])
                     subtract_scaled(_own(new, piece), _own(p.grad, piece), each[number])
                 self.write(p, new)
+                del new  # the next one's has its place
         self._factors = []
         self.steps += 1
 

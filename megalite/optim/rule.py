@@ -16,18 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.inventory import STEP_PIECE
+
 ParamGroup = dict[str, Any]
 """Tensors and their metadata (`parallel.zero.param_groups`), with `lr` and `weight_decay` of the next step."""
 
 
-PIECE = 1 << 22
-"""Elements at once: 16 MB in fp32 for each temporary tensor."""
-
-
 def pieces(p: Tensor) -> Iterator[slice]:
     """Slices of `p.view(-1)`, so that what a step needs beside a long tensor stays small."""
-    for begin in range(0, p.numel(), PIECE):
-        yield slice(begin, begin + PIECE)
+    for begin in range(0, p.numel(), STEP_PIECE):
+        yield slice(begin, begin + STEP_PIECE)
 
 
 class UpdateRule:

@@ -101,6 +101,8 @@ def workspace_bytes(config: Config, items: range, how: Recompute, *, on_cpu: boo
         rows = min(config.padded_vocab_size() // tp, max(1, model.vocab_size))
         step = chunk_length(tokens, rows, on_cpu=on_cpu)
         logits = float(step * rows * (2 * size.wide + (size.compute if size.compute != size.wide else 0)))
+        if on_cpu:  # the softmax is taken in place, of products of what is widened before
+            logits = float(size.wide * rows * (step + (model.hidden_size if size.compute != size.wide else 0)))
     block = 0.0
     if blocks:
         width = max(layer.mlp_width(config.parallel) for layer in set(blocks))

@@ -30,10 +30,9 @@ from megalite.inventory import (
     model_layers,
     stage_layer_ranges,
 )
-from megalite.planner.communication import CommGroup
+from megalite.planner.communication import CommGroup, families_of, stage_elements
 from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
-from megalite.planner.model_states import families_of, stage_elements
 from megalite.planner.predict import program_of
 
 DIMENSIONS = ("model", "data", "domain", "experts")

@@ -1,4 +1,4 @@
-"""Time of collectives: alpha-beta over the topology.
+"""Time of collectives: alpha-beta over the topology. Which ranks hold the same parameters, and so talk to each other.
 
 A group of n ranks with stride k (tensor 1, data t, pipeline t*d: the order of ranks) has g = min(n, node/k) members in
 a node. Inside a node a ring runs at the link of a device; over nodes it may use the network of its g members there, and
@@ -11,7 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from megalite.config import Config
+from megalite.inventory import stage_parameters
 from megalite.planner.hardware import Hardware
 
 
@@ -81,3 +84,48 @@ class CommGroup:
         """Seconds of a message to the next member; the slowest of the hops counts."""
         link = self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node
         return self._seconds("send", nbytes, link.latency + nbytes / link.bandwidth)
+
+
+def stage_elements(config: Config, items: range, family: str | None = None) -> int:
+    """Parameters of a stage that a rank trains, or those of a family; of the family `frozen` those that it does not.
+    items: indices into [embedding, block 0, ..., head]."""
+    kinds = [("frozen" if p.frozen else p.family, p) for _, p in stage_parameters(config.model, items)]
+    held = (p for kind, p in kinds if kind == family or (family is None and not p.frozen))
+    return sum(math.prod(p.local(config.parallel)) for p in held)
+
+
+class Copies(NamedTuple):
+    """The ranks that hold the same parameters of a family, `stride` apart in the order of ranks, and sum their
+    gradients; `shards` of them, one of `instances` times the same, share what ZeRO shards."""
+
+    family: str
+    ranks: int
+    stride: int
+    instances: int = 1
+
+    @property
+    def shards(self) -> int:
+        return max(1, self.ranks // self.instances)
+
+    def owners(self, zero_stage: int) -> int:
+        """Ranks among which the optimizer's states are divided."""
+        return self.shards if zero_stage else 1
+
+
+def families_of(config: Config, world_size: int) -> tuple[Copies, ...]:
+    """The families of a model: of experts, which are cut over etp x ep, there are edp copies; of the rest dp x cp."""
+    parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
+    strides = {"dense": parallel.tensor_model_parallel_size}
+    ranks = {"dense": config.gradient_ranks(world_size)}
+    if config.model.lora.lora_rank is not None:
+        strides["adapter"], ranks["adapter"] = strides["dense"], ranks["dense"]
+    if config.model.experts.num_experts is not None:
+        strides["expert"] = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
+        ranks["expert"] = config.expert_copies(world_size)
+    return tuple(Copies(name, n, strides[name], instances) for name, n in ranks.items())
+
+
+def shards_of(config: Config, world_size: int, family: str) -> int:
+    """Ranks that share what ZeRO shards of a family."""
+    copies = config.expert_copies(world_size) if family == "expert" else config.gradient_ranks(world_size)
+    return max(1, copies // config.parallel.num_distributed_optimizer_instances)

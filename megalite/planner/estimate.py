@@ -16,12 +16,11 @@ from megalite.inventory import (
     stage_layer_ranges,
 )
 from megalite.planner.activations import recomputed, stage_activations
-from megalite.planner.communication import CommGroup
+from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.memory import RankMemory, pipeline_memory
-from megalite.planner.model_states import Copies, families_of, stage_elements
 from megalite.planner.predict import Prediction, predict, program_of
 from megalite.planner.search_space import Layout, Sizes, apply
 from megalite.planner.uneven import MemoryHeadroom, recomputing

@@ -22,6 +22,7 @@ from megalite.inventory import (
     recompute_ranges,
     stage_parameters,
 )
+from megalite.planner.communication import shards_of
 from megalite.planner.model_states import planned_buckets
 from megalite.schedule import WeightChunks
 
@@ -52,8 +53,7 @@ def _layer_bytes(config: Config, world_size: int, cut: range, num_stages: int) -
     own, names = list(stage_parameters(config.model, cut)), [layer_name(item, config.model.num_layers) for item in cut]
     for kind in dict.fromkeys((parameter.family, parameter.wide, parameter.frozen) for _, parameter in own):
         family, wide, _ = kind
-        copies = config.expert_copies(world_size) if family == "expert" else config.gradient_ranks(world_size)
-        shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
+        shards = shards_of(config, world_size, family)
         numel = defaultdict[str, int](int)
         if config.parallel.zero_stage == 3 and shards > 1:  # whole buckets come
             for bucket in planned_buckets(config, cut, num_stages, shards, True, kind):
@@ -71,8 +71,7 @@ def _gradient_bytes(config: Config, world_size: int, cut: range) -> int:
     """What a backward of a stage sends to the host: of all its matrices, or from ZeRO-2 on of this rank's slices."""
     total, size = 0.0, ElementBytes.of(config)
     for parameter in (parameter for _, parameter in stage_parameters(config.model, cut) if not parameter.frozen):
-        copies = config.expert_copies(world_size) if parameter.family == "expert" else config.gradient_ranks(world_size)
-        shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
+        shards = shards_of(config, world_size, parameter.family)
         nbytes = math.prod(parameter.local(config.parallel)) * (size.wide if parameter.wide else size.gradient)
         total += nbytes / (shards if config.parallel.zero_stage >= 2 else 1)
     return round(total)

@@ -5,7 +5,8 @@
     boundary                                inputs of stages that wait for their backward, a message each way
     logits                                  what the head keeps, and one chunk of logits
     buffers                                 scratch of ZeRO-2 and 3, gathered layers of ZeRO-3, gathered sequences
-    workspace                               what comes and goes in the backward of one block
+    workspace                               what comes and goes in the backward of one block, or in the optimizer's step
+                                            where that is more than all that a batch needs (step_bytes.py)
 
 Not in it: what the driver and the libraries take for themselves (a number of the hardware file).
 """
@@ -28,6 +29,7 @@ from megalite.schedule import (
     FORWARD,
     RECOMPUTE,
     SCHEDULES,
+    STEP,
     Action,
     ChunkTraffic,
     Program,
@@ -39,6 +41,8 @@ from megalite.schedule import (
 
 #: A batch with more actions than this is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000
+#: Messages that gloo sends at a time (`comm.p2p`).
+UNFINISHED_SENDS = 16
 
 
 @dataclass(frozen=True)
@@ -115,24 +119,34 @@ def rank_memory(
         held = moved(program, rank)
         full, host = max(0.0, held.device - head), host + held.host
     coming = weights_moved(program, rank).peak if program.chunks is not None else 0
-    message = boundary_bytes(config) if program.num_ranks > 1 else 0.0
+    messages = _messages(program, rank, on_cpu=on_cpu) * boundary_bytes(config)
     gradients = float(states.gradients)
     on_device = program.chunks is None
     if config.parallel.zero_stage >= 2 and not program.keeps_gradients and on_device:  # they come as activations go
         gradients = max(0.0, gradients - full - boundary - head)
-    return RankMemory(
+    found = RankMemory(
         weights=states.weights + coming,
         gradients=gradients,
         master=states.master,
         moments=states.moments,
         activations=full,
-        boundary=boundary + 2 * message,
+        boundary=boundary + messages,
         logits=head + logits,
         buffers=states.scratch + states.gathered + _sequence_buffers(config) + shared_memory_bytes(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
         host=host,
         file=states.file,
     )
+    return _with_step(
+        found, states, _kept_by_step(program, rank, kept) + messages + shared_memory_bytes(config, on_cpu)
+    )
+
+
+def _with_step(memory: RankMemory, states: StateBytes, beside: float) -> RankMemory:
+    """With what more the optimizer's step needs than a batch. beside: activations, messages and buffers that are there
+    then."""
+    step = states.held + states.temporary + beside
+    return replace(memory, workspace=memory.workspace + max(0.0, step - memory.total))
 
 
 def pipeline_memory(
@@ -193,17 +207,21 @@ def foreign_memory(
     message: between stages. logits: what comes and goes in the loss.
     """
     full, boundary, head, _ = _peak(program, rank, kept, logits)
-    return RankMemory(
+    found = RankMemory(
         weights=states.weights,
         gradients=states.gradients,
         master=states.master,
         moments=states.moments,
         activations=full,
-        boundary=boundary + (2 * message if program.num_ranks > 1 else 0.0),
+        boundary=boundary + _messages(program, rank, on_cpu=on_cpu) * message,
         logits=head + logits,
         buffers=states.scratch + states.gathered + shared_memory_bytes(config, on_cpu),
         host=states.host,
         file=states.file,
+    )
+    messages = found.boundary - boundary
+    return _with_step(
+        found, states, _kept_by_step(program, rank, kept) + messages + shared_memory_bytes(config, on_cpu)
     )
 
 
@@ -217,6 +235,16 @@ def moved(program: Program, rank: int) -> Residency:
 def weights_moved(program: Program, rank: int) -> ChunkTraffic:
     """What comes to the device, of a program whose weights live on the host; of a batch long enough to show it."""
     return chunk_traffic(program, rank, _walked(program))
+
+
+def _messages(program: Program, rank: int, *, on_cpu: bool) -> int:
+    """Messages between stages that are there: one each way; on a CPU as many as `comm.Channel` lets gloo send without
+    a wait, until a batch drains."""
+    if program.num_ranks == 1 or not on_cpu:
+        return 2 * (program.num_ranks > 1)
+    ends = {0, program.num_stages - 1}
+    sent = sum(2 - (stage in ends) for stage, _ in program.placement.stages_of(rank)) * program.num_microbatches
+    return UNFINISHED_SENDS if program.asynchronous else max(2, min(sent, UNFINISHED_SENDS))
 
 
 def _sequence_buffers(config: Config) -> float:
@@ -244,16 +272,23 @@ def _peak(
         return *_declared_peak(program, rank, kept), transient
     best = (0.0, 0.0, 0.0, transient)
     for moment in _fullest_moments(program, rank):
+        if moment.ended == STEPPED:
+            continue
         now = [0.0, 0.0, 0.0, transient]
         if moment.ended is not None:
             now[3] = max(0.0, transient - kept[moment.ended].weight_only_block)
-        for stage, in_flight, waiting, inputs in moment.counts:
-            now[0] += in_flight * kept[stage].full + waiting * kept[stage].weight_only
-            now[1] += inputs * kept[stage].boundary
-            now[2] += in_flight * kept[stage].head
+        now[:3] = moment.held(kept)
         if sum(now) > sum(best):
             best = (now[0], now[1], now[2], now[3])
     return best
+
+
+def _kept_by_step(program: Program, rank: int, kept: Mapping[int, StageActivations]) -> float:
+    """Activations of the batches that a pipeline which never drains has begun when it steps."""
+    if not program.asynchronous:
+        return 0.0
+    moments = (moment for moment in _fullest_moments(program, rank) if moment.ended == STEPPED)
+    return max((sum(moment.held(kept)) for moment in moments), default=0.0)
 
 
 def _walked(program: Program) -> int:
@@ -266,8 +301,12 @@ def _walked(program: Program) -> int:
     return min(m, 3 * program.num_ranks + m % program.num_ranks)
 
 
+STEPPED = -1
+"""The moment of a STEP."""
+
+
 class MemoryMoment(NamedTuple):
-    """What a rank holds after a forward, or after the I of stage `ended`.
+    """What a rank holds after a forward, or after the I of stage `ended`, or while it steps (`STEPPED`).
 
     counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits, and those whose
     input is held: of a stage that recomputes, more than the first).
@@ -275,6 +314,15 @@ class MemoryMoment(NamedTuple):
 
     ended: int | None
     counts: tuple[tuple[int, int, int, int], ...]
+
+    def held(self, kept: Mapping[int, StageActivations]) -> tuple[float, float, float]:
+        """(Activations, boundary, head) in bytes."""
+        full = boundary = head = 0.0
+        for stage, in_flight, waiting, inputs in self.counts:
+            full += in_flight * kept[stage].full + waiting * kept[stage].weight_only
+            boundary += inputs * kept[stage].boundary
+            head += in_flight * kept[stage].head
+        return full, boundary, head
 
 
 @cache
@@ -285,20 +333,26 @@ def _fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
     counts = {stage: [0, 0, 0] for stage in stages}
     fullest: list[MemoryMoment] = []
     seen: set[MemoryMoment] = set()
+
+    def note(ended: int | None) -> None:
+        nonlocal fullest
+        held = ((stage, *counts[stage]) for stage in stages)
+        moment = MemoryMoment(ended, tuple((stage, a, b, c) for stage, a, b, c in held))
+        if moment not in seen and not any(_holds(other, moment) for other in fullest):
+            fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
+        seen.add(moment)
+
     batches = 2 if program.asynchronous else 1
     for index in range(batches):
         batch = program.batch(index, last=index == batches - 1, size=_walked(program))
         for action in program.order(rank, batch):
+            if action.kind == STEP:
+                note(STEPPED)
             for part in sorted(action.computations(), key=lambda part: part.kind not in (FORWARD, RECOMPUTE)):
                 _account(counts[part.stage], part, part.stage in program.recomputed)
                 if part.kind not in (FORWARD, RECOMPUTE, BACKWARD_INPUT):
                     continue
-                ended = part.stage if part.kind == BACKWARD_INPUT else None
-                held = ((stage, *counts[stage]) for stage in stages)
-                moment = MemoryMoment(ended, tuple((stage, a, b, c) for stage, a, b, c in held))
-                if moment not in seen and not any(_holds(other, moment) for other in fullest):
-                    fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
-                seen.add(moment)
+                note(part.stage if part.kind == BACKWARD_INPUT else None)
     return tuple(fullest)
 
 

@@ -28,12 +28,14 @@ from megalite.inventory import (
     plan_buckets,
     stage_parameters,
 )
+from megalite.planner.communication import shards_of
+from megalite.planner.step_bytes import step_numbers
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO 2 and 3); host and file are off the
-    device."""
+    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO 2 and 3), temporary at its end, while the
+    optimizer steps; host and file are off the device."""
 
     weights: int = 0
     gradients: int = 0
@@ -43,54 +45,17 @@ class StateBytes:
     gathered: int = 0
     host: int = 0
     file: int = 0
+    temporary: int = 0
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        """Two stages of a rank: their states add up, and so does what each may hold for a moment."""
-        return StateBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        """Two stages of a rank, which are stepped one after the other: the rest adds up."""
+        total = StateBytes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(total, temporary=max(self.temporary, other.temporary))
 
     @property
     def held(self) -> int:
         """What lives on the device from step to step."""
         return self.weights + self.gradients + self.master + self.moments
-
-
-def stage_elements(config: Config, items: range, family: str | None = None) -> int:
-    """Parameters of a stage that a rank trains, or those of a family; of the family `frozen` those that it does not.
-    items: indices into [embedding, block 0, ..., head]."""
-    kinds = [("frozen" if p.frozen else p.family, p) for _, p in stage_parameters(config.model, items)]
-    held = (p for kind, p in kinds if kind == family or (family is None and not p.frozen))
-    return sum(math.prod(p.local(config.parallel)) for p in held)
-
-
-class Copies(NamedTuple):
-    """The ranks that hold the same parameters of a family, `stride` apart in the order of ranks, and sum their
-    gradients; `shards` of them, one of `instances` times the same, share what ZeRO shards."""
-
-    family: str
-    ranks: int
-    stride: int
-    instances: int = 1
-
-    @property
-    def shards(self) -> int:
-        return max(1, self.ranks // self.instances)
-
-    def owners(self, zero_stage: int) -> int:
-        """Ranks among which the optimizer's states are divided."""
-        return self.shards if zero_stage else 1
-
-
-def families_of(config: Config, world_size: int) -> tuple[Copies, ...]:
-    """The families of a model: of experts, which are cut over etp x ep, there are edp copies; of the rest dp x cp."""
-    parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
-    strides = {"dense": parallel.tensor_model_parallel_size}
-    ranks = {"dense": config.gradient_ranks(world_size)}
-    if config.model.lora.lora_rank is not None:
-        strides["adapter"], ranks["adapter"] = strides["dense"], ranks["dense"]
-    if config.model.experts.num_experts is not None:
-        strides["expert"] = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
-        ranks["expert"] = config.expert_copies(world_size)
-    return tuple(Copies(name, n, strides[name], instances) for name, n in ranks.items())
 
 
 def state_bytes(
@@ -131,14 +96,15 @@ def _state_bytes(
 ) -> StateBytes:
     named = list(stage_parameters(config.model, items))
     total = embedding_rows(config) if any(_on_host(config, name) for name, _ in named) else StateBytes()
+    several = config.num_microbatches(world_size) > 1
     kinds = dict.fromkeys((p.family, p.wide, p.frozen) for name, p in named if not _on_host(config, name))
     for family, wide, frozen in kinds:
-        size, copies = ElementBytes.of(config), config.gradient_ranks(world_size)
+        size, shards = ElementBytes.of(config), shards_of(config, world_size, family)
         size = ElementBytes(size.wide, size.wide, size.wide) if wide else size
-        copies = config.expert_copies(world_size) if family == "expert" else copies
-        shards = max(1, copies // config.parallel.num_distributed_optimizer_instances)
         buckets = planned_buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
-        part = _family_bytes(config, plan, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu)
+        part = _family_bytes(
+            config, plan, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu, several
+        )
         if frozen and plan.hosts_params:
             numel, sharded = sum(bucket.numel for bucket in buckets), config.parallel.zero_stage == 3
             part = StateBytes(host=numel // (shards if sharded else 1) * size.compute)
@@ -181,8 +147,9 @@ def _family_bytes(
     versions: int,
     num_gradients: int,
     on_cpu: bool,
+    several: bool = True,
 ) -> StateBytes:
-    """Of the buffers of one family and dtype. shards: ranks over which ZeRO shards it."""
+    """Of the buffers of one family and dtype. shards: ranks over which ZeRO shards it. several: micro-batches."""
     zero = config.parallel.zero_stage
     numel = sum(bucket.numel for bucket in buckets)
     owners = shards if zero else 1
@@ -195,7 +162,7 @@ def _family_bytes(
     remainders = config.optimizer.store_param_remainders and size.compute != size.wide
     away = _away(config, plan, buckets, owners, owned, size, on_cpu)
     if plan.hosts_params:
-        here = _hosted(buckets, size, zero, owners)
+        here = replace(_hosted(buckets, size, zero, owners), temporary=away.temporary)
         masters = (owned - away.elements) * size.wide if separate or not on_cpu else 0
         host = here.host + away.on_host
         return replace(here, master=masters, moments=away.moments_left, host=host, file=away.in_file)
@@ -209,11 +176,20 @@ def _family_bytes(
         gradients=held * size.gradient,
         master=(owned - away.elements) * (2 if remainders else size.wide) if separate else 0,
         moments=away.moments_left,
-        scratch=min(2, len(streamed)) * max((bucket.numel for bucket in streamed), default=0) * size.gradient,
+        scratch=_scratch(streamed, several) * size.gradient,
         gathered=sum(largest[:2]) * size.compute if come_and_go else 0,
         host=copies + away.on_host,
         file=away.in_file,
+        temporary=away.temporary,
     )
+
+
+def _scratch(streamed: Sequence[PlannedBucket], several: bool) -> int:
+    """Elements of the pieces that gradients are reduced from: one that is filled and one in flight, beside what stays
+    open. From the second micro-batch on that takes a piece as large as the others'."""
+    others = [bucket.numel for bucket in streamed if not bucket.open]
+    largest, open_ones = max(others, default=0), sum(bucket.numel for bucket in streamed if bucket.open)
+    return min(2, len(others)) * largest + open_ones + (largest if several and 0 < open_ones < largest else 0)
 
 
 def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int, owners: int) -> StateBytes:
@@ -243,6 +219,8 @@ class PlannedBucket(NamedTuple):
     matrices: Mapping[str, int]  # elements of those of each layer
     vectors: int
     layer: str  # where there is a bucket for each
+    step: float  # numbers that come and go while it is stepped
+    open: bool = False  # from the first to the last gradient of a backward: tied embeddings of one stage
 
 
 def planned_buckets(
@@ -261,7 +239,9 @@ def planned_buckets(
         whole = needs_whole is not None and needs_whole(name, len(shape))
         place = parameter.place(parameter.shards(parallel), sequence_parallel=parallel.sequence_parallel, ep=ep)
         entries.append(BufferParameter(index, name, shape, place, whole))
-    return _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
+    planned = _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
+    both = num_stages == 1 and not model.untie_embeddings_and_output_weights
+    return [bucket._replace(open=both and bucket.layer == "embedding") for bucket in planned]
 
 
 def _planned(
@@ -276,7 +256,7 @@ def _planned(
         on_cpu=on_cpu,
         tied=tied,
     )
-    return [_bucket(config, plan, shards if zero else 1) for plan in plans]
+    return [_bucket(config, plan, shards if zero else 1, on_cpu) for plan in plans]
 
 
 def named_state_bytes(
@@ -297,12 +277,12 @@ def named_state_bytes(
         BufferParameter(index, name, shape, place, rule is not None and rule(name, len(shape)))
         for index, (name, shape, place) in enumerate(parameters)
     ]
-    shards = max(1, config.gradient_ranks(world_size) // config.parallel.num_distributed_optimizer_instances)
+    shards = shards_of(config, world_size, "dense")
     buckets = _planned(config, entries, zero, shards, tied, on_cpu)
     return _family_bytes(config, plan, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
 
 
-def _bucket(config: Config, plan: BucketPlan, owners: int) -> PlannedBucket:
+def _bucket(config: Config, plan: BucketPlan, owners: int, on_cpu: bool) -> PlannedBucket:
     numel = plan.stop - plan.start
     share, whole = numel // owners, plan.segments[0].whole
     elements, matrix_state = [0 if whole else share] * owners, [0] * owners
@@ -320,7 +300,16 @@ def _bucket(config: Config, plan: BucketPlan, owners: int) -> PlannedBucket:
         else:
             vectors += range_.entry.numel
     return PlannedBucket(
-        numel, plan.tied, whole, max(elements), max(matrix_state), statistics, layers, vectors, plan.layer
+        numel,
+        plan.tied,
+        whole,
+        max(elements),
+        max(matrix_state),
+        statistics,
+        layers,
+        vectors,
+        plan.layer,
+        step_numbers(config, plan, owners, on_cpu=on_cpu),
     )
 
 
@@ -348,13 +337,14 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 class _Away(NamedTuple):
-    """Elements whose masters and moments are off the device, their bytes on the host and in a file, and the bytes of
-    the moments that are left."""
+    """Elements whose masters and moments are off the device, their bytes on the host and in a file, the bytes of the
+    moments that are left, and what comes and goes in the step of those (on a CPU of all)."""
 
     elements: int
     on_host: int
     in_file: int
     moments_left: int
+    temporary: int
 
 
 def _away(
@@ -373,6 +363,7 @@ def _away(
     keeps_step = config.staleness.keeps_step
     shared = plan.hosts_params and size.compute == size.wide  # weights on the host are the masters
     moved = on_host = in_file = left = 0
+    temporary = 0.0
     for bucket in buckets:
         share = bucket.numel // owners
         state = bucket.matrix_state * size.wide if bucket.whole else bucket.elements * flat
@@ -383,8 +374,12 @@ def _away(
         to_file = moved < plan.file_fraction * owned and (on_cpu or not bucket.whole)
         if not to_file and (bucket.whole or moved >= plan.fraction * owned):
             left += state
+            temporary = max(temporary, bucket.step)
             continue
+        temporary = max(temporary, bucket.step * on_cpu)
         moved += share
         in_file += (share * size.wide + state) * to_file
         on_host += (share * size.wide * (not shared) + state) * (not to_file)
-    return _Away(moved, on_host, in_file, left)
+    if rule.statistics:  # the factors that are made of them, of all tensors at once
+        temporary += sum(bucket.statistics for bucket in buckets)
+    return _Away(moved, on_host, in_file, left, round(temporary * size.wide))

@@ -26,13 +26,12 @@ from megalite.inventory import (
     stage_layer_ranges,
 )
 from megalite.planner.activations import recomputed
-from megalite.planner.communication import CommGroup
+from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import host_traffic
 from megalite.planner.memory import RankMemory, pipeline_memory
-from megalite.planner.model_states import Copies, families_of, stage_elements
 from megalite.planner.software import MEGALITE, Software
 from megalite.schedule import (
     BACKWARD,

@@ -16,9 +16,10 @@ from megalite.inventory.activation_bytes import kept_bytes
 from megalite.inventory.layers import count_parameters, flops_per_iteration, model_layers
 from megalite.inventory.pipeline import stage_layer_ranges
 from megalite.planner.activations import stage_activations
+from megalite.planner.communication import stage_elements
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
-from megalite.planner.model_states import stage_elements, state_bytes
+from megalite.planner.model_states import state_bytes
 from megalite.planner.predict import predict, program_of
 from megalite.planner.search import search
 from megalite.planner.search_space import SEARCHED

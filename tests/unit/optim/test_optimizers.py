@@ -66,7 +66,7 @@ def test_widened_pieces_are_the_fused_kernel_when_nothing_is_rounded(monkeypatch
     for step in range(5):
         if step == 3:  # the same numbers in another layout of the arithmetic: piece by piece
             state = mine.state[pieces]
-            monkeypatch.setattr("megalite.optim.rule.PIECE", 8)
+            monkeypatch.setattr("megalite.optim.rule.STEP_PIECE", 8)
             state["exp_avg"] = state["exp_avg"].double()
         pieces.grad = torch.randn(24, generator=generator)
         whole.grad = pieces.grad.clone()
@@ -166,7 +166,7 @@ def test_soap_with_no_basis_is_adam_one_step_late() -> None:
 
 @pytest.mark.parametrize("correction", ["predict", "error-feedback"])
 def test_the_last_step_is_kept_without_a_copy_of_the_masters(correction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.optim.rule.PIECE", 1000)
+    monkeypatch.setattr("megalite.optim.rule.STEP_PIECE", 1000)
     p = torch.randn(64_000)
     settings = OptimizerConfig(lr=1.0, args=OptimizerArgs(sgd_momentum=0.0))
     rule = OPTIMIZERS["sgd"]([{"params": [p], "decay": True, "whole": False}], settings)

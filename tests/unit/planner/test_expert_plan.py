@@ -10,11 +10,10 @@ import pytest
 
 from megalite.config import Config, config_problems, read_unjudged
 from megalite.inventory import WORST_IMBALANCE, expert_rows, kept_bytes, model_layers
-from megalite.planner.communication import CommGroup
+from megalite.planner.communication import CommGroup, families_of
 from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Link, load_hardware
-from megalite.planner.model_states import families_of
 from megalite.planner.predict import predict
 from megalite.planner.search import search
 from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts

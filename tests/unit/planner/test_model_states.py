@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +18,16 @@ from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import BufferParameter, plan_buckets
 from megalite.inventory.layers import stage_parameters
-from megalite.inventory.memory_plan import given_plan
+from megalite.inventory.memory_plan import MemoryPlan, given_plan
 from megalite.models import build_stack, layer_specs
+from megalite.observe.live_memory import LiveBytes
 from megalite.optim import Delay
 from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, StageOptions
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.planner.communication import stage_elements
 from megalite.planner.host_params import weight_chunks
-from megalite.planner.model_states import stage_elements, state_bytes
+from megalite.planner.model_states import state_bytes
 from megalite.train.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
 
 BASE = (
@@ -104,6 +108,81 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
     assert found.master == _masters(optimizer, config)
     assert found.moments == held["state"]
     assert found.host == held["offloaded"]
+
+
+RULES = [
+    "",
+    "--bf16",
+    "--fp64",
+    "--bf16 --grad-reduce-in-bf16",
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+    "--optimizer sgd --bf16",
+    "--optimizer lion",
+    "--optimizer lion --exp-avg-dtype bf16 --bf16",
+    "--optimizer muon",
+    "--optimizer muon --bf16 --swiglu",
+    "--optimizer soap --soap-precondition-frequency 2",
+    "--optimizer soap --bf16 --soap-max-precond-dim 100",
+    "--optimizer adafactor --bf16",
+    "--bf16 --store-param-remainders",
+]
+
+
+def _built(config: Config, plan: MemoryPlan, versions: int, folder: Path) -> tuple[ParameterBuffers, ShardedOptimizer]:
+    """Of the whole model on one rank, the second update behind if there are two versions."""
+    named = [module.logical_parameters() for module in _modules(config, range(6), "cpu", versions)]
+    stage = StageOptions(whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole)
+    axes, delay = ParallelMesh.single().family(), Delay(versions - 1, learning_rate=1e-3, weight_decay=0.1)
+    buffers = ParameterBuffers(named, axes=axes, options=zero_options(config, plan), pipeline_stage=stage)
+    optimizer = ShardedOptimizer(
+        [buffers],
+        make_optimizer=optimizer_factory(config, delay),
+        norm_axis=Axis.single("model"),
+        offload_fraction=plan.fraction,
+        offload_path=str(folder) if plan.file_fraction else None,
+        file_fraction=plan.file_fraction,
+        store_param_remainders=config.optimizer.store_param_remainders,
+    )
+    delay.begin(5)
+    return buffers, optimizer
+
+
+def _temporary(optimizer: ShardedOptimizer) -> int:
+    """The most bytes that one of three steps adds to those that were there."""
+    most = 0
+    for _ in range(3):
+        for master in optimizer.masters:
+            master.gradient.normal_()
+        with LiveBytes() as counter:
+            counter.add_everything()
+            begin = counter.now
+            optimizer.step(lr=1e-3, weight_decay=0.1)
+        most = max(most, counter.peak - begin)
+    return most
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_at_every_stage_with_versions_and_places(rule: str, tmp_path: Path) -> None:
+    """States to the byte, and what a step needs beside them: on the device, part of them on the host or in a file."""
+    remainders = "remainders" in rule
+    for stage, versions, share in product(range(4), (1, 2), (0, 0.4)):
+        if (versions == 2 and (stage > 1 or remainders)) or (share and remainders):
+            continue
+        late = " --pipeline-schedule 2bw" if versions == 2 else ""
+        config = _config(f"{rule} --zero-stage {stage} --ddp-bucket-size 10000{late}")
+        plan = MemoryPlan(fraction=share, file_fraction=share / 2)
+        buffers, optimizer = _built(config, plan, versions, tmp_path)
+        found = state_bytes(
+            config, 1, range(6), plan=plan, num_stages=1, versions=versions, num_gradients=1, on_cpu=True
+        )
+        held, case = buffers.memory() | optimizer.memory(), (stage, versions, share)
+        assert found.weights == held["weights"] and found.gradients == held["gradients"], case
+        assert found.moments == held["state"] and found.host + found.file == held["offloaded"], case
+        assert found.master == _masters(optimizer, config) or remainders, case
+        if stage == 0 and not share:
+            assert found.temporary == pytest.approx(_temporary(optimizer), rel=0.03, abs=3000), case
+        optimizer.close()
 
 
 @pytest.mark.parametrize("items", [range(0, 6), range(0, 2), range(3, 6)])
