@@ -39,6 +39,24 @@ def _moments_and_bases(settings: OptimizerConfig, local: Shape, whole: Shape) ->
     return 2 * math.prod(local) + 2 * math.prod(local[:-2]) * sum(n * n for n in sides)
 
 
+def _newton_schulz(settings: OptimizerConfig, local: Shape, whole: Shape, half: float) -> float:
+    """Of Muon's step of a matrix or a stack of them: momentum, update, and the iteration with its Gram matrices."""
+    rows, columns = whole[-2:]
+    stack, numel = math.prod(local[:-2]), math.prod(local)
+    gathered, gram = stack * rows * columns, stack * min(rows, columns) ** 2
+    kept = 2.0 * numel + (gathered if gathered != numel else 0.0)
+    return kept + half * max(4.0 * gathered + gram, 2.0 * gathered + 4.0 * gram)
+
+
+def _both_sides(settings: OptimizerConfig, local: Shape, whole: Shape, half: float) -> float:
+    """Of SOAP's: eigenvectors in fp64 at first, then preconditioners and bases that turn."""
+    rows, columns = whole[-2:]
+    stack, limit = math.prod(local[:-2]), settings.args.soap_max_precond_dim
+    left, right = (stack * n * n * (n <= limit) for n in (rows, columns))
+    gathered = stack * rows * columns
+    return max(9.0 * max(left, right), 5.0 * gathered, 3.0 * gathered + max(6.0 * left, 6.0 * right + left))
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """One `--optimizer`.
@@ -48,6 +66,9 @@ class OptimizerSpec:
     parameter will do.
     of_whole: (settings, local shape, shape without tensor parallelism) -> numbers as wide as the master that are kept
     of such a parameter. whole_moments: how many of them are as large as it.
+    step, step_nesterov: numbers as wide as the master that come and go in the step of each element of a tensor, and
+    how many more a Nesterov correction takes. of_step: (settings, local shape, shape without tensor parallelism, bytes
+    of a number of Newton-Schulz over those of a master) -> numbers that do of a parameter that lies in one piece.
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
     only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
@@ -61,6 +82,9 @@ class OptimizerSpec:
     whole: Callable[[str, int], bool] | None = None
     of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = _momentum
     whole_moments: int = 1
+    step: int = 0
+    step_nesterov: int = 0
+    of_step: Callable[[OptimizerConfig, Shape, Shape, float], float] = _newton_schulz
     statistics: bool = False
     settings: tuple[str, ...] = ()
     only_decays: bool = False
@@ -79,6 +103,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
     {
         "adam": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
+            step_nesterov=3,
             only_decays=True,
             settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
             high_lr=0.1,
@@ -87,10 +112,13 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         ),
         "sgd": OptimizerSpec(
             lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else (),
+            step=2,
+            step_nesterov=1,
             correction="predict",
         ),
         "lion": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype,),
+            step=3,
             only_decays=True,
             settings=("exp_avg_dtype",),
             correction="predict",
@@ -110,6 +138,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             whole=_square_enough,
             of_whole=_moments_and_bases,
             whole_moments=2,
+            of_step=_both_sides,
             correction="predict",
             lookahead_of_rest=2.0,
             nesterov="no such step is known in a basis that turns",
