@@ -162,12 +162,65 @@ def attending(vocab_size: int, seq_length: int) -> nn.Module:
     return nn.Sequential(Positioned(vocab_size, seq_length, 16), *blocks, nn.Linear(16, vocab_size))
 
 
+SMALL: dict[str, Any] = dict(
+    num_hidden_layers=2,
+    hidden_size=16,
+    intermediate_size=24,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    pad_token_id=0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+EXPERTS: dict[str, Any] = dict(num_experts_per_tok=2, moe_intermediate_size=8, experts_implementation="batched_mm")
+
+
 def gemma3(vocab_size: int) -> nn.Module:
     """A sliding window in two layers of three."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    sizes: dict[str, Any] = dict(num_hidden_layers=3, hidden_size=16, intermediate_size=24, num_attention_heads=2)
-    window: dict[str, Any] = dict(num_key_value_heads=1, head_dim=8, sliding_window=4, query_pre_attn_scalar=16)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    tokens = dict(pad_token_id=0, bos_token_id=0, eos_token_id=0, vocab_size=vocab_size)
-    return Gemma3ForCausalLM(Gemma3TextConfig(**sizes, **window, **tokens, layer_types=kinds))
+    own: dict[str, Any] = dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=16, layer_types=kinds)
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SMALL | own | {"num_hidden_layers": 3, "vocab_size": vocab_size}))
+
+
+def olmo2(vocab_size: int) -> nn.Module:
+    """Norms behind attention and MLP."""
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    return Olmo2ForCausalLM(Olmo2Config(**SMALL, vocab_size=vocab_size))
+
+
+def mamba2(vocab_size: int) -> nn.Module:
+    """State-space layers, in chunks of 4 tokens."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    own: dict[str, Any] = dict(num_heads=4, head_dim=8, state_size=8, n_groups=1, chunk_size=4, hidden_size=16)
+    return Mamba2ForCausalLM(Mamba2Config(**own, num_hidden_layers=2, vocab_size=vocab_size))
+
+
+def deepseek3(vocab_size: int) -> nn.Module:
+    """Latent attention; experts in groups behind a dense layer."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    latent: dict[str, Any] = dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+    routed: dict[str, Any] = dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1)
+    sizes = SMALL | latent | EXPERTS | routed | {"num_key_value_heads": 2}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, vocab_size=vocab_size))
+
+
+def qwen3_moe(vocab_size: int) -> nn.Module:
+    """Experts in every layer."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=4, head_dim=8, vocab_size=vocab_size))
+
+
+def qwen3_next(vocab_size: int) -> nn.Module:
+    """Gated delta rule in three layers of four, experts beside a shared one."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    linear: dict[str, Any] = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_conv_kernel_dim=2)
+    heads: dict[str, Any] = dict(linear_key_head_dim=4, linear_value_head_dim=4, head_dim=8)
+    own = SMALL | EXPERTS | linear | heads | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 8}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**own, num_experts=4, vocab_size=vocab_size))
