@@ -47,5 +47,6 @@ OF_MODULES = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
+    "cpu_offloading_num_layers",
 )
 """What of the model section says something about a module of the user's."""

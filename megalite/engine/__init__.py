@@ -21,7 +21,7 @@ from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
 from megalite.engine.late_reading import LateReading
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
-from megalite.engine.rules import rule_maker
+from megalite.engine.rules import rule_maker, sharded_maker
 from megalite.engine.scale_history import ScaleHistory
 from megalite.engine.update import Hyperparameters, Updater
 from megalite.engine.versioned import VersionedState

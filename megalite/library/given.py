@@ -44,12 +44,14 @@ def check_schedule(name: str) -> None:
         raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(SCHEDULES)}") from None
 
 
-def check_recompute(layers: int | None, method: str) -> None:
-    """Raises ConfigError."""
+def check_memory(layers: int | None, method: str, offloaded: int) -> None:
+    """Raises ConfigError. layers, method: of recomputation. offloaded: layers whose activations wait on the host."""
     if method not in ("uniform", "block"):
         raise ConfigError(f"recompute_method={method!r}: 'uniform' or 'block'")
     if layers is not None and layers < 1:
         raise ConfigError(f"recompute_num_layers={layers}: a number above 0 is wanted; None recomputes nothing")
+    if offloaded < 0 or offloaded and layers is not None:
+        raise ConfigError(f"cpu_offloading_num_layers={offloaded}: 0 or more, and not with recompute_num_layers")
 
 
 def layer_ranges(count: int, recompute: int | None, method: str) -> list[tuple[int, int, bool]]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import Checkpointer, Meta, read_manifest, resolve_checkpoint
-from megalite.comm import Axis, TensorShard, all_gather_json
+from megalite.comm import TensorShard, all_gather_json
 from megalite.config import (
     OPTIMIZER_SPECS,
     Correction,
+    HostOffload,
     OptimizerArgs,
     OptimizerConfig,
     StalenessCorrection,
@@ -31,7 +32,7 @@ from megalite.engine import (
     build_weights,
     complete_older,
     older_shards,
-    rule_maker,
+    sharded_maker,
 )
 from megalite.errors import CheckpointError, ConfigError
 from megalite.library.checkpoint import STATE, collected, lacking_states, still_shards, write_weights
@@ -40,8 +41,7 @@ from megalite.library.pipeline import Pipeline
 from megalite.library.tensor_cut import whole as whole_tensor
 from megalite.library.words import in_arguments
 from megalite.optim import OPTIMIZERS, Delay, LossScaler
-from megalite.parallel.zero import ParameterBuffers, ZeroOptions
-from megalite.parallel.zero import ShardedOptimizer as StateShards
+from megalite.parallel.zero import ZeroOptions
 from megalite.schedule import NORM, SCHEDULES, STEP, Action
 
 ADAMW = "adamw"
@@ -60,6 +60,8 @@ class ShardedOptimizer:
     zero_stage: 0 to 3, what data-parallel ranks share: state, gradients, weights.
     staleness_correction: what a schedule that never drains does about the delay of its gradients: 'none', 'predict',
         'error-feedback' or 'nesterov'; None: the best for the optimizer. staleness_lookahead: of 'predict', in steps.
+    offload_fraction: part of the masters and moments that lives in host memory and is updated there; with
+        `offload_path`, a folder on a fast local disk, in files.
     settings: of the optimizer by the names of `pretrain_gpt.py`'s flags (`adam_beta1=0.9`); docs/library.md lists them.
 
     Raises ConfigError.
@@ -76,6 +78,8 @@ class ShardedOptimizer:
         zero_stage: int = 1,
         staleness_correction: str | None = None,
         staleness_lookahead: tuple[float, ...] | None = None,
+        offload_fraction: float = 0.0,
+        offload_path: Path | str | None = None,
         **settings: float | str,
     ) -> None:
         rule = OptimizerConfig(lr=lr).optimizer if name == ADAMW else name
@@ -83,12 +87,15 @@ class ShardedOptimizer:
             raise ConfigError(f"optimizer={name!r}: not one of {', '.join([ADAMW, *sorted(OPTIMIZERS)])}")
         if zero_stage not in range(4):
             raise ConfigError(f"zero_stage={zero_stage}: 0, 1, 2 or 3")
+        if not 0 <= offload_fraction <= 1 or offload_path is not None and not offload_fraction:
+            raise ConfigError(f"offload_fraction={offload_fraction}: from 0 to 1, and above 0 with offload_path")
         if pipeline.optimizer is not None:
             raise ConfigError("the pipeline has an optimizer already: make one for each")
         _check_settings(rule, name, settings)
         config = OptimizerConfig(
             optimizer=rule,
             lr=lr,
+            offload=HostOffload(optimizer_offload_path=None if offload_path is None else str(offload_path)),
             args=OptimizerArgs(**settings),  # type: ignore[arg-type]  # checked above
             staleness=_staleness(pipeline, staleness_correction, staleness_lookahead),
         )
@@ -101,9 +108,7 @@ class ShardedOptimizer:
         late = any(program.staleness)
         correction = completed(config, each_microbatch=program.update_per_microbatch) if late else Correction()
 
-        def make_optimizer(buffers: list[ParameterBuffers], axis: Axis, delay: Delay) -> StateShards:
-            return StateShards(buffers, make_optimizer=rule_maker(config, correction, delay), norm_axis=axis)
-
+        in_files = offload_fraction if offload_path is not None else 0.0
         self._weights = build_weights(
             pipeline.built,
             pipeline.mesh,
@@ -113,7 +118,7 @@ class ShardedOptimizer:
             options=BufferOptions(
                 ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole, mover=pipeline.parts.mover
             ),
-            make_optimizer=make_optimizer,
+            make_optimizer=sharded_maker(config, correction, fraction=offload_fraction, file_fraction=in_files),
             delay=Delay(program.staleness[pipeline.mesh.coordinate("pp")]),
             states=[],
             device=pipeline.device,
@@ -295,6 +300,14 @@ class ShardedOptimizer:
             for family in families:
                 family.weights.reshard()
         return found
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of this rank: 'master' and 'state' (moments) on the device, 'offloaded' what is elsewhere of both."""
+        return self._state.memory()
+
+    def close(self) -> None:
+        """Ends its use: removes the files of `offload_path`. Local."""
+        self._state.close()
 
     def all_weights(self) -> dict[str, Tensor]:
         """`weights()` of all ranks together, on the CPU of each: for layers from one module its whole state dict.

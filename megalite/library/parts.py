@@ -15,7 +15,7 @@ from megalite.library.cutting import Boundary, Tensors, crossings, cut
 from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
 from megalite.parallel.pipeline import Stage, stage_type
-from megalite.parallel.tiers import Mover
+from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.schedule import Program, StageKey, StagePlacement
 
 OPERATIONS, PARAMETERS = "operations", "parameters"
@@ -57,6 +57,7 @@ class Parts:
         self.given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, device) for x in example))
         self.held: dict[StageKey, StageModule] = {}
         self.stages: list[Stage] = []
+        self._saved = SavedTensors(self.mover)
         self._taken: set[int] = set()  # parameters of these stages
 
     @property
@@ -75,9 +76,11 @@ class Parts:
         program: Program,
         ranges: Sequence[tuple[int, int, bool]],
         kind: type[StageModule] = StageModule,
+        offloaded: int = 0,
     ) -> tuple[Stage, list[StageModule]]:
         """A stage of this rank and its modules, one for each weight version of the program. What learns is apart in
-        each version; everything else is one. ranges: (begin, end, recompute) of its layers."""
+        each version; everything else is one. ranges: (begin, end, recompute) of its layers.
+        offloaded: first layers, whose activations wait on the host."""
         items, queue = self.cuts[key[0]], WeightGradQueue()
         versions = program.weight_versions[self.placement.rank_of(*key)]
         own = [self.layers[index] for index in items]
@@ -91,6 +94,8 @@ class Parts:
         modules = [self._module(key, layers, loss, kind, queue, ranges) for layers in [own, *more]]
         for module in modules:
             module.trained = self.parameters(module)
+            if offloaded:
+                ActivationOffload(list(module.layers[:offloaded]), self._saved)
         self.held[key] = modules[0]
         first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
         spec, out_spec = modules[0].arrives.message, modules[0].leaves.message

@@ -15,7 +15,7 @@ from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.library.agreement import other_inputs, seen
 from megalite.library.cutting import Boundary, Tensors
-from megalite.library.given import check_free, check_recompute, check_schedule, check_values, layer_ranges, listed, take
+from megalite.library.given import check_free, check_memory, check_schedule, check_values, layer_ranges, listed, take
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
 from megalite.library.sequences import Sequences
@@ -70,6 +70,7 @@ class Pipeline:
     balance: what a layer weighs: its 'operations' (the slowest stage is as fast as possible) or its 'parameters'.
     recompute_num_layers: recompute in backward: of each chunk of so many layers of a stage its input alone is kept;
         recompute_method='block': of each of the first so many. None: nothing is recomputed.
+    cpu_offloading_num_layers: first layers of each stage whose activations wait in host memory for their backward.
     device: where to compute; None: the current GPU if there is one, else the CPU.
 
     Raises ConfigError for what does not go together.
@@ -88,6 +89,7 @@ class Pipeline:
         balance: str = OPERATIONS,
         recompute_num_layers: int | None = None,
         recompute_method: str = "uniform",
+        cpu_offloading_num_layers: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         self.mesh = mesh or ParallelMesh.single()
@@ -98,7 +100,7 @@ class Pipeline:
         layers, given = listed(layers), together(example)
         check_free(layers)
         self._check(layers, balance)
-        check_recompute(recompute_num_layers, recompute_method)
+        check_memory(recompute_num_layers, recompute_method, cpu_offloading_num_layers)
         self._programs: dict[int, Program] = {}
         self.batches = self.microbatches = 0  # that have been trained on
         self.drained = True
@@ -119,7 +121,7 @@ class Pipeline:
         self.built: BuiltStages = {}
         for key in keys:
             ranges = layer_ranges(len(self.cuts[key[0]]), recompute_num_layers, recompute_method)
-            self.built[key] = self.parts.stage(key, loss, program, ranges)
+            self.built[key] = self.parts.stage(key, loss, program, ranges, offloaded=cpu_offloading_num_layers)
         self.stages = {key: stage for key, (stage, _) in self.built.items()}
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from megalite.comm import Axis, ExpertAxes, ParallelMesh, TensorSpec
+from megalite.comm import ExpertAxes, ParallelMesh, TensorSpec
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.engine import (
     BufferOptions,
@@ -25,6 +25,7 @@ from megalite.engine import (
     build_weights,
     norm_axis,
     rule_maker,
+    sharded_maker,
 )
 from megalite.gradient import WeightGradQueue
 from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, boundary_shape, given_plan
@@ -37,10 +38,7 @@ from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.parallel.zero import (
-    DelayedOptimizer,
     MakeOptimizer,
-    ParameterBuffers,
-    ShardedOptimizer,
     ZeroOptions,
 )
 from megalite.schedule import Program, StageKey, StagePlacement
@@ -108,12 +106,18 @@ def build_model(
         families=families,
         ties=_ties(config, placement, cuts) if foreign is None else foreign.ties,
         options=options,
-        make_optimizer=partial(_optimizer, config, plan, rows),
+        make_optimizer=sharded_maker(
+            config.optimizer,
+            config.staleness,
+            fraction=plan.fraction,
+            file_fraction=plan.file_fraction,
+            kind=None if rows is None else optimizer_type(rows),
+        ),
         delay=Delay(staleness, config.parallel.pipeline_flush_steps, config.training.iterations_to_skip),
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
         device=device,
     )
-    if config.model.cpu_offloading_num_layers:
+    if config.model.cpu_offloading_num_layers and foreign is None:
         _offload_activations(config, built, SavedTensors(mover))
     return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan)
 
@@ -145,27 +149,6 @@ def _offload_activations(config: Config, built: BuiltStages, memory: SavedTensor
         for module in modules:
             blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers], memory)
-
-
-def _optimizer(
-    config: Config,
-    plan: MemoryPlan,
-    rows: CachedRows | None,
-    buffers: list[ParameterBuffers],
-    axis: Axis,
-    delay: Delay,
-) -> ShardedOptimizer:
-    offload = config.optimizer.offload
-    kind = DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer
-    return (kind if rows is None else optimizer_type(rows))(
-        buffers,
-        make_optimizer=optimizer_factory(config, delay),
-        norm_axis=axis,
-        offload_fraction=plan.fraction,
-        offload_path=offload.optimizer_offload_path if plan.file_fraction else None,
-        file_fraction=plan.file_fraction,
-        store_param_remainders=config.optimizer.store_param_remainders,
-    )
 
 
 def _ties(config: Config, placement: StagePlacement, cuts: list[range]) -> Ties:

@@ -151,7 +151,9 @@ class ForeignModel:
         made before one's memory is shared out: two may hold the same parameters."""
         rank, built = mesh.coordinate("pp"), BuiltStages()
         for key in program.placement.stages_of(rank):
-            stage, modules = self.parts.stage(key, summed_loss, program, self.ranges(key[0]), TokenStage)
+            stage, modules = self.parts.stage(
+                key, summed_loss, program, self.ranges(key[0]), TokenStage, self._config.model.cpu_offloading_num_layers
+            )
             found = [module for module in modules if isinstance(module, TokenStage)]
             random = any(draws(layer) for layer in found[0].layers)
             for module in found:

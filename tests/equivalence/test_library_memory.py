@@ -37,11 +37,11 @@ def layers() -> list[nn.Module]:
     return [layer.double() for layer in [*made, nn.Linear(6, 2)]]
 
 
-def trained(world: World, schedule: str, settings: dict[str, Any]) -> Found:
+def trained(world: World, schedule: str, settings: dict[str, Any], moved: dict[str, Any] | None = None) -> Found:
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
     example = torch.empty(4, 3, dtype=torch.float64, device="meta")
     pipe = Pipeline(layers(), loss=nn.functional.mse_loss, example=example, schedule=schedule, mesh=mesh, **settings)
-    optimizer, losses = ShardedOptimizer(pipe, lr=0.05), []
+    optimizer, losses = ShardedOptimizer(pipe, lr=0.05, **moved or {}), []
     torch.manual_seed(7)
     batches = [
         [(torch.randn(4, 3).double(), torch.randn(4, 2).double()) for _ in range(MICRO_BATCHES)] for _ in range(STEPS)
@@ -49,11 +49,19 @@ def trained(world: World, schedule: str, settings: dict[str, Any]) -> Found:
     for batch in batches:
         losses.append(pipe.step(batch).item())
         losses.append(optimizer.step().item())
-    return losses, optimizer.weights()
+    weights, memory = optimizer.weights(), optimizer.memory()
+    optimizer.close()
+    first = pipe.layers(min(pipe.stages))[0][1]
+    assert len(first._forward_pre_hooks) == bool(settings.get("cpu_offloading_num_layers")), "nothing waits anywhere"
+    assert bool(memory["offloaded"]) == bool((moved or {}).get("offload_fraction"))
+    return losses, weights
 
 
-def check(ranks: int, schedule: str, settings: dict[str, Any], plain: str = "") -> None:
-    expected, found = (run_ranks(trained, ranks, *case) for case in ((plain or schedule, {}), (schedule, settings)))
+def check(
+    ranks: int, schedule: str, settings: dict[str, Any], moved: dict[str, Any] | None = None, plain: str = ""
+) -> None:
+    expected = run_ranks(trained, ranks, plain or schedule, {})
+    found = run_ranks(trained, ranks, schedule, settings, moved)
     for (losses, weights), (others, those) in zip(expected, found, strict=True):
         assert losses == others and weights.keys() == those.keys()
         for name, tensor in weights.items():
@@ -83,15 +91,45 @@ def test_a_schedule_that_recomputes_draws_and_counts_once() -> None:
     check(2, "shifted-critical-path", {}, plain="1f1b")
 
 
-def refused(world: World, settings: dict[str, Any]) -> str:
+def test_activations_and_the_optimizer_wait_on_the_host() -> None:
+    check(1, "gpipe", {"cpu_offloading_num_layers": 4}, {"offload_fraction": 0.5})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("schedule", "settings", "moved", "in_files"),
+    [
+        ("zb-h1", {"cpu_offloading_num_layers": 2}, {"zero_stage": 1}, False),
+        ("2bw", {"cpu_offloading_num_layers": 1}, {"offload_fraction": 1.0}, False),
+        ("1f1b", {"recompute_num_layers": 1}, {"offload_fraction": 1.0}, True),
+        ("interleaved", {}, {"offload_fraction": 0.3}, True),
+    ],
+)
+def test_so_they_do_in_a_pipeline_and_in_files(
+    tmp_path: Path, schedule: str, settings: dict[str, Any], moved: dict[str, Any], in_files: bool
+) -> None:
+    check(2, schedule, settings, moved | ({"offload_path": str(tmp_path)} if in_files else {}))
+    assert not list(tmp_path.iterdir()), "a file of states is gone with its optimizer"
+
+
+def refused(world: World, settings: dict[str, Any], moved: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        trained(world, "1f1b", settings)
+        trained(world, "1f1b", settings, moved)
     return str(caught.value)
 
 
-def test_what_is_no_recomputation_is_refused() -> None:
-    assert "recompute_num_layers=0: a number above 0" in run_single(refused, {"recompute_num_layers": 0})
-    assert "recompute_method='all': 'uniform' or 'block'" in run_single(refused, {"recompute_method": "all"})
+@pytest.mark.parametrize(
+    ("settings", "moved", "text"),
+    [
+        ({"recompute_num_layers": 0}, {}, "recompute_num_layers=0: a number above 0"),
+        ({"recompute_method": "all"}, {}, "recompute_method='all': 'uniform' or 'block'"),
+        ({"recompute_num_layers": 1, "cpu_offloading_num_layers": 1}, {}, "cpu_offloading_num_layers=1: 0 or more"),
+        ({}, {"offload_fraction": 1.5}, "offload_fraction=1.5: from 0 to 1"),
+        ({}, {"offload_path": "/nowhere"}, "offload_fraction=0.0: from 0 to 1, and above 0 with offload_path"),
+    ],
+)
+def test_what_saves_nothing_is_refused(settings: dict[str, Any], moved: dict[str, Any], text: str) -> None:
+    assert text in run_single(refused, settings, moved)
 
 
 BASE = (
@@ -122,6 +160,7 @@ def compare(tmp_path: Path, name: str, ranks: int, layout: str, flags: str) -> N
             for case in (
                 ("dropping", 2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
                  "--recompute-granularity full --recompute-method block --recompute-num-layers 2 1"),
+                ("dropping", 1, "", "--cpu-offloading-num-layers 2"),
                 ("gpt2", 2, "--pipeline-model-parallel-size 2 --pipeline-schedule 2bw",
                  "--recompute-granularity full --recompute-num-layers 2"),
             )
