@@ -1,16 +1,15 @@
 """Sequences of a traced module: packed documents, and ranks that share a sequence.
 
 torch's `scaled_dot_product_attention` becomes our core, which knows documents and rings. Its mask must be causal, with
-a sliding window at most: it is worked out and looked at. With several ranks to a sequence the module is traced twice,
-with a rank's tokens and with all of them:
-
-    positions       what depends on the length alone (rotary angles, indices of a table) is computed for all tokens, and
-                    a rank has the rows of its own
-    everything else works token by token; what does not (a softmax along tokens, a convolution) is refused
+a sliding window at most: it is worked out and looked at. Everything else must work token by token: what does not (a
+softmax along tokens, a convolution) is refused. The module is traced twice, with all tokens and with a part of them; an
+operation mixes tokens where it works along a dimension that differs. What depends on the length alone (rotary angles,
+indices of a table) is computed for all tokens, and a rank that shares a sequence has the rows of its own.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, fx, nn
 from megalite.comm import ContextAxes
 from megalite.errors import ConfigError
 from megalite.library.tables import worked_out
-from megalite.library.tensor_check import Views, arguments, cut_dim, name_of, reduced, shape_of, where
+from megalite.library.tensor_check import VIEWS, Views, arguments, cut_dim, name_of, reduced, shape_of, where
 from megalite.library.tensor_cut import has_no_values
 from megalite.library.tracing import Traced
 from megalite.microbatch import Microbatch
@@ -41,7 +40,7 @@ BY_TOKEN = frozenset({
     "getitem", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "softmax", "_softmax", "log_softmax",
     "mean", "sum", "var", "std", "norm", "max", "min", "amax", "amin", "topk", "sort", "argmax", "cumsum", "logsumexp",
     "dropout", "native_dropout", "roll", "flip", "repeat_interleave", "gather", "scatter",
-    "zeros_like", "ones_like", "full_like",
+    "zeros_like", "ones_like", "full_like", "empty_like", "new_empty", "new_zeros", "new_ones", "new_full", "copy",
 })  # fmt: skip
 
 
@@ -58,6 +57,9 @@ class Sequences:
     def __bool__(self) -> bool:
         return self.documents or self.cp.size > 1
 
+    def __str__(self) -> str:
+        return "context parallelism" if self.cp.size > 1 else "documents"
+
     def share(self, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """What a rank has of inputs `[b, s]`. Raises ConfigError."""
         size, parts = self.cp.size, 2 * self.cp.ring.size * self.cp.heads.size
@@ -70,6 +72,15 @@ class Sequences:
                     f"{parts}"
                 )
         return tuple(tensor[:, : tensor.shape[1] // size] for tensor in example)
+
+    def part(self, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """A part of the tokens, to be traced beside all of them. Raises ConfigError."""
+        if self.cp.size > 1:
+            return self.share(example)
+        for tensor in example:
+            if tensor.dim() != 2 or tensor.shape[1] < 2:
+                raise ConfigError(f"documents: an input {list(tensor.shape)} is no [b, s] with s above 1")
+        return tuple(tensor[:, : tensor.shape[1] // 2] for tensor in example)
 
     def cut(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Microbatch | None]:
         """(What a rank has of the inputs `[b, s]`, what its attention is told). Of documents the last input says
@@ -122,27 +133,28 @@ class Attend(nn.Module):
         q, k, v = (F.pad(x, (0, width - x.shape[-1])).permute(2, 0, 1, 3) for x in (q, k, v))
         q = q.unflatten(2, (groups, q.shape[2] // groups))
         if self.cp.size > 1:
-            y = context_attention(self.core, q, k, v, microbatch, self.cp, training=False)
+            y: Tensor = context_attention(self.core, q, k, v, microbatch, self.cp, training=False)
         else:
             y = self.core(q, k, v, document_starts=microbatch.document_starts)
         y = y.unflatten(2, (-1, width))[..., :out].permute(1, 2, 0, 3)
         return y.permute(self._order).contiguous().permute([self._order.index(dim) for dim in range(4)])
 
 
-def follow_sequences(traced: Traced, whole: Traced, sequences: Sequences) -> None:
-    """Changes the graph of a rank's tokens. whole: that of all tokens, the same where no ranks share them. Raises
-    ConfigError, with the place, for what has no such form."""
+def follow_sequences(part: Traced, whole: Traced, sequences: Sequences) -> Traced:
+    """The graph of a rank's tokens, with attention that knows documents and ranks. part, whole: graphs of a part of the
+    tokens and of all of them. Raises ConfigError, with the place, for what has no such form."""
+    traced = part if sequences.cp.size > 1 else whole
     windows = [_window(node, whole) for node in _attention(whole)]
     scales = [arguments(node).get("scale") for node in _attention(whole)]
     if not windows and sequences.documents:
         raise ConfigError("documents: nothing calls torch's scaled_dot_product_attention, which knows them here")
-    for graph in {id(each): each for each in (traced, whole)}.values():
+    for graph in (part, whole):
         without_masks(graph)
-    if sequences.cp.size > 1:
-        _check_heads(traced, sequences.cp.heads.size)
-        _place(traced, whole, sequences)
+    _check_heads(traced, sequences.cp.heads.size)
+    _split(part, whole, sequences)
     for node, window, scale in zip(_attention(traced), windows, scales, strict=True):
         traced.attention[node] = Attend(sequences.cp, scale, window, node.meta["val"].stride())
+    return traced
 
 
 def without_masks(traced: Traced) -> None:
@@ -170,8 +182,8 @@ def _window(node: fx.Node, traced: Traced) -> int | None:
         return None
     value = worked_out(mask, traced, MOST_OF_A_MASK)
     if value is None:
-        if any(tensor.is_meta for _, tensor in traced.states.values()):
-            return None  # looked at without values
+        if _without_values(traced):
+            return None
         raise ConfigError(f"{at}has a mask that depends on the input, on parameters, or on over 16,384 tokens")
     if value.is_floating_point():
         if not bool(((value == 0) | (value < HIDDEN)).all()):
@@ -185,6 +197,11 @@ def _window(node: fx.Node, traced: Traced) -> int | None:
     return seen if seen < keys else None
 
 
+def _without_values(traced: Traced) -> bool:
+    """Whether the module is only looked at."""
+    return any(tensor.is_meta for _, tensor in traced.states.values())
+
+
 def _check_heads(traced: Traced, traders: int) -> None:
     for node in _attention(traced):
         groups = shape_of(node.args[1])[1]
@@ -192,20 +209,23 @@ def _check_heads(traced: Traced, traders: int) -> None:
             raise ConfigError(f"attention {where(node)}has {groups} key heads, which {traders} ranks cannot trade")
 
 
-def _place(traced: Traced, whole: Traced, sequences: Sequences) -> None:
-    """Gives the rank's graph its own rows of what depends on the length, and checks the rest."""
-    live, fixed = _live(traced), _fixed(traced)
-    ours, theirs = ([n for n in t.graph.nodes if n.op == "call_function"] for t in (traced, whole))
+def _split(part: Traced, whole: Traced, sequences: Sequences) -> None:
+    """Checks that tokens are computed one by one; gives a rank that shares sequences its own rows of what depends on
+    the length."""
+    live, fixed, shared = _live(part), _fixed(part), sequences.cp.size > 1
+    ours, theirs = ([n for n in t.graph.nodes if n.op == "call_function"] for t in (part, whole))
     if [str(node.target) for node in ours] != [str(node.target) for node in theirs]:
-        raise ConfigError("context parallelism: with a part of the tokens the module computes other operations")
+        raise ConfigError(f"{sequences}: with a part of the tokens the module computes other operations")
     pairs = [(node, other) for node, other in zip(ours, theirs, strict=True) if node in live]
-    for node, other in pairs:
+    for node, other in pairs if shared else ():
         if node in fixed and any(user in live and user not in fixed for user in node.users):
-            _pick(node, other, traced, whole, sequences)
-    views = Views("context parallelism")
+            _pick(node, other, part, whole, sequences)
+    views, rows = Views(str(sequences)), dict[fx.Node, int]()
     for node, other in pairs:
         if node not in fixed and node.target is not ATTENTION:
-            _check_by_token(node, other, sequences.cp.size)
+            at = f"{sequences}: {where(node)}{name_of(node)}"
+            _check_by_token(node, other, at, shared=shared)
+            _check_rows(node, other, at, rows)
             views.follow(node, other)
 
 
@@ -241,8 +261,10 @@ def _pick(node: fx.Node, other: fx.Node, traced: Traced, whole: Traced, sequence
             "a rank's; one dimension of tokens is wanted (is there a mask outside scaled_dot_product_attention?)"
         )
     value, part = worked_out(other, whole, MOST_OF_A_MASK), worked_out(node, traced, MOST_OF_A_MASK)
+    if (value is None or part is None) and not _without_values(traced):
+        raise ConfigError(f"context parallelism: {where(node)}{name_of(node)} has no value for {list(want)} tokens")
     if value is None or part is None:
-        value = torch.empty(have, dtype=node.meta["val"].dtype, device="meta")  # looked at without values
+        value = torch.empty(have, dtype=node.meta["val"].dtype, device="meta")
     elif differ:
         value = value.index_select(differ[0], sequences.places(want[differ[0]]))
     elif not torch.equal(value, part):
@@ -256,21 +278,35 @@ def _pick(node: fx.Node, other: fx.Node, traced: Traced, whole: Traced, sequence
     node.replace_all_uses_with(held)
 
 
-def _check_by_token(node: fx.Node, other: fx.Node, size: int) -> None:
-    """Raises ConfigError for an operation that mixes tokens, of which each of `size` ranks has a part."""
-    name, at = name_of(node), f"context parallelism: {where(node)}{name_of(node)}"
+def _check_by_token(node: fx.Node, other: fx.Node, at: str, *, shared: bool) -> None:
+    """Raises ConfigError for an operation of a part of the tokens that mixes them. at: what the message begins with."""
+    name = name_of(node).rstrip("_")
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if not pointwise and name.rstrip("_") not in BY_TOKEN:
-        raise ConfigError(f"{at} may mix tokens, of which each rank has a part")
+    table = name == "index" and cut_dim(node.all_input_nodes[0], other.all_input_nodes[0]) is None
+    if not (pointwise or table or name in BY_TOKEN):
+        raise ConfigError(f"{at} may mix tokens; beside attention each must be computed by itself")
     for dims, argument, uncut in reduced(node, other):
         have, want = shape_of(argument), shape_of(uncut)
         lost = next((dim for dim in dims if have[dim] != want[dim]), None)
         if lost is not None:
-            raise ConfigError(f"{at} works along {want[lost]} tokens, of which each rank has {have[lost]}")
+            raise ConfigError(f"{at} works along {want[lost]} tokens; beside attention each must be computed by itself")
     inputs = zip(node.all_input_nodes, other.all_input_nodes, strict=True)
     new = cut_dim(node, other) is not None and all(cut_dim(a, b) is None for a, b in inputs)
-    if new and name not in ("expand", "getitem"):
+    if new and shared and name not in ("expand", "getitem"):
         raise ConfigError(f"{at} takes rows by the number of tokens; look them up by positions (an embedding)")
-    have, want = (n.meta["val"] for n in (node, other))
-    if isinstance(have, Tensor) and want.numel() not in (have.numel(), size * have.numel()):
-        raise ConfigError(f"{at} adds tokens to a sequence, of which each rank has a part")
+
+
+def _check_rows(node: fx.Node, other: fx.Node, at: str, rows: dict[fx.Node, int]) -> None:
+    """Raises ConfigError where tokens are regrouped. rows: of a value, how many belong to a token, one after the other,
+    along the dimension of tokens (1 where it is not in there)."""
+    rows[node], name = max([1, *(rows.get(each, 1) for each in node.all_input_nodes)]), name_of(node)
+    after, inputs = cut_dim(node, other), zip(node.all_input_nodes, other.all_input_nodes, strict=True)
+    old, before = next(((b, dim) for a, b in inputs if (dim := cut_dim(a, b)) is not None), (other, None))
+    if before is None or after is None:
+        return
+    if name not in (*VIEWS, "cat", "repeat_interleave"):
+        return
+    had, has = math.prod(shape_of(old)[: before + 1]), math.prod(shape_of(other)[: after + 1])
+    if had != has and (name == "cat" or has % had and (had % has or rows[node] % (had // has))):
+        raise ConfigError(f"{at} makes {list(shape_of(other))} of {list(shape_of(old))}, whose tokens it mixes")
+    rows[node] = rows[node] * has // had

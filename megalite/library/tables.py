@@ -66,10 +66,10 @@ def worked_out(node: fx.Node, traced: Traced, most: int) -> Tensor | None:
 
     def of(node: fx.Node) -> Any:
         if node not in known:
-            known[node] = worked_out(node)
+            known[node] = computed(node)
         return known[node]
 
-    def worked_out(node: fx.Node) -> Any:
+    def computed(node: fx.Node) -> Any:
         shape = node.meta.get("val")
         if isinstance(shape, Tensor) and shape.numel() > most:
             return None

@@ -58,14 +58,15 @@ class Views:
 
     def follow(self, node: fx.Node, other: fx.Node) -> None:
         """Raises ConfigError for a view after which other elements are cut than before."""
+        blocks = max([1, *(self._inside.get(each, 1) for each in node.all_input_nodes)])
+        if not isinstance(node.meta.get("val"), Tensor) or name_of(node) == "getitem":  # a tuple, and what is in it
+            self._inside[node] = blocks
+            return
         after = cut_dim(node, other)
         pairs = zip(node.all_input_nodes, other.all_input_nodes, strict=True)
-        x, old, before = next(
-            ((a, b, dim) for a, b in pairs if (dim := cut_dim(a, b)) is not None), (node, other, None)
-        )
+        old, before = next(((b, dim) for a, b in pairs if (dim := cut_dim(a, b)) is not None), (other, None))
         if before is None or after is None:
             return
-        blocks = self._inside.get(x, 1)
         if name_of(node) in VIEWS:
             outer, now = math.prod(shape_of(old)[:before]) * blocks, math.prod(shape_of(other)[:after])
             if outer % now:

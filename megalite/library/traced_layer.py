@@ -79,12 +79,11 @@ def layers_over(
     of a rank's share of the example."""
     cuts = cut_parameters(module, table, axis) if axis.size > 1 else {}
     own = sequences.share(example) if sequences else example
-    traced = trace(module, own, cuts)
-    all_tokens = trace(module, example, cuts) if own is not example else traced
+    traced = trace(module, example, cuts)
     if ids is not None:
-        check_tables(all_tokens, {name: len(p) for name, p in module.named_parameters() if p.dim()}, ids)
+        check_tables(traced, {name: len(p) for name, p in module.named_parameters() if p.dim()}, ids)
     if sequences:
-        follow_sequences(traced, all_tokens, sequences)
+        traced = follow_sequences(trace(module, sequences.part(example), cuts), traced, sequences)
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
     line = linearise(traced, cut)
     if cuts:

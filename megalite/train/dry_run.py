@@ -67,10 +67,13 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
 def look_at_module(config: Config, program: Program) -> ForeignModel:
     """The module of `--model-module`, without values where its factory allows it. Raises ConfigError."""
     tp = config.parallel.tensor_model_parallel_size
-    axis, context = Axis("tp", tp, 0, tuple(range(tp))), config.parallel.context
-    cp = ContextAxes(*(Axis(name, n, 0, tuple(range(n))) for name, n in
-                       (("cp_heads", context.traders), ("cp_ring", context.ring))))  # fmt: skip
+    axis, context = _unconnected("tp", tp), config.parallel.context
+    cp = ContextAxes(_unconnected("cp_heads", context.traders), _unconnected("cp_ring", context.ring))
     return ForeignModel(config, axis, program, torch.device("meta"), parameter_dtype(config), cp=cp, look=True)
+
+
+def _unconnected(name: str, size: int) -> Axis:
+    return Axis(name, size, 0, tuple(range(size)))
 
 
 def check_local_memory(

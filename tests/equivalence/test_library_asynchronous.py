@@ -152,7 +152,7 @@ def refused(world: World, case: str) -> str:
         ("shorter", "following: 1 micro-batches after 2"),
         ("saved", "the next batch has begun"),
         ("evaluated", "the next batch has begun"),
-        ("other", "announced as `following`"),
+        ("other", "announced as 'following'"),
     ],
 )
 def test_what_a_pipeline_that_never_drains_refuses(case: str, text: str) -> None:

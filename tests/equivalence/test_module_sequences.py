@@ -61,8 +61,11 @@ def batches(argv: list[str]) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def logits_of(module: nn.Module, tokens: Tensor, seen: Tensor) -> Tensor:
     if not isinstance(module, nn.Sequential):
-        own = {} if "Gemma3" in type(module).__name__ else {"attention_mask": seen}  # its layers see different keys
-        out: Tensor = module(tokens, **own).logits
+        at = torch.arange(LENGTH)
+        near = at[:, None] - at < 4  # the window of gemma3
+        kinds = {"full_attention": seen, "sliding_attention": seen & near}
+        masks: Any = kinds if "Gemma3" in type(module).__name__ else seen
+        out: Tensor = module(tokens, attention_mask=masks).logits
         return out
     for part in module:
         if isinstance(part, own_models.Attending):
@@ -87,7 +90,7 @@ def plain_loop(name: str, argv: list[str]) -> tuple[list[float], nn.Module]:
 
 
 def sizes(name: str) -> dict[str, Any]:
-    return dict(vocab_size=6) if name in ("llama", "gemma3") else dict(vocab_size=6, seq_length=LENGTH)
+    return dict(vocab_size=6, seq_length=LENGTH) if name in ("attending", "gpt2") else dict(vocab_size=6)
 
 
 def check(tmp_path: Path, name: str, ranks: int, flags: str, close: float = 1e-12) -> None:
@@ -125,8 +128,18 @@ def test_so_they_are_at_any_layout(tmp_path: Path, name: str, ranks: int, flags:
 
 
 @pytest.mark.full
-def test_windows_are_kept(tmp_path: Path) -> None:
-    check(tmp_path, "gemma3", 2, f"{CP} 2", close=1e-8)  # its norms compute in fp32
+@pytest.mark.parametrize(
+    ("name", "ranks", "flags", "close"),
+    [
+        ("gemma3", 2, f"{CP} 2", 1e-8),  # its norms compute in fp32
+        ("gemma3", 2, f"{CP} 2 {DOCUMENTS}", 1e-8),
+        ("qwen3_moe", 2, f"{CP} 2 {DOCUMENTS}", 1e-9),
+        ("deepseek3", 1, DOCUMENTS, 1e-9),
+        ("olmo2", 2, f"{CP} 2 {DOCUMENTS}", 1e-12),
+    ],
+)
+def test_windows_and_experts_are_kept(tmp_path: Path, name: str, ranks: int, flags: str, close: float) -> None:
+    check(tmp_path, name, ranks, flags, close)
 
 
 def by_library(world: World, argv: list[str]) -> tuple[list[float], dict[str, Tensor]]:
@@ -182,6 +195,8 @@ class Changed(nn.Module):
         y = nn.functional.scaled_dot_product_attention(y, y, y, **settings)[:, 0]
         if self.kind == "convolution":
             y = self.convolution(y.transpose(1, 2)).transpose(1, 2)
+        if self.kind == "pairs":
+            y = y.contiguous().view(len(x), -1, 16).sin().view_as(x)
         if self.kind == "table":
             y = y + self.table[: x.shape[1]]
         return y + y.cumsum(1) if self.kind == "sum" else y
@@ -194,11 +209,23 @@ REFUSED = [
     ("odd", "documents", "has a mask that is neither causal nor a sliding window"),
     ("bias", "documents", "adds numbers to its scores (a bias of positions)"),
     ("input", "documents", "has a mask that depends on the input"),
+    ("sum", "documents", "cumsum works along 16 tokens"),
+    ("pairs", "documents", "view makes [2, 8, 16] of [2, 16, 8], whose tokens it mixes"),
     ("eager", "ranks", "one dimension of tokens is wanted (is there a mask outside"),
-    ("convolution", "ranks", "conv1d may mix tokens, of which each rank has a part"),
+    ("convolution", "ranks", "conv1d may mix tokens; beside attention each must be computed by itself"),
     ("table", "ranks", "slice takes rows by the number of tokens; look them up"),
-    ("sum", "ranks", "cumsum works along 16 tokens, of which each rank has 8"),
+    ("sum", "ranks", "cumsum works along 16 tokens; beside attention each must be computed by itself"),
 ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "text"), [("mamba2", "nothing calls torch's"), ("qwen3_next", "conv1d may mix tokens; beside attention")]
+)
+def test_layers_that_go_along_tokens_know_no_documents(name: str, text: str) -> None:
+    tokens = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
+    with pytest.raises(ConfigError, match=text):
+        layers_from_module(getattr(own_models, name)(6), tokens, documents=True)
 
 
 @pytest.mark.parametrize(("kind", "what", "text"), REFUSED)

@@ -62,7 +62,7 @@ def test_one_line(changes: str, line: str) -> None:
 
 def test_what_a_run_writes_down_says_nothing_of_our_sizes() -> None:
     config = parsed("--tensor-model-parallel-size 2 --nprocs 2 --tensor-parallel-globs col:*.up row:*.down")
-    known = {name for name in to_dict(config)["model"] if not name.startswith("recompute_")}
+    known = {name for name in to_dict(config)["model"] if not name.startswith(("recompute_", "cpu_offloading_"))}
     assert known == {"model_module", "tensor_parallel_globs", "seq_length", "vocab_size"}
     assert from_dict(to_dict(config)) == config
     assert "hidden_size" not in dump_yaml(config)
