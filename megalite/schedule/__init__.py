@@ -59,8 +59,7 @@ from megalite.schedule.drawing.text import render_text
 from megalite.schedule.eviction import belady
 from megalite.schedule.partition import Partition, compact_layout, partition, partition_of
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
-from megalite.schedule.program import BatchRange, PeakActivations, Program
-from megalite.schedule.room import ActivationRoom, WeightChunks
+from megalite.schedule.program import ActivationRoom, BatchRange, PeakActivations, Program, WeightChunks
 from megalite.schedule.schedules.registry import (
     ALIASES,
     SCHEDULES,

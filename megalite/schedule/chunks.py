@@ -21,8 +21,7 @@ from typing import NamedTuple, TypeVar
 from megalite.errors import ScheduleError
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, FORWARD, RECOMPUTE, Action
 from megalite.schedule.eviction import belady
-from megalite.schedule.program import Program
-from megalite.schedule.room import WeightChunks
+from megalite.schedule.program import Program, WeightChunks
 
 ChunkKey = tuple[int, int, int]
 """(stage, replica, layer of the stage)."""

@@ -22,8 +22,7 @@ from functools import cache
 
 from megalite.schedule.action import SEND_F, Action, forward
 from megalite.schedule.passes import insert_communication
-from megalite.schedule.program import BatchRange, PeakActivations, Program
-from megalite.schedule.rounds import Rounds
+from megalite.schedule.program import BatchRange, PeakActivations, Program, Rounds
 from megalite.schedule.stage_placement import StagePlacement
 
 

@@ -32,8 +32,7 @@ from megalite.schedule.action import (
     Action,
 )
 from megalite.schedule.eviction import belady
-from megalite.schedule.program import BatchRange, Program
-from megalite.schedule.room import ActivationRoom
+from megalite.schedule.program import ActivationRoom, BatchRange, Program
 
 SavedKey = tuple[int, int, int]
 """(stage, replica, micro-batch) of the activations that a forward keeps."""

@@ -13,8 +13,7 @@ import pytest
 from megalite.errors import ScheduleError
 from megalite.schedule import SCHEDULES, Costs, build_program, lower, merge_backward, simulate, validate
 from megalite.schedule.chunks import chunk_faults, moves_for, plan_chunks, sizes_of, uses_of, with_chunks
-from megalite.schedule.program import Program
-from megalite.schedule.room import WeightChunks
+from megalite.schedule.program import Program, WeightChunks
 
 
 def chunks_of(program: Program, layers: int, capacity: int | None = None, size: int = 1) -> WeightChunks:
