@@ -4,7 +4,7 @@ On a GPU the measured number is the allocator's (`torch.cuda.max_memory_allocate
 resident memory of a process is mostly libraries; so the storages of all tensors are counted there, operator by
 operator, while the first steps run: what is alive before them is found once, what an operator returns is added, what
 dies is taken off, and a storage that is resized (weights that come and go) counts as what it is then. Scratch inside
-one operator is not seen.
+one operator is not seen, nor what another thread makes (a delayed step on the host: the prediction has it).
 """
 
 from __future__ import annotations
