@@ -162,6 +162,7 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.in_turn
 def test_the_library_knows_them_too() -> None:
     argv = argv_of("attending", DOCUMENTS)
     losses, module = plain_loop("attending", argv)
