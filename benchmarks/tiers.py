@@ -5,7 +5,7 @@
 
 The link is slow on purpose, a sleep for each byte, and computing sleeps too, so that the figures are those of the order
 in which things happen and not of this machine. Our own code moves everything: the executor and the stages of a program
-with EVICT and PREFETCH, `--delayed-parameter-update`'s thread, and the file of `--optimizer-offload-path`.
+with EVICT and PREFETCH, `--delayed-parameter-update`'s thread, and the file of `--offload path`.
 
 Variants: `compute` with a link that takes no time, `link` with computing that takes none, `in-turns` one after the
 other, and `megalite`. Bar: megalite within 10 % of the longer of the first two: one of its ratios is at least 0.91.

@@ -173,7 +173,7 @@ def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
     base = None if flags.base is None else Path(flags.base)
     source = open_checkpoint(load, flags.ckpt_step, base, _dtype(flags))
     if flags.target == "peft" and not isinstance(source, AdaptedSource):
-        raise CheckpointError(f"--load={load}: holds no adapters (it was not trained with --lora-rank); use --to hf")
+        raise CheckpointError(f"--load={load}: holds no adapters (it was not trained with --lora); use --to hf")
     return source
 
 

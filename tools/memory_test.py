@@ -2,7 +2,7 @@
 
 The names are those of a hardware file (`megalite/planner/hardware/`): what is printed can be pasted into one, and
 `tools/plan.py` then prices optimizer states on the host (`--offload optimizer`) and in a file
-(`--optimizer-offload-path`).
+(`--offload path`).
 """
 
 from __future__ import annotations
