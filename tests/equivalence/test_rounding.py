@@ -57,6 +57,7 @@ def distances(case: Layout, name: str) -> list[str]:
     return problems
 
 
+@pytest.mark.landing
 def test_the_oracles_soap_has_eigenvectors_in_fp32_too() -> None:
     """The product's are made in fp64; by eigenvectors in fp32 the oracle was 3e-4 away, at every layout alike."""
     argv = [*SINGLE, "--num-layers", "2", *OPTIMIZERS["soap"].split(), "--micro-batch-size", "1"]
@@ -154,6 +155,7 @@ def test_a_norm_that_is_added_up_in_fp32_is_seen(wide: Bounds) -> None:
     assert any(line.startswith("norms of step 0") for line in problems)
 
 
+@pytest.mark.landing
 def test_permuted_sums_are_the_same_sums() -> None:
     """In fp64 to its own rounding; in fp32 and bf16 they differ, but less than their formats' last digits."""
     argv = [*TINY, *MODEL, "--micro-batch-size", "1"]
