@@ -23,8 +23,8 @@ def replace_adapters(model: nn.Module, config: ModelConfig) -> None:
             module.__dict__["forward"] = _forward(module, config)  # in its place
 
 
-def _forward(module: Any, config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
+def _forward(module: Any, config: ModelConfig) -> Callable[..., Tensor]:
+    def forward(x: Tensor, message: object = None) -> Tensor:  # one process sends none
         x = module.activation(x) if getattr(module, "activation", None) is not None else x
         bias = None if module.bias is None else module.bias.flatten()
         y = F.linear(x, module.weight.flatten(0, -2), bias)
