@@ -141,10 +141,11 @@ class _SparseRun:
     def route(self, x: Tensor) -> Tensor:
         """Chooses experts, and starts to gather the tokens of all ranks that share them."""
         self.shape = x.shape
+        tokens = x.flatten(0, 1)  # before the router: the order in which gradients of x are added up
         self.routing = self.layer.router(x, self.microbatch)
         if self.shared:
             self.shared_x = self.shared[0].run(x)
-        return self.before.send(x.flatten(0, 1), self.layer.shares, sequence=self.layer.split)
+        return self.before.send(tokens, self.layer.shares, sequence=self.layer.split)
 
     def dispatch(self, x: Tensor) -> Tensor:
         """Sends tokens to their experts. The shared expert is computed while they travel, as its backward is while
