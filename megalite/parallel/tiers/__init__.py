@@ -14,8 +14,8 @@ What moves, and who says so:
     state_file.py      `StateFile`: masters and moments in a file (ZeRO-Infinity, arXiv 2104.07857)
 
 The objects themselves belong to other rooms, which call the mover: weights and gradients
-(`parallel/zero/host_weights.py`, `host_gradient.py`), the optimizer's states (`host_optimizer.py`,
-`delayed_optimizer.py` there), rows of the embedding (`parallel/rows/cached_rows.py`).
+(`zero/host_weights.py`, `zero/host_gradient.py`), the optimizer's states (`zero/host_optimizer.py`,
+`zero/delayed_optimizer.py`), rows of the embedding (`rows/cached_rows.py`).
 
 Invariant: no other file starts a copy on a stream of its own. Proof: `tests/unit/parallel/tiers/test_mover.py` (streams
 that keep clocks: a wait that is left out is a race), `tests/equivalence/test_tiers.py` (copies run beside
