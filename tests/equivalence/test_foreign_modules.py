@@ -228,7 +228,7 @@ def test_what_depends_on_values_is_refused_with_its_line() -> None:
     number = next(i for i, line in enumerate(lines, 1) if "the line that is named" in line)
     with pytest.raises(ConfigError) as raised:
         layers_from_module(Chooses(), torch.ones(2))
-    assert f"{Path(__file__)}:{number}: `if x.sum() > 0:" in str(raised.value)
+    assert f"{Path(__file__)}:{number}: if x.sum() > 0:" in str(raised.value)
     assert "depends on values of the input" in str(raised.value) and "\n" not in str(raised.value)
 
 

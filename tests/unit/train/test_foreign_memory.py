@@ -61,7 +61,7 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
     assert memory[0].activations == found
     pools: Any = [[(_pool(free=1), True)]]
     line = judge(config, pools, program, model.cuts, DEFAULT_PLAN, on_cpu=True, memory=memory)
-    assert line is not None and "1 rank needs" in line and line.endswith("continue by --ignore-memory-estimate")
+    assert line is not None and "1 rank needs" in line and line.endswith("continue by `ignore_memory_estimate`")
     states = demands_of(config, pools, program, model.cuts, DEFAULT_PLAN, on_cpu=True, memory=memory)["here"]
     assert states.least < memory[0].model_states < states.predicted, "only what surely lasts refuses a run"
 
