@@ -194,7 +194,7 @@ class Checkpointer:
         try:
             own = describe(shards)
         except CheckpointError as error:
-            problem = str(error)
+            problem = error.text
         gathered = all_gather_json([problem, checksum(json.dumps(own.rows).encode()), own.replicas], self.world)
         _raise_first([problem for problem, *_ in gathered])
         heads = [(digest, replicas) for _, digest, replicas in gathered]
@@ -295,7 +295,7 @@ class Checkpointer:
             try:
                 answer = call()
             except (CheckpointError, OSError) as error:
-                problem = str(error)
+                problem = error.text if isinstance(error, CheckpointError) else str(error)
         answer, problem = all_gather_json([answer, problem], self.world)[0]
         if problem:
             raise CheckpointError(problem)

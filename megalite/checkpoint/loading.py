@@ -194,7 +194,7 @@ class RankLoad:
         try:
             yield
         except CheckpointError as error:
-            self.problem = str(error)
+            self.problem = error.text
         except OSError as error:
             self.problem = f"{self.path}: cannot be read ({error.strerror})"
 

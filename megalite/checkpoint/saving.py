@@ -293,6 +293,6 @@ class SaveJob:
                 f"({space_line(self.plan.nbytes, self.directory)}); older checkpoints are untouched"
             )
         if isinstance(error, CheckpointError):
-            return str(error)
+            return error.text
         logger.exception("saving step %d failed", self.step)
         return f"`save`={self.directory}: saving step {self.step} failed: {type(error).__name__}: {error}"
