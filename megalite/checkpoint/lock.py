@@ -8,6 +8,7 @@ a holder whose last heartbeat is too old, or in the future, is watched for some 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from megalite.errors import CheckpointError
 from megalite.file_clock import clock_of
@@ -177,6 +178,11 @@ class RunLock:
         holder = LockHolder.read(self.path)
         if not self._refuse_live(holder):
             return
+        with suppress(FileNotFoundError), open(self.path, "rb") as file:
+            if _only_one(file) and LockHolder.read(self.path) == holder:
+                self._bury(holder)
+
+    def _bury(self, holder: LockHolder | None) -> None:
         grave = self.path.with_name(f".{LOCK_FILE}.stale-{uuid.uuid4().hex}")
         try:
             os.rename(self.path, grave)
@@ -188,7 +194,7 @@ class RunLock:
                 "the user whose file it is, or choose another `save`"
             ) from None
         buried = LockHolder.read(grave)
-        if buried != holder:  # between the look and the rename another process took over: give it back
+        if buried != holder:  # on a file system without `flock` another process may have taken over: give it back
             with suppress(FileExistsError):
                 os.link(grave, self.path)
         elif holder:
@@ -269,6 +275,18 @@ def _process_lives(holder: LockHolder | None) -> bool | None:
         return None
     started = process_start(holder.pid)
     return None if started == "" else started == holder.process_start
+
+
+def _only_one(file: IO[bytes]) -> bool:
+    """Whether this process alone may take the lock in `file` over: until it closes the file or dies, no other may."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        time.sleep(0.05)
+        return False
+    except OSError:  # a file system without it
+        return True
+    return True
 
 
 def _remove(path: Path) -> None:
