@@ -34,7 +34,6 @@ SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "site-packages", "dist-packages", "encodings", "idlelib", "lib2to3", "ensurepip", "__pycache__"}
 )
 HELD_OUT_EVERY = 20
-CACHE_VERSION = 1
 
 SplitRange = tuple[float, float]
 
