@@ -82,7 +82,7 @@ def test_a_delayed_pipeline_writes_what_its_masters_write(tmp_path: Path) -> Non
         ("--num-experts 4 --expert-model-parallel-size 2", 2),
         ("--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
          "--tensor-model-parallel-size 2 --sequence-parallel --moe-router score_function=sigmoid "
-         "--moe-router", "expert_bias", 2),
+         "--moe-router expert_bias", 2),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1", 1),
     ],
 )  # fmt: skip
