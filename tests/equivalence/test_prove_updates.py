@@ -342,7 +342,7 @@ def test_few_steps_see_every_piece_of_the_rate() -> None:
     own = parse([*MODEL, *RATES]).optimizer
     first, second, third, fourth, fifth = rates(small_form([*FP64, *RATES], 1).config, 1, STEPS)
     assert first == own.lr / 2 < second < own.lr > third > fourth > fifth == own.min_lr
-    held = [word if word != "30" else "50" for word in RATES]  # to the end of the training
+    held = [word.replace("iters=30", "iters=50") for word in RATES]  # to the end of the training
     assert rates(small_form([*FP64, *held], 1).config, 1, STEPS)[-1] > own.min_lr
     floored = "--lr-decay-style inverse-square-root --lr-warmup iters=5 --min-lr 1e-3".split()
     found = small_form([*FP64, *floored], 1).config
