@@ -17,7 +17,7 @@ from megalite.errors import DataError
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 #: 0.4 s and 320 MiB: what an honest template needs of them is a thousandth and a sixth.
 SMALL = TemplateLimits(seconds=0.4, seconds_a_message=0, memory=320 << 20, characters=1 << 20)
-#: For templates that meet another limit first: on a busy machine, filling memory alone takes half a second of processor time.
+#: For templates that meet another limit first: on a busy machine, filling memory takes half a second of processor time.
 PATIENT = replace(SMALL, seconds=10)
 LOOP = "{{% for i in range(100000) %}}{}{{% endfor %}}"
 TIME, MEMORY, TEXT, REFUSED = "seconds of processor time", "MiB of memory", "characters of text", "refuses it"
