@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
+
+_URL = re.compile(r"\s*(?:[a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]+):(/.*)", re.IGNORECASE | re.DOTALL)
+
+
+def url_problem(path: str) -> str | None:
+    """What stands after `--flag=path: ` where `path` is a URL (`s3://bucket/run`), which no store serves; None where it
+    is a path of a file system. A folder whose name looks like a URL is still named by `./s3:/folder`."""
+    found = _URL.fullmatch(path)
+    if found is None:
+        return None
+    scheme, rest = found[1].lower(), found[2]
+    if scheme == "file":
+        place = "/" + rest.removeprefix("//localhost/").lstrip("/")
+        return f"is a URL; give the path, {place}"
+    return f"is a URL, and no store of megalite serves {scheme}; give a folder of a file system that all hosts share"
 
 
 def input_problem(path: str, most_bytes: int | None = None) -> str | None:

@@ -6,7 +6,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megalite.extras import CORE, core_lacks, require_core
@@ -14,10 +15,12 @@ from megalite.extras import CORE, core_lacks, require_core
 require_core(torch=False)
 
 from megalite.errors import ConfigError, MegaliteError, in_flags
-from megalite.files import input_problem
+from megalite.files import input_problem, url_problem
 from megalite.launch import INTERRUPTED
 from megalite.streams import escape_unsayable
 
+PATHS = ("DIR", "FILE", "OTHER", "PATH", "PREFIX", "RUN")
+"""What a flag is called in `--help` that takes a file or a folder."""
 MOST = 10**9
 """Of a flag that counts iterations or the like, and has no bound of its own."""
 
@@ -46,6 +49,27 @@ class ToolParser(argparse.ArgumentParser):
             hint = f"did you mean {nearest[0]}?" if nearest else "see --help"
             raise ConfigError(f"unknown flag {unknown[0]}; {hint}")
         return found
+
+    def parse_known_args(  # type: ignore[override]  # as above
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse's. Raises ConfigError where a path is a URL."""
+        found, unknown = super().parse_known_args(args, namespace)
+        problems = [f"{name}={path}: {problem}" for name, path in self._paths(found) if (problem := url_problem(path))]
+        if problems:
+            raise ConfigError(problems)
+        return found, unknown
+
+    def _paths(self, found: argparse.Namespace) -> Iterator[tuple[str, str]]:
+        """The files and folders that are named, each with its flag."""
+        for action in self._actions:
+            kind = str(action.metavar or "").partition(".")[0].split("|")[-1]
+            if kind not in PATHS and action.type is not Path:
+                continue
+            value = getattr(found, action.dest, None)
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, (str, Path)):
+                    yield (action.option_strings or [str(action.metavar)])[0], str(path)
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse: one line instead of a usage text."""

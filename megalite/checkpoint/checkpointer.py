@@ -29,6 +29,7 @@ from megalite.checkpoint.saving import (
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.files import url_problem
 from megalite.progress import LINES, ProgressBar, amount
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Checkpointer:
         retain_interval: int | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
+        if isinstance(directory, str) and (problem := url_problem(directory)) is not None:
+            raise CheckpointError(f"{directory} {problem}")
         self.directory = Path(directory)
         self.world = world
         self._keep_last, self._retain_interval = keep_last, retain_interval

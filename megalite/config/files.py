@@ -11,7 +11,10 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ScheduleError
+from megalite.files import input_problem, url_problem
 from megalite.schedule import load_program
+
+MAX_WORDS_BYTES = 1 << 20
 
 
 def missing_files(config: Config) -> list[str]:
@@ -103,6 +106,15 @@ def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
         )
 
 
+def _urls_in(path: str) -> Iterator[str]:
+    """Data that the file of `data_args_path` names by a URL; what else is wrong with it shows when it is read."""
+    if input_problem(path) is None:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for word in file.read(MAX_WORDS_BYTES).split():
+                if (problem := url_problem(word)) is not None:
+                    yield f"`data_args_path`={path}: {word} {problem}"
+
+
 def _other_files(config: Config) -> Iterator[str]:
     files = {
         "`data_args_path`": config.data.data_args_path,
@@ -112,6 +124,8 @@ def _other_files(config: Config) -> Iterator[str]:
     for flag, path in files.items():
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
+    if (words := config.data.data_args_path) is not None and os.path.isfile(words):
+        yield from _urls_in(words)
     folder = config.optimizer.offload.optimizer_offload_path
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         yield f"`optimizer_offload_path`={folder}: is no folder; give one, in which each rank makes its file"

@@ -39,7 +39,8 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
             values |= stand_ins
             config = replace(config, **{section: build_section(cls, values)})
         lines += _contradictions(options_of(section, cls), values)
-        lines += _unaccompanied(options_of(section, cls), values, "needs")
+        needing = _unaccompanied(options_of(section, cls), values, "needs")
+        lines += (line for line in needing if not _mentions(line, silent))
     if config.model.is_foreign:  # what we say of our own model's sizes does not concern it
         silent |= {option.marked for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
     for rule in rules.RULES:

@@ -89,6 +89,11 @@ class Option:
         return None not in ways and ways[0] != ways[1]
 
     @property
+    def names_a_file(self) -> bool:
+        """Whether the value, or an item of it, is a path."""
+        return self.facts.get("metavar") in ("DIR", "FILE", "PATH", "MODULE:FACTORY")
+
+    @property
     def required(self) -> bool:
         """Whether a file or a flag must give the value."""
         return bool(self.facts.get("required", False))

@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.config.parallel import SCHEDULE_ALIASES
 from megalite.config.schema import Option
+from megalite.files import url_problem
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -57,6 +58,8 @@ def convert(option: Option, text: str) -> Any:
         return _choice(option, text)
     if not text or any(sign in text for sign in "\0\r\n"):
         raise BadValue("expected a text of one line, without NUL" if text else "expected a value")
+    if option.names_a_file and (problem := url_problem(text)) is not None:
+        raise BadValue(problem)
     return text
 
 
