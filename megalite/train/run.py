@@ -42,6 +42,7 @@ from megalite.train.run_data import RunData, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
 from megalite.train.samples import sample_writer, sending_pairs
+from megalite.train.shared_disks import check_shared_disks
 from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.validation import Validator
 
@@ -89,6 +90,7 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
     announce(resolved, world, mesh.world, program, cuts, plan, foreign)
     world.report_phase("start-up: run directory")
     with RunDirectory(resolved, mesh.world) as directory:
+        check_shared_disks(resolved, world, mesh.world)
         start = directory.start()
         settled = resolve_schedules(directory.config, world.size, start)
         config = settled.config
