@@ -2,7 +2,8 @@
 
     stats           measurements of a step, and the record of a log interval: the columns of metrics.jsonl
     hooks           the events of a run, for hooks that the trainer does not know
-    observers       metrics.jsonl, samples, the profiler, the search for a slow rank; which rank has which hooks
+    observers       metrics.jsonl, samples, the profiler; which rank has which hooks
+    slow_ranks      the search for a rank that is slower than its stage, and for uneven stages
     loggers         the console, TensorBoard and Weights & Biases
     live_memory     the measured peak next to the predicted one
     pipeline_trace  timelines of the pipeline as it ran, in the forms of planned ones

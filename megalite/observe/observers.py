@@ -1,4 +1,4 @@
-"""Observers every run can have: metrics.jsonl, the profiler, the search for a slow rank; and who watches what where.
+"""Observers every run can have: metrics.jsonl, samples, the profiler; and who watches what where.
 
 `make_hooks` is the one place that decides which rank writes. Losses and norms are the same on all ranks, so rank 0
 writes for everyone; the profiler writes a file for each rank that it was asked for.
@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import statistics
-from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,13 +18,13 @@ from typing import Any, TextIO
 import torch
 
 from megalite import __version__
-from megalite.comm import all_gather, all_gather_json
 from megalite.config import Config
 from megalite.errors import DataError
 from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
 from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
+from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
 
 METRICS_FILE = "metrics.jsonl"
@@ -47,7 +44,7 @@ def make_hooks(
     start_facts: what the start line of metrics.jsonl says besides the usual. flops_per_sample: of a model not ours.
     first: hooks that add to records what the others write. plan: where the run's memory lies.
     """
-    hooks: list[Hook] = [*first, StragglerHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
+    hooks: list[Hook] = [*first, SlowRankHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
         hooks.append(ConsoleHook())
@@ -191,50 +188,6 @@ def _end_torn_line(path: Path) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-
-
-class StragglerHook(Hook):
-    """Names the rank that works much longer than the others.
-
-    In a synchronous run all ranks take equally long, because they wait for the slowest; what differs is how much of
-    it is work. Once a log interval the ranks gather the median of the seconds it worked in an iteration (of at least
-    the last ten, so that a single hiccup is passed over). A rank is named if its work exceeds the median of the others
-    `ratio` times, and by `least_s` seconds, at two log lines in a row: the record then gets `slowest_rank`,
-    `slowest_rank_ratio` and `slowest_rank_host`. The record's peak memory becomes the largest of all ranks.
-    """
-
-    def __init__(self, *, ratio: float = 1.3, least_s: float = 0.01) -> None:
-        self._ratio = ratio
-        self._least_s = least_s
-        self._hosts: list[str] = []
-        self._work: deque[float] = deque()
-        self._suspect: int | None = None
-
-    def on_start(self, trainer: TrainerView) -> None:
-        self._hosts = all_gather_json(platform.node(), trainer.mesh.world)
-        self._work = deque(maxlen=max(10, trainer.config.logging.log_interval))
-
-    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        # A rank that reads its data slowly is as slow as one that computes slowly: that time is work here.
-        self._work.append(stats.iteration_time_s - stats.wait_time_s)
-
-    def on_log(self, trainer: TrainerView, record: Record) -> None:
-        world = trainer.mesh.world
-        if world.size == 1:
-            return
-        mine = [statistics.median(self._work), float(record["peak_memory_bytes"])]
-        rows = all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
-        record["peak_memory_bytes"] = int(max(peak for _, peak in rows))
-        work = [seconds for seconds, _ in rows]
-        slowest = max(range(world.size), key=work.__getitem__)
-        others = statistics.median(work[:slowest] + work[slowest + 1 :])
-        enough = len(self._work) >= 4
-        stands_out = enough and work[slowest] > max(self._ratio * others, others + self._least_s)
-        if stands_out and slowest == self._suspect:
-            record["slowest_rank"] = slowest
-            record["slowest_rank_ratio"] = work[slowest] / others if others > 0 else math.inf
-            record["slowest_rank_host"] = self._hosts[slowest]
-        self._suspect = slowest if stands_out else None
 
 
 class ProfileHook(Hook):

@@ -1,4 +1,4 @@
-"""metrics.jsonl over kills and resumes, the profiler's window, and the search for a slow rank."""
+"""metrics.jsonl over kills and resumes, and the profiler's window."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.comm.mesh import ParallelMesh
-from megalite.comm.world import World
 from megalite.errors import DataError
-from megalite.observe.hooks import Hook, Hooks, TrainerView
-from megalite.observe.observers import JsonlHook, ProfileHook, StragglerHook, make_hooks, read_metrics
-from megalite.observe.stats import Record
-from megalite.testing import run_ranks
+from megalite.observe.hooks import Hooks
+from megalite.observe.observers import JsonlHook, ProfileHook, make_hooks, read_metrics
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
 
@@ -116,39 +112,8 @@ def test_who_writes_what(tmp_path: Path) -> None:
     def names(rank: int) -> list[str]:
         return [f"{type(hook).__name__} {hook.fails_alone_as}" for hook in make_hooks(config, rank)._hooks]
 
-    everywhere = ["StragglerHook None", "MemoryCheckHook None"]
+    everywhere = ["SlowRankHook None", "MemoryCheckHook None"]
     metrics = f"JsonlHook {tmp_path / 'metrics.jsonl'}"
     assert names(0) == [*everywhere, "ConsoleHook None", metrics, "TensorBoardHook TensorBoard"]
     assert names(1) == [*everywhere, "ProfileHook the profiler"]
     assert names(2) == everywhere
-
-
-class _Keep(Hook):
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def on_log(self, trainer: TrainerView, record: Record) -> None:
-        self.records.append(dict(record))
-
-
-def body_straggler(world: World, slow: int, work_s: float) -> list[Record]:
-    """All iterations take a second; rank `slow` works `work_s` of it, the others a third of a second."""
-    mesh = ParallelMesh.build(rank=world.rank, size=world.size)
-    trainer, keep = FakeTrainer(tiny_config(log_interval=4), mesh=mesh), _Keep()
-    hooks = Hooks([StragglerHook(), keep])
-    hooks.on_start(trainer)
-    for _ in range(8):
-        waited = 1.0 - (work_s if world.rank == slow else 0.33)
-        hooks.after_step(trainer, trainer.step(iteration_time_s=1.0, wait_time_s=waited))
-    return keep.records
-
-
-def test_a_slow_rank_is_named_from_the_second_interval_on() -> None:
-    for records in run_ranks(body_straggler, 3, 1, 0.99):
-        assert [record.get("slowest_rank") for record in records] == [None, 1]
-        assert records[1]["slowest_rank_ratio"] == pytest.approx(3.0)
-
-
-def test_on_an_even_run_nobody_is_named() -> None:
-    for records in run_ranks(body_straggler, 3, 1, 0.36):
-        assert all("slowest_rank" not in record for record in records)
