@@ -81,29 +81,37 @@ NOT_NEEDED: Mapping[str, str] = {
 
 #: What people call things elsewhere -> what to suggest.
 _SHORT_FORMS = {
-    "tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size"),
-    "pipeline_model_parallel_size": ("pp", "pp_size", "pipeline_parallel_size"),
+    "tensor_model_parallel_size": ("tp", "tp_size", "tp_degree", "tensor_parallel_size", "tensor_parallel_degree"),
+    "pipeline_model_parallel_size": ("pp", "pp_size", "pp_degree", "pipeline_parallel_size", "pipeline_parallel_degree"),
     "virtual_pipeline_model_parallel_size": ("vpp",),
     "zero_stage": ("zero",),
     "num_layers": ("layers", "n_layer"),
     "num_attention_heads": ("heads", "n_head", "num_heads"),
     "num_query_groups": ("kv_heads", "num_key_value_heads"),
-    "hidden_size": ("hidden", "hiden", "n_embd"),
-    "seq_length": ("seq", "seq_len", "block_size"),
+    "hidden_size": ("hidden", "hiden", "n_embd", "d_model"),
+    "ffn_hidden_size": ("intermediate_size",),
+    "rotary_base": ("rope_theta",),
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon"),
+    "seq_length": ("seq", "seq_len", "max_seq_len", "context_length", "block_size"),
     "hidden_dropout": ("dropout",),
-    "micro_batch_size": ("batch_size", "mbs"),
+    "micro_batch_size": ("batch_size", "mbs", "per_device_train_batch_size"),
     "global_batch_size": ("gbs",),
     "train_iters": ("steps", "max_steps", "max_iters", "iters"),
     "lr": ("learning_rate",),
     "lr_warmup_iters": ("warmup", "warmup_iters", "warmup_steps"),
-    "clip_grad": ("clip", "grad_clip"),
-    "bf16": ("dtype",),
+    "clip_grad": ("clip", "grad_clip", "max_grad_norm"),
+    "bf16": ("dtype", "torch_dtype"),
     "pipeline_schedule": ("schedule",),
     "distributed_backend": ("backend",),
     "nprocs": ("nproc",),
     "data_path": ("data",),
     "tokenizer_type": ("tokenizer",),
     "auto_resume": ("resume",),
+    "save": ("output_dir", "save_dir", "out_dir"),
+    "log_interval": ("logging_steps",),
+    "save_interval": ("save_steps",),
+    "eval_interval": ("eval_steps",),
+    "recompute_granularity": ("gradient_checkpointing", "activation_checkpointing"),
 }
 SHORT_FORMS: Mapping[str, str] = {short: name for name, shorts in _SHORT_FORMS.items() for short in shorts}
 
@@ -119,7 +127,4 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return close[0]
     # Half a name, or its words in part: `warmup_fraction`, `query_groups`.
     containing = [candidate for candidate in names if len(name) >= 4 and name in candidate]
-    if containing:
-        return min(containing, key=len)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
-    return close[0] if close else None
+    return min(containing, key=len) if containing else None
