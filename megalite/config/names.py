@@ -82,7 +82,13 @@ NOT_NEEDED: Mapping[str, str] = {
 #: What people call things elsewhere -> what to suggest.
 _SHORT_FORMS = {
     "tensor_model_parallel_size": ("tp", "tp_size", "tp_degree", "tensor_parallel_size", "tensor_parallel_degree"),
-    "pipeline_model_parallel_size": ("pp", "pp_size", "pp_degree", "pipeline_parallel_size", "pipeline_parallel_degree"),
+    "pipeline_model_parallel_size": (
+        "pp",
+        "pp_size",
+        "pp_degree",
+        "pipeline_parallel_size",
+        "pipeline_parallel_degree",
+    ),
     "virtual_pipeline_model_parallel_size": ("vpp",),
     "zero_stage": ("zero",),
     "num_layers": ("layers", "n_layer"),
