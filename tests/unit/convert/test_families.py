@@ -1,4 +1,6 @@
-"""Every family against transformers: random weights there -> a checkpoint -> a Hugging Face directory, bit by bit."""
+"""Every family against transformers: random weights there -> a checkpoint -> a Hugging Face directory, bit by bit;
+logits, loss and every gradient equal to those of transformers in fp64.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,13 +23,17 @@ from megalite.convert.megatron_args import write_args
 from megalite.convert.registry import family_of, read_model
 from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference
+from megalite.inventory import parameter_shapes, placement_of
 from megalite.microbatch import Microbatch
+from tests.unit.convert.double_transformers import double_transformers
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 V, S = 50, 24
+BAR = 1e-12
 WIDTH = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=S)
 GATED = WIDTH | dict(intermediate_size=48, num_key_value_heads=2, tie_word_embeddings=False)
+NO_PAD: dict[str, Any] = dict(pad_token_id=None)  # there its row of the embedding has no gradient
 GPT2 = dict(vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
 QWEN3_MOE = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
 LLAMA3_ROPE = {
@@ -83,8 +90,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("Mixtral", GATED | dict(num_local_experts=3, num_experts_per_tok=1, sliding_window=6)),
     "qwen3-moe": ("Qwen3Moe", GATED | QWEN3_MOE),
     "qwen3-moe-mixed": ("Qwen3Moe", GATED | QWEN3_MOE | dict(norm_topk_prob=False, mlp_only_layers=[0])),
-    "olmoe": ("Olmoe", GATED | dict(num_experts=4, num_experts_per_tok=2)),
-    "olmoe-normalised": ("Olmoe", GATED | dict(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
+    "olmoe": ("Olmoe", GATED | NO_PAD | dict(num_experts=4, num_experts_per_tok=2)),
+    "olmoe-normalised": ("Olmoe", GATED | NO_PAD | dict(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
 }
@@ -96,13 +103,21 @@ def in_fp64(case: str) -> dict[str, str]:
     return {"experts_implementation": "eager"} if sparse else {}
 
 
+def kind_of(case: str) -> type:
+    """The class of transformers."""
+    kind = CASES[case][0]
+    name = next(n for n in (f"{kind}ForCausalLM", f"{kind}LMHeadModel") if hasattr(transformers, n))
+    found: type = getattr(transformers, name)
+    return found
+
+
 def peer(case: str) -> Any:
-    """A model of transformers whose every parameter matters."""
+    """A model of transformers whose every parameter matters. It computes in fp64 if it is made and run in
+    `double_transformers(kind_of(case))`."""
     kind, values = CASES[case]
     config = getattr(transformers, f"{kind}Config")(**values, attn_implementation="eager", **in_fp64(case))
-    name = next(n for n in (f"{kind}ForCausalLM", f"{kind}LMHeadModel") if hasattr(transformers, n))
     torch.manual_seed(3)
-    model = getattr(transformers, name)(config).double().eval()
+    model = kind_of(case)(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -113,34 +128,74 @@ def tokens() -> Tensor:
     return torch.randint(0, V, (2, S), generator=torch.Generator().manual_seed(0))
 
 
-def our_logits(directory: Path) -> tuple[Tensor, str]:
-    loaded = load_for_inference(directory, device="cpu")
-    batch = Microbatch(
+def batch() -> Microbatch:
+    """Every token is followed by the next one; what follows the last one counts as well."""
+    return Microbatch(
         tokens=tokens(),
-        labels=tokens(),
+        labels=tokens().roll(-1, 1),
         positions=torch.arange(S).expand(2, S),
         loss_mask=torch.ones(2, S),
         sample_ids=torch.arange(2),
     )
-    head: Any = loaded.model.get_submodule("head")
+
+
+def our_logits(directory: Path) -> Tensor:
+    model = load_for_inference(directory, device="cpu").model
+    head: Any = model.get_submodule("head")
     with torch.no_grad():
-        return head.logits(loaded.model.body(None, batch)).transpose(0, 1), loaded.config.model.normalization
+        logits: Tensor = head.logits(model.body(None, batch())).transpose(0, 1)
+    return logits
+
+
+def our_step(directory: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """(Loss, the gradient of each logical tensor without padding)."""
+    model = load_for_inference(directory, device="cpu").model.requires_grad_()
+    loss = model(None, batch())
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.logical_parameters():
+        assert parameter.grad is not None, name
+        valid = placement_of(parameter).valid_shape(tuple(parameter.shape))
+        gradients[name] = parameter.grad[tuple(slice(n) for n in valid)]
+    return loss.detach(), gradients
+
+
+def their_results(case: str, directory: Path) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits, loss, gradients of transformers; the model goes to `directory`. Their gradients come to our names as
+    weights do: in a Hugging Face directory of their own."""
+    with double_transformers(kind_of(case)):
+        model = peer(case)
+        model.save_pretrained(directory)
+        logits = model(input_ids=tokens()).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch().labels.flatten(), reduction="sum")
+        loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(directory / "gradients")
+    source = HuggingFaceSource(directory / "gradients")
+    return logits.detach(), loss.detach(), {name: source.read(name) for name in parameter_shapes(source.model)}
+
+
+def difference(ours: Tensor, theirs: Tensor, unit: float = 0.0) -> float:
+    """The largest, in those of the largest value, or of `unit` if that is larger."""
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype == torch.float64
+    return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), unit)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_round_trip_is_bit_equal_and_logits_agree(case: str, tmp_path: Path) -> None:
-    model = peer(case)
-    model.save_pretrained(tmp_path / "there")
+def test_round_trip_is_bit_equal_and_a_step_is_theirs(case: str, tmp_path: Path) -> None:
+    logits, loss, gradients = their_results(case, tmp_path / "there")
     committed = write_checkpoint(HuggingFaceSource(tmp_path / "there"), tmp_path / "ours")
     assert verify_checkpoint(committed) == []
 
-    logits, normalization = our_logits(tmp_path / "ours")
-    with torch.no_grad():
-        expected = model(input_ids=tokens()).logits
-    # transformers computes rotary angles in fp32, the RMSNorms too
-    tolerance = 1e-10 if case.startswith("gpt2") else 5e-6
-    largest = expected.abs().max()
-    assert ((logits - expected).abs().max() / largest).item() < tolerance
+    our_loss, our_gradients = our_step(tmp_path / "ours")
+    assert difference(our_logits(tmp_path / "ours"), logits) < BAR
+    assert difference(our_loss, loss) < BAR
+    assert our_gradients.keys() == gradients.keys()
+    unit = 1e-3 * max(float(gradient.abs().max()) for gradient in gradients.values())  # a router of one is not used
+    worst = {name: difference(our_gradients[name], expected, unit) for name, expected in gradients.items()}
+    assert max(worst.values()) < BAR, {name: value for name, value in worst.items() if value >= BAR}
 
     write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
     before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("there", "back"))
@@ -151,13 +206,14 @@ def test_round_trip_is_bit_equal_and_logits_agree(case: str, tmp_path: Path) -> 
     for key in ("n_inner", "head_dim"):  # as read: absent and null stay what they were
         assert then.get(key) == now.get(key), key
 
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", output_loading_info=True, attn_implementation="eager", dtype="auto", **in_fp64(case)
-    )
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    assert again.dtype == torch.float64
-    with torch.no_grad():
-        assert torch.equal(again.eval()(input_ids=tokens()).logits, expected)
+    with double_transformers(kind_of(case)):
+        again, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "back", output_loading_info=True, attn_implementation="eager", dtype="auto", **in_fp64(case)
+        )
+        assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+        assert again.dtype == torch.float64
+        with torch.no_grad():
+            assert torch.equal(again.eval()(input_ids=tokens()).logits, logits)
 
 
 def test_many_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

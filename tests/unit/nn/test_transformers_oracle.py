@@ -17,6 +17,7 @@ from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
+from tests.unit.convert.double_transformers import double_transformers
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -119,22 +120,22 @@ def prepend(name: str, message: str) -> str:
     return f"{name}: {message}"
 
 
-def compare(config: ModelConfig, peer: nn.Module, translate: Any) -> None:
+def compare(config: ModelConfig, kind: Any, settings: Any, translate: Any) -> None:
+    """kind: transformers' class, built of its configuration `settings`."""
     stack, data = build(config), batch()
     parameters = dict(stack.logical_parameters())
     state = translate(config, {name: without_padding(p, p.detach()) for name, p in parameters.items()})
-    peer = peer.double()
-    missing, unexpected = peer.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-
-    logits = peer(input_ids=data.tokens).logits
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), data.labels.flatten(), reduction="sum")
-    expected.backward()
+    with double_transformers(kind):
+        peer = kind(settings).double()
+        missing, unexpected = peer.load_state_dict(state, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+        logits = peer(input_ids=data.tokens).logits
+        expected = nn.functional.cross_entropy(logits.flatten(0, 1), data.labels.flatten(), reduction="sum")
+        expected.backward()
     loss = stack(None, data)
     loss.backward()
 
-    # the llama family of transformers computes norms and rotary angles in fp32 even then
-    tolerance = 1e-11 if config.normalization == "LayerNorm" else 2e-5
+    tolerance = 1e-11  # of single elements, some of them small
     torch.testing.assert_close(loss, expected, rtol=tolerance / 10, atol=0)
     ours = stack.get_submodule("head").logits(stack.body(None, data)).transpose(0, 1)
     torch.testing.assert_close(ours, logits, rtol=tolerance, atol=tolerance)
@@ -149,13 +150,11 @@ def compare(config: ModelConfig, peer: nn.Module, translate: Any) -> None:
 @pytest.mark.parametrize(("activation", "peer_activation"), [("gelu-tanh", "gelu_new"), ("gelu", "gelu")])
 def test_gpt2(activation: str, peer_activation: str) -> None:
     config = ModelConfig(**SHAPE, activation=activation)
-    peer = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, activation_function=peer_activation,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="eager",
-        )
+    settings = transformers.GPT2Config(
+        vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, activation_function=peer_activation,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, attn_implementation="eager",
     )  # fmt: skip
-    compare(config, peer, to_gpt2)
+    compare(config, transformers.GPT2LMHeadModel, settings, to_gpt2)
 
 
 LLAMA: dict[str, Any] = dict(
@@ -172,15 +171,14 @@ PEER: dict[str, Any] = dict(
 @pytest.mark.parametrize("groups", [4, 2, 1])
 def test_llama_with_grouped_queries(groups: int) -> None:
     config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=groups)
-    compare(
-        config, transformers.LlamaForCausalLM(transformers.LlamaConfig(**PEER, num_key_value_heads=groups)), to_llama
-    )
+    settings = transformers.LlamaConfig(**PEER, num_key_value_heads=groups)
+    compare(config, transformers.LlamaForCausalLM, settings, to_llama)
 
 
 def test_qwen3_has_query_key_norms_and_its_own_head_size() -> None:
     config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=2, kv_channels=16, qk_layernorm=True)
-    peer = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**PEER, num_key_value_heads=2, head_dim=16))
-    compare(config, peer, to_llama)
+    settings = transformers.Qwen3Config(**PEER, num_key_value_heads=2, head_dim=16)
+    compare(config, transformers.Qwen3ForCausalLM, settings, to_llama)
 
 
 EAGER = {"experts_implementation": "eager"}  # the library's grouped products have no fp64
@@ -190,26 +188,21 @@ EAGER = {"experts_implementation": "eager"}  # the library's grouped products ha
 def test_mixtral(k: int) -> None:
     experts = Experts(num_experts=4, moe_router_topk=k, moe_ffn_hidden_size=48)
     config = ModelConfig(**SHAPE, **{**LLAMA, "ffn_hidden_size": None}, num_query_groups=2, experts=experts)
-    peer = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            **PEER, num_key_value_heads=2, **EAGER, num_local_experts=4, num_experts_per_tok=k, sliding_window=None,
-            rope_theta=1e4,
-        )
+    settings = transformers.MixtralConfig(
+        **PEER, num_key_value_heads=2, **EAGER, num_local_experts=4, num_experts_per_tok=k, sliding_window=None,
+        rope_theta=1e4,
     )  # fmt: skip
-    compare(config, peer, to_mixtral)
+    compare(config, transformers.MixtralForCausalLM, settings, to_mixtral)
 
 
 def test_qwen3_moe() -> None:
     experts = Experts(num_experts=4, moe_ffn_hidden_size=48)
     config = ModelConfig(**SHAPE, **LLAMA, num_query_groups=2, kv_channels=16, qk_layernorm=True, experts=experts)
-    peer = transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(
-            **PEER, num_key_value_heads=2, head_dim=16, **EAGER, num_experts=4, num_experts_per_tok=2,
-            norm_topk_prob=True,
-            moe_intermediate_size=48,
-        )
+    settings = transformers.Qwen3MoeConfig(
+        **PEER, num_key_value_heads=2, head_dim=16, **EAGER, num_experts=4, num_experts_per_tok=2,
+        norm_topk_prob=True, moe_intermediate_size=48,
     )  # fmt: skip
-    compare(config, peer, to_mixtral)
+    compare(config, transformers.Qwen3MoeForCausalLM, settings, to_mixtral)
 
 
 def test_the_auxiliary_loss_is_that_of_transformers() -> None:
@@ -217,21 +210,20 @@ def test_the_auxiliary_loss_is_that_of_transformers() -> None:
     coefficient, share = 0.7, 0.5
     experts = Experts(num_experts=4, moe_ffn_hidden_size=48, moe_aux_loss_coeff=coefficient)
     config = ModelConfig(**{**SHAPE, "num_layers": 1}, **LLAMA, num_query_groups=2, experts=experts)
-    peer = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            **{**PEER, "num_hidden_layers": 1},
-            num_key_value_heads=2, **EAGER, num_local_experts=4, num_experts_per_tok=2,
-            sliding_window=None, rope_theta=1e4, output_router_logits=True,
-        )
-    ).double()  # fmt: skip
+    settings = transformers.MixtralConfig(
+        **{**PEER, "num_hidden_layers": 1},
+        num_key_value_heads=2, **EAGER, num_local_experts=4, num_experts_per_tok=2,
+        sliding_window=None, rope_theta=1e4, output_router_logits=True,
+    )  # fmt: skip
     stack, data = build(config), dataclasses.replace(batch(), share=torch.tensor(share, dtype=torch.float64))
     parameters = dict(stack.logical_parameters())
-    peer.load_state_dict(
-        to_mixtral(config, {name: without_padding(p, p.detach()) for name, p in parameters.items()}), strict=False
-    )
-    output = peer(input_ids=data.tokens)
-    expected = nn.functional.cross_entropy(output.logits.flatten(0, 1), data.labels.flatten(), reduction="sum")
-    (expected + coefficient * share * output.aux_loss / 2).backward()
+    state = to_mixtral(config, {name: without_padding(p, p.detach()) for name, p in parameters.items()})
+    with double_transformers(transformers.MixtralForCausalLM):
+        peer = transformers.MixtralForCausalLM(settings).double()
+        peer.load_state_dict(state, strict=False)
+        output = peer(input_ids=data.tokens)
+        expected = nn.functional.cross_entropy(output.logits.flatten(0, 1), data.labels.flatten(), reduction="sum")
+        (expected + coefficient * share * output.aux_loss / 2).backward()
     stack(None, data).backward()
     theirs, ours = peer.model.layers[0].mlp.gate.weight.grad, parameters["layers.0.mlp.router.weight"].grad
-    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
