@@ -59,8 +59,8 @@ class SlowRankHook(Hook):
     the last ten, so that a single hiccup is passed over). Only ranks of one stage have the same work, so a rank is
     compared with those: if it stands out at two log lines in a row, the record gets `slowest_rank`,
     `slowest_rank_ratio` and `slowest_rank_host`. A stage that stands out among the stages is a matter of the layout:
-    `slowest_stage`, `slowest_stage_ratio` and `slowest_stage_hosts` are in one record, and in another when it has become
-    `RATIO` times worse. The record's peak memory becomes the largest of all ranks.
+    `slowest_stage`, `slowest_stage_ratio` and `slowest_stage_hosts` are in one record, and in another when it has
+    become `RATIO` times worse. The record's peak memory becomes the largest of all ranks.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class SlowRankHook(Hook):
         world = trainer.mesh.world
         if world.size == 1:
             return
-        mine = [statistics.median(self._work), float(record["peak_memory_bytes"]), trainer.mesh["pp"].rank]
+        mine = [statistics.median(self._work), float(record["peak_memory_bytes"]), trainer.mesh.coordinate("pp")]
         rows = all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
         record["peak_memory_bytes"] = int(max(peak for _, peak, _ in rows))
         if len(self._work) >= 4:

@@ -56,6 +56,8 @@ class _Keep(Hook):
 def body_watched(world: World, pp: int, work: list[list[float]]) -> list[Record]:
     """All iterations take a second, of which `work[interval][rank]` is work."""
     mesh = ParallelMesh.build(pp=pp, rank=world.rank, size=world.size)
+    _ = mesh.world
+    mesh.complete()  # as a run does: no communicator is made afterwards
     trainer, keep = FakeTrainer(tiny_config(log_interval=10), mesh=mesh), _Keep()
     hooks = Hooks([SlowRankHook(), keep])
     hooks.on_start(trainer)
