@@ -28,8 +28,9 @@ from megalite.config import ModelConfig, from_dict
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource
 from megalite.convert.megalite_files import CheckpointSource
+from megalite.convert.origin import Origin
 from megalite.convert.registry import family_of
-from megalite.convert.source import ModelSource, Origin, staged
+from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
 from megalite.inventory import Adapter, adapters_of

@@ -2,14 +2,11 @@
 
 model.safetensors                       one file, or
 model-00001-of-00003.safetensors ...    several and model.safetensors.index.json: {"weight_map": {name: file}}
-
-transformers 5 writes a `tokenizer_class` that 4.57 does not know; `PreTrainedTokenizerFast` loads in both.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,17 +19,15 @@ from torch import Tensor
 
 from megalite.checkpoint import check_file_name, parse_json
 from megalite.convert.family import HuggingFaceFamily, TensorPair
+from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
+from megalite.convert.origin import Origin
 from megalite.convert.registry import family_of, read_model
-from megalite.convert.source import ModelSource, Origin, staged
-from megalite.data import ByteTokenizer, NullTokenizer, Tokenizer, byte_level_alphabet, make_tokenizer
-from megalite.errors import CheckpointError, DataError
+from megalite.convert.source import ModelSource, staged
+from megalite.data import Tokenizer
+from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
-logger = logging.getLogger(__name__)
-
 CONFIG, GENERATION = "config.json", "generation_config.json"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-BYTES_END = "<|endoftext|>"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_JSON_BYTES = 64 * 2**20
 MAX_SHARD_ELEMENTS = 1 << 29  # 2 GiB in fp32: the memory that writing takes
@@ -49,7 +44,8 @@ class HuggingFaceSource:
         self.directory = Path(directory)
         raw = read_json(self.directory / CONFIG)
         self.family, self.model = read_model(raw, CONFIG)
-        self.origin = Origin.from_meta(raw)
+        generation = self.directory / GENERATION
+        self.origin = Origin.of_folder(self.directory, raw, read_json(generation) if generation.exists() else None)
         self._files = self._where_tensors_are()
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
@@ -131,8 +127,7 @@ def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtyp
     """
     model = source.model
     family = family_of(model, source.origin.model_type)
-    eod = source.tokenizer.eod_id
-    special = dict(source.origin.special_tokens) or {"bos_token_id": eod, "eos_token_id": eod}
+    special = special_tokens(source.origin, source.tokenizer)
     with staged(directory, model=model, dtype=dtype) as staging:
         stored = _write_weights(source, family, staging, dtype)
         config = {
@@ -144,9 +139,8 @@ def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtyp
             "torch_dtype": stored,
         }
         _write_json(staging / CONFIG, config)
-        _write_json(staging / GENERATION, {"_from_model_config": True, **special})
-        for name, data in huggingface_files(source.tokenizer).items():
-            (staging / name).write_bytes(data)
+        _write_json(staging / GENERATION, generation_config(source.origin, source.tokenizer))
+        write_tokenizer(source.tokenizer, staging)
     return directory
 
 
@@ -214,54 +208,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _some(names: list[str]) -> str:
     more = f" (and {len(names) - 3} more)" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
-    """tokenizer.json, else GPT-2's two files, else a sentencepiece model, else plain numbers.
-
-    Raises DataError where a file is not what it is named, or has more tokens than the model.
-    """
-    if (directory / TOKENIZER).is_file():
-        tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(directory))
-    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        tokenizer = make_tokenizer("GPT2BPETokenizer", tokenizer_model=str(directory))
-    elif (directory / "tokenizer.model").is_file():
-        tokenizer = make_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory), flag=f"`load`={directory}")
-    else:
-        logger.warning("%s: holds no tokenizer; the checkpoint takes token numbers for text", directory)
-        return NullTokenizer(max(2, vocab_size))
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
-    return tokenizer
-
-
-def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Name -> content of what transformers loads; a kind that it cannot load is left out with a warning."""
-    files = dict(tokenizer.files())
-    if isinstance(tokenizer, ByteTokenizer):
-        files = {TOKENIZER: json.dumps(_bytes_definition(), ensure_ascii=False).encode()}
-    elif tokenizer.kind not in ("HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer"):
-        logger.warning("%s has no form that transformers loads: no tokenizer is written", tokenizer.kind)
-        return {}
-    config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-    for key in ("auto_map", "backend", "is_local"):
-        config.pop(key, None)
-    if tokenizer.kind == "ByteTokenizer":
-        config = {"eos_token": BYTES_END}
-    known = {"GPT2BPETokenizer": "GPT2Tokenizer", "SentencePieceTokenizer": "LlamaTokenizer"}
-    config["tokenizer_class"] = known.get(tokenizer.kind, "PreTrainedTokenizerFast")
-    return files | {TOKENIZER_CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
-
-
-def _bytes_definition() -> dict[str, object]:
-    """ByteTokenizer as a tokenizer.json: byte-level BPE without merges, whose ids are the bytes."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    end = {"id": ByteTokenizer.eod_id, "content": BYTES_END, "special": True}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {
-        "version": "1.0",
-        "added_tokens": [end | plain],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": byte_level_alphabet() | {BYTES_END: ByteTokenizer.eod_id}, "merges": []},
-    }

@@ -23,8 +23,9 @@ from megalite.checkpoint import (
     write_whole,
 )
 from megalite.config import ModelConfig, from_dict, to_dict
+from megalite.convert.origin import ORIGIN_META, Origin
 from megalite.convert.registry import config_around
-from megalite.convert.source import ModelSource, Origin, converted, staged, stored_shapes
+from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
 from megalite.inventory import layer_of
@@ -43,7 +44,7 @@ class CheckpointSource:
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
         self.model: ModelConfig = from_dict(meta["config"], str(self._reader.path)).model
         check_tensors(self.model, self._reader.manifest.tensors, str(self._reader.path))
-        self.origin = Origin.from_meta(meta.get("converted_from"))
+        self.origin = Origin.from_meta(meta.get(ORIGIN_META))
 
     @property
     def path(self) -> Path:
@@ -78,7 +79,7 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
         stored = tensors["embedding.word_embeddings.weight"].torch_dtype
         precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(stored)
         config = config_around(source.model, **({precision: True} if precision else {}))
-        found = {"config": to_dict(config), "converted_from": source.origin.to_meta()}
+        found = {"config": to_dict(config), ORIGIN_META: source.origin.to_meta()}
         return {"iteration": 0, "consumed_samples": 0, **found}
 
     with staged(directory, name, model=source.model, dtype=dtype) as staging:

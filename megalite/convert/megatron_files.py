@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalite.checkpoint import TRACKER, directory_name, read_small
 from megalite.config import ModelConfig
-from megalite.convert.hf_files import read_tokenizer
+from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_names import (
     IGNORED,
@@ -31,7 +31,8 @@ from megalite.convert.megatron_names import (
     plain_name,
 )
 from megalite.convert.megatron_process import Listing, Unpickler
-from megalite.convert.source import Origin, stored_shapes
+from megalite.convert.origin import Origin
+from megalite.convert.source import stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 

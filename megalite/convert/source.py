@@ -6,11 +6,10 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -18,37 +17,12 @@ from torch import Tensor
 
 from megalite.checkpoint import check_space, fsync_directory
 from megalite.config import ModelConfig
+from megalite.convert.origin import Origin
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
 EXPERT_BIAS = ".expert_bias"
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Facts of the converted model that we do not use: its `model_type` and the ids of its special tokens."""
-
-    model_type: str | None = None
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)
-
-    def to_meta(self) -> dict[str, Any]:
-        """For a checkpoint's meta."""
-        return {"model_type": self.model_type, **self.special_tokens}
-
-    @classmethod
-    def from_meta(cls, raw: Any) -> Origin:
-        """Reads what `to_meta` writes, or a config.json; anything else in it is dropped."""
-        if not isinstance(raw, Mapping):
-            return cls()
-        kind = raw.get("model_type")
-        ids = {name: raw[name] for name in SPECIAL_TOKENS if _is_token(raw.get(name))}
-        return cls(kind if isinstance(kind, str) else None, ids)
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, list) and all(type(item) is int for item in value))
 
 
 class ModelSource(Protocol):

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from megalite.data.beside import MOST_TEMPLATE, TEMPLATE
 from megalite.data.cache import digest_of
 from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
 from megalite.data.corpus import JSONL_SUFFIXES, check_characters, parse_json
@@ -45,8 +46,6 @@ FLAG = "`data_format`=chat"
 Messages = list[dict[str, Any]]
 #: Of tokenizer_config.json, by which templates name special tokens.
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-#: Longer than any template by far, and read whole.
-MOST_TEMPLATE = 1 << 20
 
 
 class ChatTemplate:
@@ -120,7 +119,7 @@ def read_template(where: Path) -> tuple[str, dict[str, str]]:
     if isinstance(template, list):  # several with names
         named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
         template = named[-1].get("template") if named else None
-    file = folder / "chat_template.jinja"
+    file = folder / TEMPLATE
     if file.exists():
         try:
             template = read_limited(file, flag, MOST_TEMPLATE).decode()

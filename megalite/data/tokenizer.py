@@ -7,7 +7,8 @@ it is made of, so that a checkpoint carries it and generation needs nothing else
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -30,12 +31,14 @@ class Tokenizer(Protocol):
     eod_id: the end-of-document token, if there is one.
     splits_at_newline: text may be cut after a newline between two non-space characters without changing a single id,
         so long texts can be tokenised in pieces.
+    beside: name and content of files that decide no id and travel with it (`beside.py`): chat templates, for example.
     """
 
     kind: str
     vocab_size: int
     eod_id: int | None = None
     splits_at_newline: bool = False
+    beside: Mapping[str, bytes] = MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; no special token is added."""

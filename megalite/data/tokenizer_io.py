@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megalite.config import TOKENIZERS, DataConfig
+from megalite.data.beside import files_beside
 from megalite.data.subword import GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, read_file
 from megalite.data.tokenizer import CHARS_FILE, ByteTokenizer, CharTokenizer, NullTokenizer, Tokenizer
 from megalite.errors import DataError
@@ -42,7 +43,7 @@ def make_tokenizer(
     if kind == "CharTokenizer":
         return _char_tokenizer(tokenizer_model, texts)
     if kind == "GPT2BPETokenizer":
-        return _gpt2_tokenizer(tokenizer_model, vocab_file, merge_file)
+        return _with_files_beside(_gpt2_tokenizer(tokenizer_model, vocab_file, merge_file), tokenizer_model)
     needs = {
         "HuggingFaceTokenizer": "a tokenizer.json or its directory",
         "SentencePieceTokenizer": "a sentencepiece .model file",
@@ -52,8 +53,16 @@ def make_tokenizer(
     if tokenizer_model is None:
         raise DataError(f"`tokenizer_type`={kind}: no file given; name {needs[kind]} by `tokenizer_model`")
     if kind == "HuggingFaceTokenizer":
-        return HuggingFaceTokenizer.from_path(tokenizer_model)
-    return SentencePieceTokenizer.from_path(tokenizer_model, flag)
+        return _with_files_beside(HuggingFaceTokenizer.from_path(tokenizer_model), tokenizer_model)
+    return _with_files_beside(SentencePieceTokenizer.from_path(tokenizer_model, flag), tokenizer_model)
+
+
+def _with_files_beside(tokenizer: Tokenizer, tokenizer_model: str | None) -> Tokenizer:
+    """Of a tokenizer that is named by its folder, or by the name that its file has in such a folder."""
+    path = Path(tokenizer_model) if tokenizer_model is not None else None
+    if path is not None and (path.is_dir() or path.name in tokenizer.files()):
+        tokenizer.beside = files_beside(path if path.is_dir() else path.parent, but=tokenizer.files())
+    return tokenizer
 
 
 def _char_tokenizer(tokenizer_model: str | None, texts: Callable[[], Iterable[str]] | None) -> CharTokenizer:
@@ -123,14 +132,16 @@ def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Files for a checkpoint: the tokenizer's own and one that says what they are, for `load_tokenizer`."""
+    """Files for a checkpoint: the tokenizer's own, those beside it, and one that says what they are, for
+    `load_tokenizer`."""
     description = {
         "version": 1,
         "tokenizer_type": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "eod_id": tokenizer.eod_id,
     }
-    return {DESCRIPTION_FILE: (json.dumps(description, indent=1) + "\n").encode(), **tokenizer.files()}
+    own = {**tokenizer.beside, **tokenizer.files()}
+    return {DESCRIPTION_FILE: (json.dumps(description, indent=1) + "\n").encode(), **own}
 
 
 def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:

@@ -17,6 +17,7 @@ import torch
 from megalite.checkpoint import Meta
 from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
 from megalite.config import Config
+from megalite.convert import Origin
 from megalite.data import Survey, survey_differences
 from megalite.engine import Hyperparameters, Updater
 from megalite.errors import DataError
@@ -105,7 +106,10 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device, foreign, plan)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
-        state = RunState(config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base)
+        origin = start.origin if start is not None else Origin()
+        state = RunState(
+            config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base, origin
+        )
         arithmetic = arithmetic_of(world, mesh.world, matmul)
         progress, facts = TrainingProgress(), arithmetic
         if start is not None:

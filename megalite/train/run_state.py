@@ -6,7 +6,8 @@
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
               largest magnitudes of updates before `optimizer/fp8/<layer>`, where scales are made of them
     meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
-              samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters;
+              samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters; the
+              Hugging Face model that the run began with;
               where memory lay (for readers: a run that resumes decides anew)
     files     the tokenizer, config.yaml
 
@@ -16,13 +17,13 @@ Everything is logical: no rank, stage or place in memory is written down, so any
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalite.checkpoint import Checkpointer, Meta, read_manifest
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
-from megalite.convert import BASE_META, BaseModel
+from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
 from megalite.engine import OLDER, complete_older, older_shards
 from megalite.library import STATE_KEYS
@@ -55,6 +56,7 @@ class RunState:
     schedules: ParamSchedules
     products: MatmulChoice
     base: BaseModel | None = None
+    origin: Origin = field(default_factory=Origin)
 
     def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
@@ -70,6 +72,7 @@ class RunState:
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),
             "memory_plan": self.model.plan.to_meta(),
+            **({} if self.origin == Origin() else {ORIGIN_META: self.origin.to_meta()}),
             **({} if self.base is None else {BASE_META: self.base.to_meta()}),
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }

@@ -29,7 +29,7 @@ from megalite.checkpoint import (
 )
 from megalite.comm import Axis, TensorShard, all_gather_json
 from megalite.config import Config, ModelConfig, Offer, from_dict
-from megalite.convert import BASE_META, CONFIG, BaseModel, CheckpointSource, HuggingFaceSource
+from megalite.convert import BASE_META, CONFIG, ORIGIN_META, BaseModel, CheckpointSource, HuggingFaceSource, Origin
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
 from megalite.progress import amount
@@ -52,6 +52,11 @@ class StartingPoint:
     saved: Config | None = None
     world_size: int = 1
     source: HuggingFaceSource | None = None
+
+    @property
+    def origin(self) -> Origin:
+        """The Hugging Face model that the weights were first taken from, if any."""
+        return self.source.origin if self.source is not None else Origin.from_meta(self.meta.get(ORIGIN_META))
 
 
 def open_start(path: Path, *, finetune: bool, adapters: bool = False) -> StartingPoint:

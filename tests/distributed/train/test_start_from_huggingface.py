@@ -15,7 +15,7 @@ from megalite.checkpoint import CheckpointReader, latest
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.config import parse
-from megalite.convert import HuggingFaceSource
+from megalite.convert import CheckpointSource, HuggingFaceSource
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
@@ -232,6 +232,10 @@ def test_its_tokenizer_is_taken_unless_one_is_named(models: Path, tmp_path: Path
     assert f"begins with  {model}" in (out := capsys.readouterr().out) and "weights, architecture, tokenizer" in out
     newest = latest(tmp_path / "run")
     assert newest is not None and (newest / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert CheckpointSource(newest).origin == HuggingFaceSource(model).origin
+    more = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "run"), "--train-iters", "3"]
+    assert pretrain([*argv, *more, "--override-opt-param-scheduler"]) == 0
+    assert CheckpointSource(tmp_path / "run").origin == HuggingFaceSource(model).origin, "also of a run that goes on"
 
 
 def one_rank_can_not_read(world: World, argv: list[str]) -> str:

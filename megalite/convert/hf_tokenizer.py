@@ -1,0 +1,133 @@
+"""A tokenizer in a Hugging Face folder, in and out, and what the folder says of special tokens and of sampling.
+
+transformers 5 writes a `tokenizer_class` that 4.57 does not know; `PreTrainedTokenizerFast` loads in both.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.convert.origin import SAMPLING, Origin
+from megalite.data import (
+    ByteTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    as_hugging_face,
+    byte_level_alphabet,
+    make_tokenizer,
+)
+from megalite.errors import DataError
+from megalite.strangers import PROGRAMS
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+BYTES_END = "<|endoftext|>"
+#: Classes of transformers 5 alone.
+NEW_CLASSES = ("TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend")
+KNOWN_CLASSES = {"GPT2BPETokenizer": "GPT2Tokenizer", "SentencePieceTokenizer": "LlamaTokenizer"}
+
+
+def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
+    """tokenizer.json, else GPT-2's two files, else a sentencepiece model, else plain numbers.
+
+    Raises DataError where a file is not what it is named, or has more tokens than the model.
+    """
+    if (directory / TOKENIZER).is_file():
+        tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(directory))
+    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+        tokenizer = make_tokenizer("GPT2BPETokenizer", tokenizer_model=str(directory))
+    elif (directory / "tokenizer.model").is_file():
+        tokenizer = make_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory), flag=f"`load`={directory}")
+    else:
+        logger.warning("%s: holds no tokenizer; the checkpoint takes token numbers for text", directory)
+        return NullTokenizer(max(2, vocab_size))
+    if tokenizer.vocab_size > vocab_size:
+        raise DataError(f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
+    return tokenizer
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes what transformers loads; a kind that it cannot load is left out with a warning. Raises OSError."""
+    for name, content in huggingface_files(tokenizer).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Name -> content of what `write_tokenizer` writes."""
+    files = as_hugging_face(tokenizer.beside) | dict(tokenizer.files())
+    if isinstance(tokenizer, ByteTokenizer):
+        files = {TOKENIZER: json.dumps(_bytes_definition(), ensure_ascii=False).encode()}
+    elif tokenizer.kind not in ("HuggingFaceTokenizer", *KNOWN_CLASSES):
+        logger.warning("%s has no form that transformers loads: no tokenizer is written", tokenizer.kind)
+        return {}
+    config = _config_of(tokenizer)
+    if config.pop(PROGRAMS, None) is not None or config.get("tokenizer_class") in NEW_CLASSES:
+        config.pop("tokenizer_class", None)
+    for key in ("backend", "is_local", "name_or_path"):
+        config.pop(key, None)
+    if tokenizer.kind == "ByteTokenizer":
+        config = {"eos_token": BYTES_END}
+    config.setdefault("tokenizer_class", KNOWN_CLASSES.get(tokenizer.kind, "PreTrainedTokenizerFast"))
+    return files | {TOKENIZER_CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
+
+
+def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """tokenizer_config.json, empty where there is none. Raises DataError."""
+    content = {**tokenizer.beside, **tokenizer.files()}.get(TOKENIZER_CONFIG, b"{}")
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{TOKENIZER_CONFIG} of the tokenizer is not JSON ({str(error)[:80]}); repair it") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{TOKENIZER_CONFIG} of the tokenizer is not a JSON object; repair it")
+    return found
+
+
+def special_tokens(origin: Origin, tokenizer: Tokenizer) -> dict[str, Any]:
+    """`bos_token_id` and others for config.json: as the model came with them; else the tokenizer's."""
+    if origin.model_type is not None and origin.has_tokens_of(tokenizer):
+        return dict(origin.special_tokens)
+    eod, config = tokenizer.eod_id, _config_of(tokenizer)
+    if tokenizer.kind != "HuggingFaceTokenizer" or not config:
+        return {"bos_token_id": eod, "eos_token_id": eod}
+    pad = _id_of(tokenizer, config.get("pad_token"))
+    begin = {"bos_token_id": _id_of(tokenizer, config.get("bos_token")), "eos_token_id": eod}
+    return begin if pad is None else begin | {"pad_token_id": pad}
+
+
+def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(content, str) or content.encode(errors="replace").decode() != content:  # half a character
+        return None
+    index: int | None = tokenizer.backend.token_to_id(content)  # type: ignore[attr-defined]  # HuggingFaceTokenizer
+    return index
+
+
+def generation_config(origin: Origin, tokenizer: Tokenizer) -> dict[str, Any]:
+    """generation_config.json: as the model came with it; without its tokens where a run has chosen others."""
+    if origin.generation is None:
+        return {"_from_model_config": True, **special_tokens(origin, tokenizer)}
+    if origin.has_tokens_of(tokenizer):
+        return dict(origin.generation)
+    kept = {name: value for name, value in origin.generation.items() if name in SAMPLING}
+    return {**special_tokens(origin, tokenizer), **kept}
+
+
+def _bytes_definition() -> dict[str, object]:
+    """ByteTokenizer as a tokenizer.json: byte-level BPE without merges, whose ids are the bytes."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    end = {"id": ByteTokenizer.eod_id, "content": BYTES_END, "special": True}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [end | plain],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": byte_level_alphabet() | {BYTES_END: ByteTokenizer.eod_id}, "merges": []},
+    }
