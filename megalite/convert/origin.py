@@ -102,7 +102,7 @@ def hub_id_of(folder: Path) -> str | None:
     """The name of a model in Hugging Face's cache, `.../models--ORG--NAME/snapshots/REVISION`; None of other folders:
     what config.json says of itself (`_name_or_path`) is the model before, or a path."""
     found = _CACHED.fullmatch("/".join(folder.resolve().parts[-3:]))
-    name = found[1].replace("--", "/") if found else ""
+    name = re.sub("-{2}", "/", found[1]) if found else ""
     return name if is_hub_id(name) else None
 
 
