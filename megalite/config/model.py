@@ -124,6 +124,12 @@ class ModelConfig:
     use_parallel_residual: bool = option(
         False, "attention and MLP of a block both read its input and are added together (GPT-NeoX)"
     )
+    norm_placement: str = option(
+        "pre",
+        "norms of a block: of what attention and MLP read (pre), of what they return, before it is added (post, OLMo "
+        "2), or of both (sandwich, Gemma 3)",
+        choices=("pre", "post", "sandwich"),
+    )
     normalization: str = option("LayerNorm", "normalisation layer", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "epsilon of the normalisation layers", gt=0)
     activation: str = option(

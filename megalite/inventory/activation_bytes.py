@@ -3,7 +3,8 @@
 What autograd keeps of a block (T = s*b tokens, e bytes an element, r bytes of the residual stream, t tensor-parallel
 ranks, o = t under sequence parallelism and else 1, q and k widths of queries and keys, f of the MLP)::
 
-    two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32
+    two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32 (of what attention and MLP return:
+                         inputs 2 e T h/o, and 2 r T h/o more where they read the stream itself)
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
     experts              k times that, rows 2 e T k h, logits and probabilities 8 T E; both times `WORST_IMBALANCE`
@@ -69,14 +70,34 @@ def boundary_bytes(config: Config) -> float:
 def _norm_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of one norm: input, statistics, output (which the linear layer behind it keeps)."""
     length, samples, h = boundary_shape(config)
-    tokens, size = length * samples, ElementBytes.of(config)
-    residual = _residual_bytes(config)
-    kept = tokens * h * (residual + size.compute)
+    return _input_and_statistics(config, model, on_cpu, _residual_bytes(config)) + (
+        length * samples * h * ElementBytes.of(config).compute
+    )
+
+
+def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, element: int) -> float:
+    """What a norm keeps of an input with `element` bytes a number."""
+    length, samples, h = boundary_shape(config)
+    tokens, wide = length * samples, ElementBytes.of(config).wide
+    kept = float(tokens * h * element)
     if model.normalization == "LayerNorm":
-        return kept + tokens * 2 * residual
+        return kept + tokens * 2 * element
     # The CPU has no kernel of its own: it keeps the normalised input too, and widens 16 bits before.
-    widened = tokens * h * (size.wide - residual) if residual < size.wide else 0.0
-    return kept + tokens * size.wide + (tokens * h * size.wide + widened if on_cpu else 0.0)
+    widened = tokens * h * (wide - element) if element < wide else 0.0
+    return kept + tokens * wide + (tokens * h * wide + widened if on_cpu else 0.0)
+
+
+def _norms_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
+    """Of all norms of a block; without those in front, the linear layers keep the residual stream as they read it."""
+    size, residual = ElementBytes.of(config), _residual_bytes(config)
+    length, samples, h = boundary_shape(config)
+    if model.norm_placement == "pre":
+        return 2 * _norm_bytes(config, model, on_cpu)
+    behind = 2 * _input_and_statistics(config, model, on_cpu, size.compute)
+    if model.norm_placement == "sandwich":
+        return behind + 2 * _norm_bytes(config, model, on_cpu)
+    cast = size.compute if residual != size.compute else 0
+    return behind + length * samples * h * ((1 if cast else 2) * residual + 2 * cast)
 
 
 def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
@@ -166,7 +187,7 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     length, samples, h = boundary_shape(config)
     if layer.is_block:
         dropout = 2 * length * samples * h if model.hidden_dropout > 0 else 0.0
-        norms = 2 * _norm_bytes(config, model, on_cpu)
+        norms = _norms_bytes(config, model, on_cpu)
         worst = imbalance(config, WORST_IMBALANCE)
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
         return norms + _attention_bytes(config, model, on_cpu) + between + dropout

@@ -172,14 +172,17 @@ def _block(model: ModelConfig) -> Layer:
     mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
     sinks = model.softmax_type == "learnable"
     head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
+    before, behind = model.norm_placement != "post", model.norm_placement != "pre"
     parameters = [
-        *_norm("input_norm", h, model),
+        *(_norm("input_norm", h, model) if before else []),
         *([Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if sinks else []),
         *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
         *_row("attention.proj", h, q, model, bias),
         *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
-        *_norm("mlp_norm", h, model),
+        *(_norm("post_attention_norm", h, model) if behind else []),
+        *(_norm("mlp_norm", h, model) if before else []),
         *mlp,
+        *(_norm("post_mlp_norm", h, model) if behind else []),
     ]
     products = (
         Product("qkv", qkv, h, "n"),

@@ -24,7 +24,7 @@ class LayerSpec:
 
 
 def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
-    """Embedding, L pre-norm blocks, head: everything that differs between gpt and llama is in the configuration."""
+    """Embedding, L blocks, head: everything that differs between gpt and llama is in the configuration."""
     rotary = Rotary(config) if config.position_embedding_type == "rope" else None
     blocks = []
     for i, own in enumerate(block_models(config)):

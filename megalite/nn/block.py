@@ -1,6 +1,8 @@
-"""One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
+"""One transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-With a parallel residual (GPT-J, GPT-NeoX; arXiv 2204.06745): x + attention(norm(x)) + mlp(other_norm(x)).
+With a parallel residual (GPT-J, GPT-NeoX; arXiv 2204.06745): x + attention(norm(x)) + mlp(other_norm(x)). The norms
+may stand elsewhere: x + norm(attention(x)) (post; OLMo 2, arXiv 2501.00656), or x + norm(attention(other_norm(x)))
+(sandwich; Gemma 3, arXiv 2503.19786).
 
 A block is cut into segments at its messages over the tensor axis, and runs them one after the other:
 
@@ -43,10 +45,18 @@ class Block(nn.Module):
         super().__init__()
         split = ctx.sequence_split
         self.parallel_residual = config.use_parallel_residual
-        self.input_norm = Norm(config.hidden_size, config, ctx, split_input=split)
+        self.dtype = ctx.dtype
+
+        def norm(*, there: bool) -> Norm | None:
+            return Norm(config.hidden_size, config, ctx, split_input=split) if there else None
+
+        before, behind = config.norm_placement != "post", config.norm_placement != "pre"
+        self.input_norm = norm(there=before)
         self.attention = Attention(config, index, ctx, rotary)
-        self.mlp_norm = Norm(config.hidden_size, config, ctx, split_input=split)
+        self.post_attention_norm = norm(there=behind)
+        self.mlp_norm = norm(there=before)
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
+        self.post_mlp_norm = norm(there=behind)
         if config.adapted_parts:
             add_adapters(self, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
@@ -78,27 +88,33 @@ class Block(nn.Module):
         begin, *mlp, made = mlp
 
         def norm(x: Tensor) -> tuple[Any, ...]:
-            return x, enter.run(self.input_norm(x))
+            return x, enter.run(x.to(self.dtype) if self.input_norm is None else self.input_norm(x))
 
         def add_and_norm(x: Tensor, y: Tensor) -> tuple[Any, ...]:
             x, normed = self.after_attention(x, attended.run(y), microbatch)
             return x, begin.run(normed)
 
         return [
-            Segment(norm, (self.input_norm, *enter.owners)),
+            Segment(norm, (*present(self.input_norm), *enter.owners)),
             *(part.beside() for part in attention),
-            Segment(add_and_norm, (self.mlp_norm, *begin.owners)),
+            Segment(add_and_norm, (*present(self.post_attention_norm, self.mlp_norm), *begin.owners)),
             *(part.beside() for part in mlp),
-            Segment(lambda x, y: (self.after_mlp(x, made.run(y), microbatch),)),
+            Segment(lambda x, y: (self.after_mlp(x, made.run(y), microbatch),), present(self.post_mlp_norm)),
         ]
 
     def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(x with the attention's result y added, the MLP's input)."""
+        if self.post_attention_norm is not None:
+            y = self.post_attention_norm(y)
         attended = x + self.attention_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
+        if self.mlp_norm is None:
+            return attended, attended.to(self.dtype)
         return attended, self.mlp_norm(x if self.parallel_residual else attended)
 
     def after_mlp(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> Tensor:
         """x with the MLP's result y added."""
+        if self.post_mlp_norm is not None:
+            y = self.post_mlp_norm(y)
         return x + self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
 
     def compile_segments(self, backend: str = "inductor") -> None:
@@ -112,14 +128,20 @@ class Block(nn.Module):
         mlp = self.mlp.shared_experts if isinstance(self.mlp, MoE) else self.mlp
         linears = [self.attention.qkv, self.attention.proj, *([] if mlp is None else [mlp.fc1, mlp.fc2])]
         places = (
-            (self.input_norm, "forward"),
+            *((norm, "forward") for norm in present(self.input_norm)),
             (self.attention, "attend"),
             (self, "after_attention"),
             *([] if mlp is None else [(mlp.fc2, "activation")]),
-            *([(self, "after_mlp")] if self.mlp_dropout.p > 0 else []),  # else one addition
+            # else one addition
+            *([(self, "after_mlp")] if self.mlp_dropout.p > 0 or self.post_mlp_norm is not None else []),
             *((layer, "sum_tokens") for layer in linears),
         )
         for owner, name in places:
             setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
         if mlp is not None:
             mlp.fc2.keeps_activated = True
+
+
+def present(*norms: Norm | None) -> tuple[Norm, ...]:
+    """Those that a block has."""
+    return tuple(norm for norm in norms if norm is not None)

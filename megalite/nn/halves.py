@@ -72,14 +72,20 @@ class Half:
         x: Tensor = self._values[0]
         return x
 
-    def turns(self, blocks: Sequence[HalvedBlock]) -> Iterator[None]:
+    def turns(self, blocks: Sequence[HalvedBlock], crossing: bool) -> Iterator[None]:
         """Takes one turn after the other, each through the block's call: its hooks gather weights and move
-        activations."""
+        activations. The last segment waits for the next block, unless it has weights and those go with its block
+        (`crossing` is False)."""
         for block in blocks:
             *segments, last = block.segments(self.microbatch, None, self._message)
-            for self._turn in segments:
+            waits = crossing or not last.owners
+            for self._turn in segments if waits else (*segments, last):
+                if self._turn is last:
+                    self.unfinished = block
                 block(self, self.microbatch)
-                if self._turn is segments[-1]:
+                if self._turn is last:
+                    self.unfinished = None
+                elif waits and self._turn is segments[-1]:
                     self._last, self.unfinished = last, block
                 yield
 
@@ -87,19 +93,22 @@ class Half:
         """Runs the segment whose turn it is: the forward of a block that is called with a half."""
         assert self._turn is not None
         self.finish()
-        with ExitStack() as stack:
-            for module in self._turn.owners:
-                stack.enter_context(added_at_once(module))
-            self._values = self._turn.run(*self._values)
-        made: Tensor = self._values[1]
+        self._run(self._turn)
+        made: Tensor = self._values[-1]
         return made
 
     def finish(self) -> Tensor:
         """x behind the last block so far."""
         if self._last is not None:
-            self._values = self._last.run(*self._values)
+            self._run(self._last)
             self._last = self.unfinished = None
         return self.x
+
+    def _run(self, segment: Segment) -> None:
+        with ExitStack() as stack:
+            for module in segment.owners:
+                stack.enter_context(added_at_once(module))
+            self._values = segment.run(*self._values)
 
     def wait(self) -> None:
         """Returns when nothing of the tensor axis is under way."""
@@ -203,7 +212,7 @@ def _take_turns(
     apart = 1 if all(isinstance(block.mlp, MLP) for block in blocks) else 2
     try:
         for group in [blocks] if crossing else [[block] for block in blocks]:
-            ahead, behind = (half.turns(group) for half in halves)
+            ahead, behind = (half.turns(group, crossing) for half in halves)
             for _ in range(apart):
                 next(ahead)
             for _ in chain(ahead, repeat(None, apart)):

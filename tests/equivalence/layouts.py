@@ -298,6 +298,8 @@ UNUSUAL = [
         "--attention-dropout 0.1",
         "--kv-channels 4",
         "--add-qkv-bias",
+        "--norm-placement post",
+        "--norm-placement sandwich",
     )
 ]
 

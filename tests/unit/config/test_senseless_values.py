@@ -26,6 +26,10 @@ LINES = [
         "--recompute-num-layers=40: more than --num-layers=8",
     ),
     (
+        ["--use-parallel-residual", "--norm-placement", "post"],
+        "--norm-placement=post: not with --use-parallel-residual; drop one of them",
+    ),
+    (
         ["--global-batch-size", "1e6"],
         "--global-batch-size=1000000: 1,000,000 micro-batches in one iteration of a replica, at most 65,536; use a "
         "larger --micro-batch-size, or more replicas",

@@ -92,6 +92,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-mixed": ("Qwen3Moe", GATED | QWEN3_MOE | dict(norm_topk_prob=False, mlp_only_layers=[0])),
     "olmoe": ("Olmoe", GATED | NO_PAD | dict(num_experts=4, num_experts_per_tok=2)),
     "olmoe-normalised": ("Olmoe", GATED | NO_PAD | dict(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
+    "olmo2": ("Olmo2", GATED | NO_PAD),
+    "olmo2-of-wide-heads": ("Olmo2", GATED | NO_PAD | dict(head_dim=16, rms_norm_eps=1e-3)),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
 }

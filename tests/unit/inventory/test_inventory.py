@@ -40,6 +40,8 @@ OTHERS = [
     {"activation": "squared-relu", "ffn_hidden_size": 36, "num_layers": 3},
     {"softmax_type": "learnable", "num_query_groups": 2, "qk_layernorm": True},
     {**FAMILY_DEFAULTS["llama"], "num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_across_heads": True},
+    {"norm_placement": "post", "normalization": "RMSNorm", "num_query_groups": 2},
+    {"norm_placement": "sandwich", "experts": Experts(num_experts=4, moe_layer_freq="2")},
     {"experts": Experts(num_experts=4, moe_layer_freq="2", moe_ffn_hidden_size=20)},
     {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},

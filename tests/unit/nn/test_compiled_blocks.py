@@ -27,6 +27,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         experts=Experts(num_experts=4, moe_aux_loss_coeff=0.1, moe_shared_expert_intermediate_size=48),
     ),
     "sinks": dict(softmax_type="learnable", attn_logit_softcapping=0.5),
+    "post": dict(norm_placement="post", normalization="RMSNorm", add_bias_linear=False),
+    "sandwich": dict(norm_placement="sandwich", hidden_dropout=0.1),
     "recomputed": dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,), hidden_dropout=0.1
     ),
@@ -78,7 +80,7 @@ def test_compiled_blocks_equal_eager_ones(variant: str) -> None:
     compilations = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     eager, compiled = (run(VARIANTS[variant], backend) for backend in (None, compilations))
     # sums of bias gradients: one compilation for the first shape, one for all further shapes
-    biases = 0 if variant == "llama" else 2
+    biases = 0 if variant in ("llama", "post") else 2
     pieces = 2 if variant in ("parallel", "sinks") else 0  # of attention, before and behind its tiles
     assert compilations.frame_count == COMPILED + biases + pieces + ("hidden_dropout" in VARIANTS[variant])
     assert compiled["waiting"] == eager["waiting"] and compiled["deferred"] == eager["deferred"]

@@ -49,9 +49,13 @@ def run(fields: dict[str, Any], *, in_turns: bool) -> list[Tensor]:
     return [y.detach() for (y,) in outputs] + [x.grad for x in inputs] + gradients
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_half_batches_in_turns_are_two_microbatches(parallel: bool) -> None:
-    fields = dict(use_parallel_residual=parallel, position_embedding_type="rope")
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"use_parallel_residual": True}, {"norm_placement": "post"}, {"norm_placement": "sandwich"}],
+    ids=str,
+)
+def test_half_batches_in_turns_are_two_microbatches(fields: dict[str, Any]) -> None:
+    fields = fields | dict(position_embedding_type="rope")
     one_by_one, in_turns = (run(fields, in_turns=in_turns) for in_turns in (False, True))
     for actual, expected in zip(in_turns, one_by_one, strict=True):
         assert torch.equal(actual, expected)
@@ -68,3 +72,18 @@ def test_the_segments_are_the_pre_norm_block(parallel: bool) -> None:
     attended = attention.proj(attention.attend(attention.qkv(block.input_norm(x)), batch))
     normed = block.mlp_norm(x if parallel else x + attended)
     assert torch.equal(block(x, batch), x + attended + mlp.fc2(mlp.fc1(normed)))
+
+
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_norms_of_results_are_added_after_them(placement: str) -> None:
+    """The same, with norms elsewhere."""
+    config = ModelConfig(**{**SHAPE, "hidden_dropout": 0.0}, norm_placement=placement)
+    block = build_stack(config, layer_specs(config)[1:2], LayerContext(), init_seed=1).ordered()[0]
+    assert isinstance(block, Block)
+    x, batch = half(0)
+    attention, mlp, nothing = block.attention, block.mlp, torch.nn.Identity()
+    read, also_read = (nothing if norm is None else norm for norm in (block.input_norm, block.mlp_norm))
+    assert (read is nothing) == (also_read is nothing) == (placement == "post")
+    assert block.post_attention_norm is not None and block.post_mlp_norm is not None
+    attended = x + block.post_attention_norm(attention.proj(attention.attend(attention.qkv(read(x)), batch)))
+    assert torch.equal(block(x, batch), attended + block.post_mlp_norm(mlp.fc2(mlp.fc1(also_read(attended)))))

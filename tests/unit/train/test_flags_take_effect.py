@@ -81,6 +81,8 @@ ROWS = [
     ("--disable-bias-linear", "--add-qkv-bias"),
     ("", "--qk-layernorm"),
     ("--normalization RMSNorm --qk-layernorm", "--qk-layernorm-across-heads"),
+    ("", "--norm-placement post"),
+    ("--norm-placement post", "--norm-placement sandwich"),
     ("", "--untie-embeddings-and-output-weights"),
     ("", "--hidden-dropout 0.5"),
     ("", "--attention-dropout 0.5"),

@@ -1,0 +1,50 @@
+"""Blocks as published families have them equal one process at every layout: norms elsewhere, as OLMo 2 has them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from equivalence.layouts import Layout, compare, draw
+
+LLAMA = "--num-layers 4 --model-type llama --num-query-groups 2 --clip-grad 0.05"
+KINDS = {
+    "olmo2": f"{LLAMA} --norm-placement post --qk-layernorm --qk-layernorm-across-heads",
+    "sandwich": f"{LLAMA} --norm-placement sandwich",
+}
+LAYOUTS = {
+    "halves zero3": ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2 "
+                     "--zero-stage 3", 4),
+    "pp zero1": ("--pipeline-model-parallel-size 2 --zero-stage 1 --micro-batch-size 1", 4),
+    "halves": ("--tensor-model-parallel-size 2 --tp-comm-overlap --micro-batch-size 2", 2),
+    "zb-v cp": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --virtual-pipeline-model-parallel-size 2 "
+                "--context-parallel-size 2 --micro-batch-size 1", 4),
+    "recomputed": ("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --recompute-granularity "
+                   "full --recompute-method uniform", 2),
+}  # fmt: skip
+QUICK = {("olmo2", "halves zero3"), ("olmo2", "zb-v cp"), ("sandwich", "halves zero3")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (kind, layout) in QUICK else pytest.mark.landing)
+        for kind in KINDS
+        for layout in LAYOUTS
+    ],
+)
+def test_every_layout_is_one_process(kind: str, layout: str) -> None:
+    flags, world_size = LAYOUTS[layout]
+    compare(Layout(tuple(KINDS[kind].split()), tuple(flags.split()), world_size))
+
+
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_random_layouts(placement: str, full: bool, fresh: int) -> None:
+    rng = random.Random(f"{placement} {fresh}")
+
+    def wanted(case: Layout) -> bool:
+        return "--use-parallel-residual" not in case.model and (full or case.world_size <= 4)
+
+    for _ in range(10 if full else 1):
+        compare(draw(rng, None, wanted, ("--norm-placement", placement)))
