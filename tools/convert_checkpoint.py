@@ -68,6 +68,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--base", metavar="DIR", help="of adapters: where the model that they were trained beside lies now"
     )
+    parser.add_argument(
+        "--base-hub-id", metavar="ORG/NAME",
+        help="to hf, peft: name on the Hub of the model that was trained further; unset: known of one from Hugging "
+        "Face's cache",
+    )  # fmt: skip
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights; unset: as they are stored")
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
@@ -100,6 +105,10 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--ckpt-step={flags.ckpt_step}: a Hugging Face model has no steps; drop it")
     if flags.base is not None and flags.source != "megalite":
         raise ConfigError(f"--base={flags.base}: only with --from megalite; drop it")
+    if flags.base_hub_id is not None:
+        if flags.target not in ("hf", "peft"):
+            raise ConfigError(f"--base-hub-id={flags.base_hub_id}: only with --to hf or --to peft; drop it")
+        check_hub_id(flags.base_hub_id)
     if flags.target == "peft" and flags.source != "megalite":
         raise ConfigError(f"--to=peft: from the adapters of a run (--from megalite), not from {flags.source}")
     if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
@@ -119,6 +128,20 @@ def _check(flags: argparse.Namespace) -> None:
         )
 
 
+def check_hub_id(name: str) -> None:
+    """Raises ConfigError where a name on the Hub cannot be one, or is a folder here."""
+    from megalite.convert import is_hub_id
+
+    if not is_hub_id(name):
+        shown = ascii(name[:80])[1:-1]
+        raise ConfigError(f"--base-hub-id={shown}: is no name on the Hub; give ORG/NAME, as in meta-llama/Llama-3.2-1B")
+    if Path(name).exists():
+        raise ConfigError(
+            f"--base-hub-id={name}: is a folder here, and a path is nothing to others; if the model is named so on the "
+            "Hub, run this from another folder"
+        )
+
+
 def main(argv: list[str]) -> None:
     """Convert and report."""
     flags = parse(argv)
@@ -129,6 +152,8 @@ def main(argv: list[str]) -> None:
     with ProgressBar("converting", "parameters") as bar:
         written = _write(flags, Watched(source, bar), save)
     print(f"wrote {written}")
+    if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
+        print("its base model's name on the Hub is not known, so none is written; --base-hub-id ORG/NAME writes it")
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
@@ -182,7 +207,7 @@ def _write(flags: argparse.Namespace, source: ModelSource, save: Path) -> Path:
 
     dtype = _dtype(flags)
     if flags.target == "peft":
-        return write_peft(cast("AdaptedSource", source), save, dtype=dtype)
+        return write_peft(cast("AdaptedSource", source), save, dtype=dtype, base=flags.base_hub_id)
     if flags.target == "megatron":
         chosen = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
         return write_megatron(
@@ -191,8 +216,9 @@ def _write(flags: argparse.Namespace, source: ModelSource, save: Path) -> Path:
             dtype=dtype,
             **{key: value for key, value in chosen.items() if value is not None},
         )
-    write = write_huggingface if flags.target == "hf" else write_checkpoint
-    return write(source, save, dtype=dtype)
+    if flags.target == "hf":
+        return write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
+    return write_checkpoint(source, save, dtype=dtype)
 
 
 def _dtype(flags: argparse.Namespace) -> torch.dtype | None:

@@ -9,7 +9,7 @@
     source.py           a model that gives its tensors one by one
     origin.py           what its folder says besides, kept through training to the export
     hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
-    hf_tokenizer.py     its tokenizer, special tokens and settings of generation
+    hf_tokenizer.py     its tokenizer, special tokens and settings of generation; model_card.py: its README.md
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
@@ -29,5 +29,5 @@ from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingfa
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_writing import write_megatron
-from megalite.convert.origin import ORIGIN_META, Origin
+from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
 from megalite.convert.source import ModelSource, stored_shapes

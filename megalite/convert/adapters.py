@@ -27,8 +27,10 @@ from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource
+from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megalite_files import CheckpointSource
-from megalite.convert.origin import Origin
+from megalite.convert.model_card import CARD, TrainingFacts, model_card
+from megalite.convert.origin import ORIGIN_META, Origin, hub_id_of, is_hub_id
 from megalite.convert.registry import family_of
 from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
@@ -43,17 +45,19 @@ LONGEST_PATH = 4096  # characters; systems allow no more
 
 @dataclass(frozen=True)
 class BaseModel:
-    """path: a Hugging Face model or a checkpoint; None: the run began with the random weights of `seed`."""
+    """path: a Hugging Face model or a checkpoint; None: the run began with the random weights of `seed`. hub_id: its
+    name on the Hub, where known."""
 
     path: Path | None
     digest: str = ""
     seed: int = 0
+    hub_id: str | None = None
 
     @classmethod
     def at(cls, path: Path, world: Axis) -> BaseModel:
         """The model that lies there now. Collective over `world`, whose ranks share the reading. Raises
         CheckpointError, on all ranks."""
-        return cls(path.resolve(), _digest(path, world))
+        return cls(path.resolve(), _digest(path, world), hub_id=_hub_id(path))
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], where: str) -> BaseModel:
@@ -62,10 +66,15 @@ class BaseModel:
         path, digest = section.raw.get("path"), section.raw.get("digest", "")
         if not isinstance(path, str | None) or len(path or "") > LONGEST_PATH or not isinstance(digest, str):
             raise section.wrong("path", "the place of a model")
-        return cls(None if path is None else Path(path), digest, section.integer("seed", 0))
+        hub_id = section.raw.get("hub_id")
+        known = hub_id if isinstance(hub_id, str) and is_hub_id(hub_id) else None
+        return cls(None if path is None else Path(path), digest, section.integer("seed", 0), known)
 
     def to_meta(self) -> dict[str, Any]:
-        return {"seed": self.seed} if self.path is None else {"path": str(self.path), "digest": self.digest}
+        if self.path is None:
+            return {"seed": self.seed}
+        named = {} if self.hub_id is None else {"hub_id": self.hub_id}
+        return {"path": str(self.path), "digest": self.digest, **named}
 
     def found(self, where: str, world: Axis, elsewhere: Path | None = None) -> BaseModel:
         """The same model in its directory (`elsewhere`: in another), its content verified. Collective.
@@ -84,12 +93,21 @@ class BaseModel:
             raise CheckpointError(
                 f"{where}: adapters of another model than {path} (digest {self.digest}, there {now}); give that"
             )
-        return replace(self, path=path)
+        return replace(self, path=path, hub_id=self.hub_id or _hub_id(path))
 
     def open(self) -> ModelSource:
         """Its weights. Raises CheckpointError; ConfigError for a model that we do not have."""
         assert self.path is not None
         return HuggingFaceSource(self.path) if is_huggingface(self.path) else CheckpointSource(self.path)
+
+
+def _hub_id(path: Path) -> str | None:
+    """The name on the Hub of a model that lies there as it came: not of one that was trained since. Raises
+    CheckpointError."""
+    if is_huggingface(path):
+        return hub_id_of(path)
+    meta = CheckpointReader(resolve_checkpoint(path)).manifest.meta
+    return None if "progress" in meta else Origin.from_meta(meta.get(ORIGIN_META)).hub_id
 
 
 def _digest(path: Path, world: Axis) -> str:
@@ -132,12 +150,14 @@ class AdaptedSource:
         self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
         where = str(self._reader.path)
         meta = self._reader.manifest.meta
-        self.adapted: ModelConfig = from_dict(meta["config"], where).model
+        config = from_dict(meta["config"], where)
+        self.adapted: ModelConfig = config.model
+        self.facts = TrainingFacts.of(self._reader.manifest, config, where)
         self.model = self.adapted.without_adapters
         self._dtype = dtype
         self.base_model = BaseModel.of_meta(meta, where).found(where, Axis.single("world"), base)
         self._base = self.base_model.open()
-        self.origin: Origin = self._base.origin
+        self.origin: Origin = replace(self._base.origin, hub_id=self.base_model.hub_id or self._base.origin.hub_id)
         self.tokenizer: Tokenizer = CheckpointSource.tokenizer_of(self._reader)
         for name in self._reader.manifest.tensors:
             rest = name.split(".", 2)[-1]
@@ -196,11 +216,15 @@ def open_checkpoint(
     return CheckpointSource(directory, ckpt_step)
 
 
-def write_peft(source: AdaptedSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
-    """A directory that `peft.PeftModel.from_pretrained` loads beside the Hugging Face form of the model.
+def write_peft(
+    source: AdaptedSource, directory: Path, *, dtype: torch.dtype | None = None, base: str | None = None
+) -> Path:
+    """A directory that `peft.PeftModel.from_pretrained` loads beside the Hugging Face form of the model, with tokenizer
+    and model card.
 
-    dtype: of the stored matrices; None keeps them as they are. Raises ConfigError where the model's family has other
-    layers, CheckpointError where it cannot be written.
+    dtype: of the stored matrices; None keeps them as they are. base: hub id of that model; None: the one that is
+    recorded; where none is, the adapters name no model: a path of this machine is nothing to others. Raises ConfigError
+    where the model's family has other layers, CheckpointError where it cannot be written.
     """
     model, lora = source.model, source.adapted.lora
     family = family_of(model, source.origin.model_type)
@@ -217,10 +241,11 @@ def write_peft(source: AdaptedSource, directory: Path, *, dtype: torch.dtype | N
                     for letter, values in (("A", a), ("B", rows)):
                         tensors[f"{key}.lora_{letter}.weight"] = (values if dtype is None else values.to(dtype)).clone()
     alpha = lora.scale * (lora.lora_rank or 1)
+    base = base or source.base_model.hub_id
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(source.base_model.path),
+        "base_model_name_or_path": base,
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
@@ -232,6 +257,9 @@ def write_peft(source: AdaptedSource, directory: Path, *, dtype: torch.dtype | N
     with staged(directory, model=model, dtype=None) as staging:
         save_file(tensors, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
         (staging / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_tokenizer(source.tokenizer, staging)
+        card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
+        (staging / CARD).write_text(card, encoding="utf-8")
     return directory
 
 

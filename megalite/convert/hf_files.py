@@ -20,6 +20,7 @@ from torch import Tensor
 from megalite.checkpoint import check_file_name, parse_json
 from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
+from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import Origin
 from megalite.convert.registry import family_of, read_model
 from megalite.convert.source import ModelSource, staged
@@ -39,6 +40,8 @@ class HuggingFaceSource:
 
     Raises ConfigError for a model that we do not have, CheckpointError for files that are missing, damaged or hostile.
     """
+
+    facts: TrainingFacts | None = None
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
@@ -119,10 +122,13 @@ class HuggingFaceSource:
             raise CheckpointError(f"{self.directory}: a {self.family.name} of this {CONFIG} has no {_some(unexpected)}")
 
 
-def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
-    """A directory that transformers loads, with the tokenizer beside the weights; returns it.
+def write_huggingface(
+    source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None, base: str | None = None
+) -> Path:
+    """A directory that transformers loads and the Hub takes, with tokenizer and model card; returns it.
 
-    dtype: of the stored weights; None keeps each as it is. Raises ConfigError where no family is this model,
+    dtype: of the stored weights; None keeps each as it is. base: hub id of the model that the training began with;
+    None: the one that is recorded, if any. Raises ConfigError where no family is this model,
     CheckpointError where it cannot be written.
     """
     model = source.model
@@ -141,6 +147,9 @@ def write_huggingface(source: ModelSource, directory: Path, *, dtype: torch.dtyp
         _write_json(staging / CONFIG, config)
         _write_json(staging / GENERATION, generation_config(source.origin, source.tokenizer))
         write_tokenizer(source.tokenizer, staging)
+        base = base or source.origin.hub_id
+        card = model_card(model, family.name, source.origin, source.facts, base, adapters=False)
+        (staging / CARD).write_text(card, encoding="utf-8")
     return directory
 
 

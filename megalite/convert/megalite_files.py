@@ -23,6 +23,7 @@ from megalite.checkpoint import (
     write_whole,
 )
 from megalite.config import ModelConfig, from_dict, to_dict
+from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import ORIGIN_META, Origin
 from megalite.convert.registry import config_around
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
@@ -42,7 +43,9 @@ class CheckpointSource:
         meta = self._reader.manifest.meta
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
-        self.model: ModelConfig = from_dict(meta["config"], str(self._reader.path)).model
+        config = from_dict(meta["config"], str(self._reader.path))
+        self.model: ModelConfig = config.model
+        self.facts = TrainingFacts.of(self._reader.manifest, config, str(self._reader.path))
         check_tensors(self.model, self._reader.manifest.tensors, str(self._reader.path))
         self.origin = Origin.from_meta(meta.get(ORIGIN_META))
 

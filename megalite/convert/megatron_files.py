@@ -31,6 +31,7 @@ from megalite.convert.megatron_names import (
     plain_name,
 )
 from megalite.convert.megatron_process import Listing, Unpickler
+from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.convert.source import stored_shapes
 from megalite.data import Tokenizer
@@ -73,6 +74,8 @@ class MegatronSource:
     torch's weights-only unpickler. Raises ConfigError for a model that we do not have, CheckpointError for files that
     are missing, damaged or hostile.
     """
+
+    facts: TrainingFacts | None = None
 
     def __init__(
         self, directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None

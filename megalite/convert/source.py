@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megalite.checkpoint import check_space, fsync_directory
 from megalite.config import ModelConfig
+from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
@@ -34,6 +36,10 @@ class ModelSource(Protocol):
     def origin(self) -> Origin: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def facts(self) -> TrainingFacts | None:
+        """What a run of ours has done to it; None: nothing."""
+        ...
 
     def read(self, name: str) -> Tensor:
         """A logical tensor as it is stored, on the CPU."""
@@ -53,6 +59,17 @@ def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def converted(name: str, values: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor in the dtype in which weights are to be stored; the biases of experts stay as exact as they are."""
     return values if dtype is None or name.endswith(EXPERT_BIAS) else values.to(dtype)
+
+
+def _give_usual_mode(folder: Path) -> None:
+    """Lets others read what any new file lets them read: safetensors makes files for their owner alone."""
+    probe = folder / ".mode"
+    probe.touch(exist_ok=False)
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 @contextmanager
@@ -77,6 +94,7 @@ def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.
         raise CheckpointError(f"`save`={directory}: cannot write there ({error.strerror})") from None
     try:
         yield staging
+        _give_usual_mode(staging)
         fsync_directory(staging)
         if final.exists():
             final.rmdir()
