@@ -189,10 +189,10 @@ class Watched:
 
 
 def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
-    from megalite.convert import AdaptedSource, HuggingFaceSource, MegatronSource, open_checkpoint
+    from megalite.convert import AdaptedSource, HuggingFaceSource, open_checkpoint, open_megatron
 
     if flags.source == "megatron":
-        return MegatronSource(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
+        return open_megatron(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
     if flags.source == "hf":
         return HuggingFaceSource(load)
     base = None if flags.base is None else Path(flags.base)

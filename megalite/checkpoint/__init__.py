@@ -31,10 +31,12 @@ from megalite.checkpoint.format import (
     StoredTensor,
     check_file_name,
     parse_json,
+    tiling_problem,
 )
 from megalite.checkpoint.loading import CheckpointReader, verify_checkpoint
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors
+from megalite.checkpoint.reshard import Box, cover
 from megalite.checkpoint.run_dir import (
     TRACKER,
     clear_completed,

@@ -158,7 +158,10 @@ def _what_else(root: Path) -> str:
         return " (Megatron-LM's? tools/convert_checkpoint.py --from megatron --to megalite makes one of it)"
     inside = [*listing(root), *(child for path in listing(root)[:100] if path.is_dir() for child in listing(path))]
     if any(path.name == ".metadata" or path.suffix == ".distcp" for path in inside):
-        return f" (torch's distributed format, or Megatron-LM's torch_dist? {NO_PICKLES})"
+        return (
+            " (Megatron-LM's torch_dist? tools/convert_checkpoint.py --from megatron --to megalite makes one of it; or "
+            f"another in torch's distributed format? {NO_PICKLES})"
+        )
     if any(path.suffix in PICKLES or path.match("pytorch_model*.bin") for path in inside):
         return f" (pickles of torch.save? {NO_PICKLES})"
     if foreign := uncommitted(root):

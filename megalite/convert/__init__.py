@@ -14,6 +14,7 @@
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
+    dcp_files.py        directories of torch.distributed.checkpoint; megatron_dist.py: its torch_dist, one of them
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
 To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
@@ -27,6 +28,7 @@ one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
+from megalite.convert.megatron_dist import MegatronDistSource, open_megatron
 from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import TRACKER, directory_name, read_small
 from megalite.config import ModelConfig
+from megalite.convert.dcp_files import METADATA
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_names import (
@@ -54,6 +55,14 @@ class ShardLocation:
 
 
 Parts = DenseParts[ShardLocation] | ExpertParts[ShardLocation]
+P = TypeVar("P", bound="AnyParts")
+
+
+class AnyParts(Protocol):
+    """A logical tensor in files. Its first part says where it is: path, name there, (dtype, shape)."""
+
+    @property
+    def first(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -65,8 +74,60 @@ class RankGrid:
     experts: list[list[list[Path]]]
 
 
-class MegatronSource:
-    """A checkpoint of Megatron-LM: its newest iteration, `ckpt_step`, or an iteration's directory itself.
+class MegatronParts(Generic[P]):
+    """A checkpoint of Megatron-LM whose tensors are made up of parts.
+
+    directory: the iteration's. Raises CheckpointError where a tensor is missing, damaged or of another shape.
+    """
+
+    model: ModelConfig
+    parts: Mapping[str, P]
+    facts: TrainingFacts | None = None
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.origin = Origin()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Megatron's checkpoints hold none; one may lie beside the iterations."""
+        return read_tokenizer(self.directory.parent, self.model.vocab_size)
+
+    def read(self, name: str) -> Tensor:
+        return self.join(self.parts[name])
+
+    def join(self, parts: P, *, meta: bool = False) -> Tensor:
+        """The logical tensor. meta: on the meta device, where it costs nothing. Raises RuntimeError or IndexError where
+        the parts do not fit."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Every tensor of the model is there, in parts that make up its shape, and no other."""
+        shapes = stored_shapes(self.model)
+        missing = sorted(shapes.keys() - self.parts.keys())
+        if missing:
+            raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
+        tied = OUTPUT in self.parts and OUTPUT not in shapes
+        for name, parts in self.parts.items():
+            expected = shapes.get(name) or (shapes[EMBEDDING] if tied and name == OUTPUT else None)
+            one = parts.first
+            if expected is None:
+                raise CheckpointError(f"{one.path}: a model of these args has no {one.name}")
+            try:
+                found = tuple(self.join(parts, meta=True).shape)
+            except (IndexError, RuntimeError):
+                found = ()
+            if found != expected:
+                what = f"shape {list(one.entry[1])}, args say a part of {list(expected)}"
+                raise CheckpointError(f"{one.path}: {one.name}: {what}")
+        if tied and not torch.equal(self.read(EMBEDDING), self.read(OUTPUT)):
+            raise CheckpointError(
+                f"{self.directory}: {self.parts[OUTPUT].first.name} differs from the embedding, but args tie both"
+            )
+
+
+class MegatronSource(MegatronParts[Parts]):
+    """A checkpoint in Megatron-LM's format `torch`: its newest iteration, `ckpt_step`, or an iteration's directory.
 
     true_vocab_size: tokens without padding; None takes what the file says, else all rows.
 
@@ -75,14 +136,13 @@ class MegatronSource:
     are missing, damaged or hostile.
     """
 
-    facts: TrainingFacts | None = None
-
     def __init__(
         self, directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None
     ) -> None:
-        self.directory = _iteration(Path(directory), ckpt_step)
-        self.origin = Origin()
+        super().__init__(find_iteration(Path(directory), ckpt_step))
         directories = _directories(self.directory)
+        if not directories:
+            raise CheckpointError(f"{self.directory}: holds no mp_rank_00: not Megatron-LM's format torch")
         self._unpickler = Unpickler()
         listings = {path: self._unpickler.open(path) for path in map(_file, directories.values())}
         path, first = next(iter(listings.items()))
@@ -99,61 +159,32 @@ class MegatronSource:
                     f"{first.iteration} and {first.version}: files of two checkpoints"
                 )
         self._version = first.version
-        self._parts: dict[str, Parts] = {}
+        self.parts = found = {}
         for name, parts in _parts(grid, listings):
-            if name in self._parts:
+            if name in found:
                 raise CheckpointError(f"{parts.first.path}: {parts.first.name[:80]} appears twice")
-            self._parts[name] = parts
-        embedding = self._parts.get(EMBEDDING)
+            found[name] = parts
+        embedding = found.get(EMBEDDING)
         cuts = embedding.ranks if isinstance(embedding, DenseParts) else []
         rows = sum(place.entry[1][0] for place in cuts if place.entry[1])
         legacy = any(name.startswith("language_model.") for name in first.models[0])
         rows = max(1, rows)
         self.model: ModelConfig = read_args(first.args, where, legacy=legacy, rows=rows, vocab_size=true_vocab_size)
-        self._check()
+        self.check()
 
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Megatron's checkpoints hold none; one may lie beside the iterations."""
-        return read_tokenizer(self.directory.parent, self.model.vocab_size)
-
-    def read(self, name: str) -> Tensor:
+    def join(self, parts: Parts, *, meta: bool = False) -> Tensor:
         def values(place: ShardLocation) -> Tensor:
+            if meta:
+                return torch.empty(place.entry[1], device="meta")
             return self._unpickler.read(place.path, place.model, place.name, place.entry)
 
-        return self._parts[name].join(self.model, values, self._version)
-
-    def _check(self) -> None:
-        """Every tensor of the model is there, in parts that make up its shape, and no other."""
-        shapes = stored_shapes(self.model)
-        missing = sorted(shapes.keys() - self._parts.keys())
-        if missing:
-            raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
-        tied = OUTPUT in self._parts and OUTPUT not in shapes
-        for name, parts in self._parts.items():
-            expected = shapes.get(name) or (shapes[EMBEDDING] if tied and name == OUTPUT else None)
-            one = parts.first
-            if expected is None:
-                raise CheckpointError(f"{one.path}: a model of these args has no {one.name}")
-            try:
-                # On the meta device this costs nothing and gives the shape that the parts make up.
-                like = parts.join(self.model, lambda at: torch.empty(at.entry[1], device="meta"), self._version)
-                found = tuple(like.shape)
-            except (IndexError, RuntimeError):
-                found = ()
-            if found != expected:
-                what = f"shape {list(one.entry[1])}, args say a part of {list(expected)}"
-                raise CheckpointError(f"{one.path}: {one.name}: {what}")
-        if tied and not torch.equal(self.read(EMBEDDING), self.read(OUTPUT)):
-            raise CheckpointError(
-                f"{self.directory}: {self._parts[OUTPUT].first.name} differs from the embedding, but args tie both"
-            )
+        return parts.join(self.model, values, self._version)
 
 
-def _iteration(directory: Path, ckpt_step: int | None) -> Path:
-    """The directory that holds the ranks' directories. Raises CheckpointError."""
+def find_iteration(directory: Path, ckpt_step: int | None) -> Path:
+    """The directory that holds the ranks' directories, or a `.metadata`. Raises CheckpointError."""
     if not directory.is_dir():
-        what = "is a file; give the directory that holds mp_rank_XX" if directory.exists() else "no such directory"
+        what = "is a file; give the run's directory, or an iteration's" if directory.exists() else "no such directory"
         raise CheckpointError(f"`load`={directory}: {what}")
     if _has_ranks(directory):
         if ckpt_step is not None:
@@ -164,7 +195,8 @@ def _iteration(directory: Path, ckpt_step: int | None) -> Path:
         raise CheckpointError(f"`load`={directory}: {chosen} is not there")
     if not _has_ranks(directory / chosen):
         raise CheckpointError(
-            f"`load`={directory}: {chosen} holds no mp_rank_00: Megatron-LM's format torch is read, torch_dist is not"
+            f"`load`={directory}: {chosen} holds neither mp_rank_00 (Megatron-LM's format torch) nor {METADATA} "
+            "(torch_dist)"
         )
     return directory / chosen
 
@@ -181,7 +213,7 @@ def _tracked(directory: Path) -> str:
 
 
 def _has_ranks(directory: Path) -> bool:
-    return any(directory.glob("mp_rank_*"))
+    return any(directory.glob("mp_rank_*")) or (directory / METADATA).is_file()
 
 
 def _directories(directory: Path) -> dict[tuple[int, ...], Path]:

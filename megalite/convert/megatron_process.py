@@ -1,4 +1,5 @@
-"""The parent's side of `megatron_unpickle.py`, which opens Megatron-LM's pickles: plain values and bytes of tensors."""
+"""The parent's side of `megatron_unpickle.py`, which opens the pickles of Megatron-LM and torch.distributed.checkpoint:
+plain values and bytes of tensors."""
 
 from __future__ import annotations
 
@@ -61,10 +62,25 @@ class Unpickler:
 
     def read(self, path: Path, model: int, name: str, entry: tuple[str, tuple[int, ...]]) -> Tensor:
         """The tensor `name` of virtual stage `model`; `entry` is what `open` said of it."""
+        return self._tensor(path, name, entry, {"open": str(path), "model": model, "name": name})
+
+    def metadata(self, path: Path) -> dict[str, Any]:
+        """What a `.metadata` lists: see `megatron_unpickle.py`. Nothing of it is checked."""
+        return self._ask(path, {"metadata": str(path)})
+
+    def content(self, path: Path, at: tuple[int, int] | None = None) -> Any:
+        """The plain values of a file of torch.save, or of the part `at` (offset, length) of a file."""
+        return self._ask(path, {"content": str(path), "at": at}).get("content")
+
+    def item(self, path: Path, name: str, at: tuple[int, int], entry: tuple[str, tuple[int, ...]]) -> Tensor:
+        """The tensor in the part `at` (offset, length) of a file, which must be as `entry` says; name: for messages."""
+        return self._tensor(path, name, entry, {"item": str(path), "at": at, "entry": entry})
+
+    def _tensor(self, path: Path, name: str, entry: tuple[str, tuple[int, ...]], request: Mapping[str, Any]) -> Tensor:
         dtype, shape = entry
         if dtype not in DTYPES:
             raise CheckpointError(f"{path}: {name}: dtype {dtype} ({', '.join(DTYPES)})")
-        self._ask(path, {"open": str(path), "model": model, "name": name})
+        self._ask(path, request)
         values = torch.empty(shape, dtype=DTYPES[dtype])
         if not self.program.fill(flat_bytes(values)):
             raise self._ended(path)

@@ -1,0 +1,113 @@
+"""Directories of torch.distributed.checkpoint, read rectangle by rectangle through another process.
+
+.metadata        a pickle: every tensor's dtype, shape and chunks, each with its file, offset and length
+__0_0.distcp     items one after the other, each a file of torch.save
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import Box, check_file_name, cover, tiling_problem
+from megalite.convert.megatron_process import DTYPES, Unpickler
+from megalite.errors import CheckpointError
+
+METADATA = ".metadata"
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """A part of a file: (offset, length) in bytes."""
+
+    path: Path
+    at: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DcpTensor:
+    """A tensor: its dtype's name in torch, its shape, and the boxes that make it up, each with its place."""
+
+    dtype: str
+    shape: Shape
+    chunks: Sequence[tuple[Box, StoredItem]]
+
+
+class DcpFiles:
+    """A checkpoint of torch.distributed.checkpoint. Every method raises CheckpointError where it is missing, damaged or
+    hostile."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.unpickler = Unpickler()
+        path = directory / METADATA
+        if not path.is_file():
+            raise CheckpointError(f"{directory}: holds no {METADATA}: not a whole checkpoint of torch.distributed")
+        listed = self.unpickler.metadata(path)
+        try:
+            self.tensors: Mapping[str, DcpTensor] = {n: self._tensor(n, e) for n, e in listed["tensors"].items()}
+            self.objects: Mapping[str, StoredItem] = {n: self._item(place) for n, place in listed["objects"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path}: not what torch.distributed.checkpoint writes") from None
+
+    def _tensor(self, name: str, entry: Any) -> DcpTensor:
+        dtype, shape, listed = entry
+        chunks = [(Box(_extents(offset), _extents(sizes)), self._item(place)) for offset, sizes, *place in listed]
+        shape = _extents(shape)
+        if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) for box, _ in chunks):
+            raise ValueError(name)
+        whole = Box.whole(shape)
+        outside = next((box for box, _ in chunks if box.numel and box.intersect(whole) != box), None)
+        problem = f"{outside} is not inside" if outside else tiling_problem([box for box, _ in chunks], shape)
+        if problem:
+            raise CheckpointError(f"{self.directory}: {name[:80]}: {problem}")
+        size = DTYPES[dtype].itemsize if dtype in DTYPES else 1
+        for box, item in chunks:
+            if box.numel * size > item.at[1]:
+                raise CheckpointError(f"{item.path}: {name[:80]} {box} claims to be larger than its {item.at[1]} bytes")
+        return DcpTensor(str(dtype), shape, chunks)
+
+    def _item(self, place: Any) -> StoredItem:
+        name, *at = place
+        if not isinstance(name, str):
+            raise ValueError(name)
+        offset, length = _extents(at)
+        return StoredItem(self.directory / check_file_name(name, str(self.directory / METADATA)), (offset, length))
+
+    def read(self, name: str, at: Sequence[int] = ()) -> Tensor:
+        """The tensor, or its part at the leading indices `at`, which has their number of dimensions less."""
+        stored = self.tensors[name]
+        box = Box((*at, *(0 for _ in stored.shape[len(at) :])), (*(1 for _ in at), *stored.shape[len(at) :]))
+        try:
+            pieces = cover(box, [chunk for chunk, _ in stored.chunks])
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: {name}: {error}") from None
+        values = None
+        for index, common in pieces:
+            chunk, item = stored.chunks[index]
+            part = self.unpickler.item(item.path, name, item.at, (stored.dtype, chunk.shape))
+            if common == box == chunk:
+                values = part
+                break
+            values = part.new_empty(box.shape) if values is None else values
+            values[common.slices_in(box)] = part[common.slices_in(chunk)]
+        if values is None:  # no elements
+            values = torch.empty(box.shape, dtype=DTYPES.get(stored.dtype))
+        return values.reshape(box.shape[len(at) :])
+
+    def content(self, name: str) -> Any:
+        """The plain values of an object."""
+        item = self.objects[name]
+        return self.unpickler.content(item.path, item.at)
+
+
+def _extents(values: Any) -> Shape:
+    if not isinstance(values, list | tuple) or not all(type(n) is int and 0 <= n < 2**62 for n in values):
+        raise ValueError(values)
+    return tuple(values)

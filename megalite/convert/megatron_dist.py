@@ -1,0 +1,154 @@
+"""Megatron-LM's `torch_dist` checkpoints, its default: whole tensors in a directory of torch.distributed.checkpoint.
+
+iter_0000100/.metadata, __0_0.distcp, ...         no rank, stage or replica is written down; names of Transformer Engine
+iter_0000100/common.pt                            args, iteration, groups of the optimizer (of 2026: an object)
+
+    decoder.layers.mlp.linear_fc2.weight                      [L, ...]: all layers of a model whose layers are the same
+    decoder.layers.3.mlp.linear_fc2.weight                    one layer of a model whose layers are not
+    decoder.layers.mlp.experts.experts.linear_fc1.weight      [L, E, ...], or [E, ...] of one layer
+    decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_w, _v      one expert; the gates, and the values
+
+A gated linear_fc1 holds all gates, then all values, whatever its tensor parallelism was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.convert.dcp_files import METADATA, DcpFiles
+from megalite.convert.megatron_args import read_args
+from megalite.convert.megatron_files import EMBEDDING, MegatronParts, MegatronSource, find_iteration
+from megalite.convert.megatron_names import CORE, IGNORED, cut_of, is_expert, megatron_names, rule_of
+from megalite.errors import CheckpointError
+
+COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
+LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,6})\.)?(.+)", re.ASCII)
+EXPERT = re.compile(r"mlp\.experts\.experts\.(?:(\d{1,4})\.)?linear_(fc[12])\.(weight|bias)", re.ASCII)
+HALVES = {"w": 0, "v": 1}
+OPTIMIZER = "optimizer."
+
+
+@dataclass(frozen=True)
+class DistLocation:
+    """The place of a part of a tensor: its name there, the leading indices, dtype and shape at those."""
+
+    path: Path
+    name: str
+    at: tuple[int, ...]
+    entry: tuple[str, tuple[int, ...]]
+
+
+@dataclass
+class DistParts:
+    """A logical tensor in files: its parts by (expert, half), None where all are in one."""
+
+    ours: str
+    places: dict[tuple[int | None, int | None], DistLocation] = field(default_factory=dict)
+
+    @property
+    def first(self) -> DistLocation:
+        return next(iter(self.places.values()))
+
+    def join(self, model: ModelConfig, read: Callable[[DistLocation], Tensor]) -> Tensor:
+        """The logical tensor. Raises RuntimeError or IndexError where the parts do not fit."""
+        if not is_expert(self.ours):
+            return rule_of(self.ours)[0].cut.to_ours(model, [self._joined(None, 0, read)])
+        cut = cut_of(self.ours.split(".")[4])
+        if any(expert is None for expert, _ in self.places):
+            experts = list(self._joined(None, 1, read))
+        else:
+            experts = [self._joined(number, 0, read) for number in range(len({expert for expert, _ in self.places}))]
+        return torch.stack([cut.to_ours(model, [expert]) for expert in experts])
+
+    def _joined(self, expert: int | None, dim: int, read: Callable[[DistLocation], Tensor]) -> Tensor:
+        """The values of an expert (None: of all, or of a dense layer), gates and values one after the other."""
+        halves = [self.places[key] for half in (None, 0, 1) if (key := (expert, half)) in self.places]
+        if len(halves) != (1 if (expert, None) in self.places else 2):
+            raise IndexError(f"{self.ours}: parts are missing")
+        return torch.cat([read(place) for place in halves], dim) if len(halves) > 1 else read(halves[0])
+
+
+class MegatronDistSource(MegatronParts[DistParts]):
+    """A checkpoint in Megatron-LM's format `torch_dist`: see `MegatronSource`."""
+
+    def __init__(
+        self, directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None
+    ) -> None:
+        super().__init__(find_iteration(Path(directory), ckpt_step))
+        self.files = DcpFiles(self.directory)
+        self.common, where = self._read_common()
+        args = self.common.get("args")
+        if not isinstance(args, dict):
+            raise CheckpointError(f"{where}: holds no args, so the number of attention heads is unknown")
+        rows = next((t.shape[0] for n, t in self.files.tensors.items() if n == EMBEDDING and t.shape), 1)
+        self.model = read_args(args, f"{where}: args", legacy=False, rows=max(1, rows), vocab_size=true_vocab_size)
+        self.parts = self._parts("", self.model.num_layers)
+        self.check()
+
+    def join(self, parts: DistParts, *, meta: bool = False) -> Tensor:
+        def values(place: DistLocation) -> Tensor:
+            if meta:
+                return torch.empty(place.entry[1], device="meta")
+            return self.files.read(place.name, place.at)
+
+        return parts.join(self.model, values)
+
+    def _read_common(self) -> tuple[Mapping[str, Any], str]:
+        """What is stored once, and where."""
+        path = self.directory / COMMON
+        if not path.is_file() and COMMON_OBJECT not in self.files.objects:
+            raise CheckpointError(f"{self.directory}: holds no {COMMON}: not what Megatron-LM writes")
+        found = self.files.unpickler.content(path) if path.is_file() else self.files.content(COMMON_OBJECT)
+        if isinstance(found, list) and len(found) == 1:  # an object is a list of what its ranks had
+            (found,) = found
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{path}: not what Megatron-LM writes")
+        return found, str(path)
+
+    def _parts(self, prefix: str, layers: int) -> dict[str, DistParts]:
+        """Logical name -> its parts, of the tensors whose names begin with `prefix`."""
+        known = megatron_names()
+        found: dict[str, DistParts] = {}
+        for name, tensor in self.files.tensors.items():
+            if not name.startswith(prefix) or (not prefix and name.startswith(OPTIMIZER)) or name.endswith(IGNORED):
+                continue
+            plain, half = name.removeprefix(prefix), None
+            if plain[-2:] in ("_w", "_v"):
+                plain, half = plain[:-2], HALVES[plain[-1]]
+            layer = LAYER.fullmatch(plain)
+            expert = EXPERT.fullmatch(layer[2]) if layer else None
+            number = None if expert is None or expert[1] is None else int(expert[1])
+            template = f"layers.{{i}}.mlp.experts.{expert[2]}.{expert[3]}" if expert else (
+                known.get(CORE + layer[2] if layer else plain)
+            )  # fmt: skip
+            if template is None:
+                raise CheckpointError(f"{self.directory}: no supported model has {name[:80]}")
+            stacked = layer is not None and layer[1] is None
+            if stacked and tensor.shape[:1] != (layers,):
+                what = f"shape {list(tensor.shape)}, args say {layers} layers"
+                raise CheckpointError(f"{self.directory}: {name[:80]}: {what}")
+            for index in range(layers) if stacked else [int(layer[1]) if layer else 0]:
+                ours, at = template.replace("{i}", str(index)), (index,) if stacked else ()
+                places = found.setdefault(ours, DistParts(ours)).places
+                if (number, half) in places:
+                    raise CheckpointError(f"{self.directory}: {name[:80]} appears twice")
+                entry = (tensor.dtype, tensor.shape[len(at) :])
+                places[number, half] = DistLocation(self.directory / METADATA, name, at, entry)
+        return found
+
+
+def open_megatron(
+    directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None
+) -> MegatronSource | MegatronDistSource:
+    """A checkpoint of Megatron-LM in the format that lies there: see `MegatronSource`."""
+    chosen = find_iteration(Path(directory), ckpt_step)
+    kind = MegatronDistSource if (chosen / METADATA).is_file() else MegatronSource
+    return kind(directory, ckpt_step, true_vocab_size=true_vocab_size)
