@@ -73,7 +73,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
 
     def run() -> None:
         how = Sampling(greedy=True)
-        found = generator.run(requests, how, max_new_tokens=given["new"], eod_id=None, micro_batch_size=size)
+        found = generator.run(requests, how, max_new_tokens=given["new"], stops=(), micro_batch_size=size)
         assert sum(len(ids or []) for ids in found) == size * given["new"]
 
     return Variant(run)

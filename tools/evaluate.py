@@ -44,7 +44,7 @@ SHOWN = (
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Measure how well a checkpoint predicts text.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
+    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--data-path", metavar="PATH", help=".bin/.idx prefix, text file or JSONL file")
     parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document")
@@ -95,6 +95,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, evaluate; the first prints."""
+    from megalite.checkpoint import is_huggingface
     from megalite.inference import load_for_inference
 
     world.report_phase("loading")
@@ -105,13 +106,14 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     unit = "passages" if flags.task == "lambada" else "samples"
     with ProgressBar("evaluating", unit, lines=LINES if world.is_first else 0) as bar:
         record = evaluate(loaded, flags, bar)
-    record |= {"iteration": loaded.iteration, "checkpoint": str(loaded.path)}
+    trained = not is_huggingface(loaded.path)
+    record |= {"iteration": loaded.iteration if trained else None, "checkpoint": str(loaded.path)}
     if not world.is_first:
         return
     if flags.json:
         print(json.dumps(record))
         return
-    print(f" {loaded.path}, iteration {loaded.iteration}")
+    print(f" {loaded.path}, iteration {loaded.iteration}" if trained else f" {loaded.path}")
     for key, name, form in SHOWN:
         if key in record:
             print(f" {name:<18} {format(record[key], form)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Run tasks of lm-evaluation-harness on a checkpoint.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
+    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--tasks", required=True, help="names of tasks, comma between them")
     parser.add_argument(

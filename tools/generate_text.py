@@ -4,7 +4,8 @@
     python tools/generate_text.py --load DIR --prompts FILE.jsonl --micro-batch-size 8 --nprocs 4
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-DIR is a run directory or one checkpoint in it, written at any layout; nothing else of the run is needed. FILE has a
+DIR is a run directory or one checkpoint in it, written at any layout; nothing else of the run is needed. It may be a
+Hugging Face folder too. FILE has a
 field `prompt` in each line, or is text with a prompt in each; for each a line with `prompt`, `sample` and `text` is
 printed. The text does not depend on the layout.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Let a checkpoint continue prompts.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory or checkpoint")
+    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: the beginning of a document")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt', or a prompt in each line")

@@ -27,6 +27,7 @@ one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/
 
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
+from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_megatron
 from megalite.convert.megatron_files import MegatronSource

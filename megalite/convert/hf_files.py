@@ -18,11 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint import check_file_name, parse_json
+from megalite.config import Config
 from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import Origin
-from megalite.convert.registry import family_of, read_model
+from megalite.convert.registry import config_of_weights, family_of, read_model
 from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
@@ -53,6 +54,19 @@ class HuggingFaceSource:
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
         self._check_names()
+
+    @property
+    def config(self) -> Config:
+        """A configuration that describes the weights. Raises CheckpointError."""
+        file, name = self._files[self._pairs["embedding.word_embeddings.weight"].theirs[0]]
+        try:
+            with safe_open(self.directory / file, framework="pt") as opened:
+                kind = opened.get_slice(name).get_dtype()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.directory / file}: cannot be read ({str(error)[:120]})") from None
+        if kind not in DTYPES:
+            raise CheckpointError(f"{self.directory / file}: {name}: dtype {kind} ({', '.join(DTYPES)})")
+        return config_of_weights(self.model, getattr(torch, DTYPES[kind]))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -101,6 +101,15 @@ def special_tokens(origin: Origin, tokenizer: Tokenizer) -> dict[str, Any]:
     return begin if pad is None else begin | {"pad_token_id": pad}
 
 
+def stop_tokens(origin: Origin, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The end-of-document token, and what else ends a text of the model that it comes from."""
+    found = {tokenizer.eod_id}
+    if origin.has_tokens_of(tokenizer):
+        named = (origin.generation or {}).get("eos_token_id") or origin.special_tokens.get("eos_token_id")
+        found |= {each for each in (named if isinstance(named, list) else [named]) if type(each) is int}
+    return tuple(sorted(each for each in found if each is not None))
+
+
 def _id_of(tokenizer: Tokenizer, token: Any) -> int | None:
     content = token.get("content") if isinstance(token, Mapping) else token
     if not isinstance(content, str) or content.encode(errors="replace").decode() != content:  # half a character

@@ -25,7 +25,7 @@ from megalite.checkpoint import (
 from megalite.config import ModelConfig, from_dict, to_dict
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import ORIGIN_META, Origin
-from megalite.convert.registry import config_around
+from megalite.convert.registry import config_of_weights
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
@@ -80,9 +80,7 @@ def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype
 
     def meta(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         stored = tensors["embedding.word_embeddings.weight"].torch_dtype
-        precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(stored)
-        config = config_around(source.model, **({precision: True} if precision else {}))
-        found = {"config": to_dict(config), ORIGIN_META: source.origin.to_meta()}
+        found = {"config": to_dict(config_of_weights(source.model, stored)), ORIGIN_META: source.origin.to_meta()}
         return {"iteration": 0, "consumed_samples": 0, **found}
 
     with staged(directory, name, model=source.model, dtype=dtype) as staging:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from megalite.config import (
     Config,
     DataConfig,
@@ -64,6 +66,12 @@ def config_around(model: ModelConfig, **training: Any) -> Config:
         optimizer=OptimizerConfig(lr=1e-5),
         data=DataConfig(),
     )
+
+
+def config_of_weights(model: ModelConfig, stored: torch.dtype) -> Config:
+    """The same, with the precision in which the weights are stored."""
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(stored)
+    return config_around(model, **({precision: True} if precision else {}))
 
 
 def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFamily:

@@ -11,7 +11,7 @@ slot, with equally long prompts, so that all of them run the same layers at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -101,15 +101,14 @@ class Generator:
         sampling: Sampling,
         *,
         max_new_tokens: int,
-        eod_id: int | None,
+        stops: Collection[int],
         micro_batch_size: int = 1,
         ended: Callable[[list[int]], bool] = lambda new: False,
         on_tokens: OnTokens = lambda request, tokens: None,
     ) -> list[list[int] | None]:
         """The tokens that follow each request, on every rank; None where the model's logits are not numbers.
 
-        All ranks call it with the same arguments. A sequence ends after `max_new_tokens`, or before the end-of-document
-        token.
+        All ranks call it with the same arguments. A sequence ends after `max_new_tokens`, or before one of `stops`.
 
         ended: whether a continuation is complete, asked after some tokens each time.
         on_tokens: told of the tokens of this replica's requests as they come.
@@ -121,7 +120,7 @@ class Generator:
             slots += islice(waiting, self.placement.num_ranks - len(slots))
             if not slots:
                 break
-            self._episode(slots, sampling, eod_id, on_tokens)
+            self._episode(slots, sampling, stops, on_tokens)
             for row in (row for slot in slots for group in slot.groups for row in group.rows):
                 row.ended = row.ended or ended(row.new)
             slots = [slot for slot in slots if slot.remaining]
@@ -148,7 +147,7 @@ class Generator:
             groups = [Group(share[first : first + size] or [nothing()]) for share in shares]
             yield Slot(groups, mine)
 
-    def _episode(self, slots: Sequence[Slot], sampling: Sampling, eod_id: int | None, on_tokens: OnTokens) -> None:
+    def _episode(self, slots: Sequence[Slot], sampling: Sampling, stops: Collection[int], on_tokens: OnTokens) -> None:
         """New groups' prompts, then a token for everyone, round after round."""
         pending = [slot.pending(self.parts.unit) for slot in slots]
         alone = self.placement.num_ranks == 1 and not self.together
@@ -163,7 +162,7 @@ class Generator:
             for group, table in zip(slot.groups, chosen[:, place].tolist(), strict=True):
                 before = [len(row.text) for row in group.rows]
                 group.columns += tokens.shape[1] + rounds - 1
-                group.take([column[: len(group.rows)] for column in table], eod_id)
+                group.take([column[: len(group.rows)] for column in table], stops)
                 if group is slot.mine:
                     for row, old in zip(group.rows, before, strict=True):
                         if len(row.text) > old:

@@ -10,7 +10,7 @@ newer half of them: a new prompt for its whole group. Neither depends on what is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megalite.generation.sampling import NO_NUMBER
@@ -59,11 +59,11 @@ class Row:
         """New tokens that may still come."""
         return 0 if self.ended else self.budget - len(self.new)
 
-    def add(self, token: int, eod_id: int | None) -> None:
-        """Takes a token; the end of a document ends the sequence and is not part of it."""
+    def add(self, token: int, stops: Collection[int]) -> None:
+        """Takes a token; one of `stops` ends the sequence and is not part of it."""
         if self.remaining:
             self.broken = token == NO_NUMBER
-            self.ended = self.broken or token == eod_id
+            self.ended = self.broken or token in stops
             if not self.ended:
                 self.text.append(token)
 
@@ -118,11 +118,11 @@ class Group:
         self.pads = [length - len(text) for text in texts]
         return [[0] * pad + text for pad, text in zip(self.pads, texts, strict=True)]
 
-    def take(self, tokens: Sequence[Sequence[int]], eod_id: int | None) -> None:
+    def take(self, tokens: Sequence[Sequence[int]], stops: Collection[int]) -> None:
         """Adds what rounds have chosen, `[rounds][rows]`."""
         for chosen in tokens:
             for row, token in zip(self.rows, chosen, strict=True):
-                row.add(token, eod_id)
+                row.add(token, stops)
 
 
 def group_size(num_requests: int, largest: int, num_stages: int) -> int:

@@ -24,7 +24,7 @@ def generate(
 
     prompts: of at least one id each; of one longer than the model's positions only the end is seen. When a text has
         become longer, it continues from the newer half of what fits.
-    max_new_tokens: a sample ends then, or before the end-of-document token.
+    max_new_tokens: a sample ends then, or before one of `loaded.stops`.
     num_samples: of each prompt; sample j is drawn with the seed + j.
     micro_batch_size: sequences that go through the model together.
     ended: whether a continuation is complete; asked now and then, so it may have become a little longer.
@@ -41,7 +41,7 @@ def generate(
         requests,
         sampling,
         max_new_tokens=max_new_tokens,
-        eod_id=loaded.tokenizer.eod_id,
+        stops=loaded.stops,
         micro_batch_size=micro_batch_size,
         ended=ended,
         on_tokens=on_tokens,

@@ -1,21 +1,25 @@
-"""A checkpoint as a model at any layout, whatever layout wrote it: for generation, evaluation and export.
+"""A checkpoint, whatever layout wrote it, or a Hugging Face folder as a model at any layout: for generation,
+evaluation and export.
 
-A checkpoint is self-contained: configuration, weights by logical name, and the tokenizer's files. Nothing else of the
-run is needed, and nothing of it is changed. Each rank reads what it holds.
+Both are self-contained: configuration, weights by name, and the tokenizer's files. Nothing else of a run is needed, and
+nothing of it is changed. Each rank reads what it holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import Meta, copy_extras, read_manifest, resolve_checkpoint
+from megalite.checkpoint import Meta, copy_extras, is_huggingface, read_manifest, resolve_checkpoint
 from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
+from megalite.convert import ORIGIN_META, HuggingFaceSource, Origin, stop_tokens
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation import Generator, ModelParts
@@ -24,7 +28,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import StagePlacement, forward_program, token_pairs
-from megalite.train import config_of, load_model, make_mesh, parameter_dtype
+from megalite.train import config_of, load_model, load_weights, make_mesh, parameter_dtype
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,8 @@ class LoadedModel:
     tokenizer: what the checkpoint carries.
     mesh, channel: the ranks that hold it, and the messages between pipeline ranks.
     placement, parts: its stages, and those of this rank, in evaluation mode, without gradients.
-    path, iteration, consumed_samples: the checkpoint it came from.
+    path, iteration, consumed_samples: the checkpoint it came from; of a Hugging Face folder both numbers are 0.
+    origin: the Hugging Face model that it was first, if any.
     """
 
     config: Config
@@ -47,6 +52,12 @@ class LoadedModel:
     path: Path
     iteration: int
     consumed_samples: int
+    origin: Origin = field(default_factory=Origin)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens that end a text: the end of a document, and those of the model's generation_config.json."""
+        return stop_tokens(self.origin, self.tokenizer)
 
     @property
     def model(self) -> LayerStack:
@@ -92,23 +103,18 @@ def load_for_inference(
     world: World | None = None,
     parallel: ParallelConfig | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint onto the ranks of `world`, or into this process. Collective.
+    """Load a model onto the ranks of `world`, or into this process. Collective.
 
-    directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`) or one checkpoint.
+    directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`), one checkpoint, or a Hugging
+        Face folder of a family that we have.
     device: `auto` is cuda where torch sees a GPU.
     dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
     parallel: sizes of the tensor-, pipeline-, context- and expert-parallel axes; the rest of the world are replicas.
     Raises CheckpointError where nothing is there, or it is damaged; DataError where its tokenizer cannot be built (a
     package it needs is missing, for example); ConfigError where the model cannot be laid out so.
     """
-    path = resolve_checkpoint(directory, ckpt_step, advice="give a run's `save`, or one of its checkpoints")
-    manifest = read_manifest(path)
-    config = config_of(path, manifest)
-    if config.model.is_foreign:
-        raise CheckpointError(
-            f"{path}: holds a `model_module` ({config.model.module.model_module}); evaluate it by "
-            "pretrain_gpt.py --skip-train --load, or give the module its weights (megalite.read_weights)"
-        )
+    found = _open(directory, ckpt_step)
+    config = found.config
     target = pick_device(str(device))
     world = world or World()
     model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # inference needs no padding
@@ -116,10 +122,6 @@ def load_for_inference(
     config = dataclasses.replace(config, model=model_config, parallel=parallel)
     if problems := layout_problems(config, world.size):
         raise ConfigError(problems)
-    with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
-        copy_extras(path, manifest, Path(folder))
-        tokenizer = load_tokenizer(folder, f"`load`={path}")
-    meta = Meta(manifest.meta, str(path))
     ranks = parallel.pipeline_model_parallel_size
     mesh = make_mesh(config, dataclasses.replace(world, device=target))
     placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
@@ -127,21 +129,59 @@ def load_for_inference(
     channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), pairs)
     parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
-    load_model(path, shards, mesh.world)
+    found.load(shards, mesh.world)
     loaded = LoadedModel(
         config,
-        tokenizer,
+        found.tokenizer,
         mesh,
         channel,
         placement,
         parts,
-        path,
-        meta.integer("iteration", 0),
-        meta.integer("consumed_samples", 0),
+        found.path,
+        *found.progress,
+        found.origin,
     )
     _ = loaded.generator, loaded.replicas_and_stages  # makes their communicators
     mesh.complete()
     return loaded
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is at a path. load: fills shards with its weights, on all ranks. progress: iteration, samples consumed."""
+
+    path: Path
+    config: Config
+    tokenizer: Tokenizer
+    origin: Origin
+    progress: tuple[int, int]
+    load: Callable[[Sequence[TensorShard], Axis], None]
+
+
+def _open(directory: Path | str, ckpt_step: int | None) -> _Found:
+    """Raises MegaliteError."""
+    if is_huggingface(directory):
+        if ckpt_step is not None:
+            raise ConfigError(f"`ckpt_step`={ckpt_step}: {directory} is a Hugging Face model and has no steps; drop it")
+        source = HuggingFaceSource(directory)
+        load = partial(load_weights, source)
+        return _Found(Path(directory), source.config, source.tokenizer, source.origin, (0, 0), load)
+    advice = "give a run's `save`, one of its checkpoints, or a Hugging Face model"
+    path = resolve_checkpoint(directory, ckpt_step, advice=advice)
+    manifest = read_manifest(path)
+    config = config_of(path, manifest)
+    if config.model.is_foreign:
+        raise CheckpointError(
+            f"{path}: holds a `model_module` ({config.model.module.model_module}); evaluate it by "
+            "pretrain_gpt.py --skip-train --load, or give the module its weights (megalite.read_weights)"
+        )
+    with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
+        copy_extras(path, manifest, Path(folder))
+        tokenizer = load_tokenizer(folder, f"`load`={path}")
+    meta = Meta(manifest.meta, str(path))
+    progress = meta.integer("iteration", 0), meta.integer("consumed_samples", 0)
+    origin = Origin.from_meta(manifest.meta.get(ORIGIN_META))
+    return _Found(path, config, tokenizer, origin, progress, partial(load_model, path))
 
 
 def pick_device(name: str) -> torch.device:

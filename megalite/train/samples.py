@@ -7,7 +7,7 @@ whole on each rank meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,7 +29,8 @@ from megalite.train.host_embedding import layer_of
 class SampleWriter:
     """Continues the prompts of `--sample-prompts`. Made and called by all ranks of the run.
 
-    newest_version: which weight version to use; its values are the masters', which a checkpoint would hold.
+    stops: tokens before which a text ends. newest_version: which weight version to use; its values are the masters',
+        which a checkpoint would hold.
     Raises DataError and ConfigError for prompts that cannot be read.
     """
 
@@ -40,6 +41,7 @@ class SampleWriter:
         model: Model,
         channel: Channel,
         tokenizer: Tokenizer,
+        stops: Collection[int],
         newest_version: Callable[[], int],
         device: torch.device,
     ) -> None:
@@ -48,7 +50,7 @@ class SampleWriter:
         self._texts: list[str] = all_gather_json(texts, mesh.world)[0]
         self._ids = prompt_ids(tokenizer, self._texts, "`sample_prompts`")
         self._config, self._mesh, self._model, self._channel = config, mesh, model, channel
-        self._tokenizer, self._newest_version, self._device = tokenizer, newest_version, device
+        self._tokenizer, self._stops, self._newest_version, self._device = tokenizer, stops, newest_version, device
         self._specs = {spec.name: spec for spec in layer_specs(config.model)}
         self._together = mesh.size("ep") > 1
         self._stages, self._replicas = mesh.over("dp", "pp") if self._together else mesh["pp"], mesh["dp"]
@@ -79,7 +81,7 @@ class SampleWriter:
                 [Request(number, tuple(ids)) for number, ids in enumerate(self._ids)],
                 Sampling(seed=self._config.training.seed),
                 max_new_tokens=self._config.logging.samples.sample_tokens,
-                eod_id=self._tokenizer.eod_id,
+                stops=self._stops,
                 micro_batch_size=self._config.training.micro_batch_size,
             )
         texts = [None if ids is None else self._tokenizer.decode(ids) for ids in found]

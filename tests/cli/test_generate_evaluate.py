@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.convert import CheckpointSource, write_huggingface
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, write_checkpoint
 from tools.command_line import run_tool
 
@@ -93,6 +94,24 @@ def test_evaluation_as_json_and_as_text(call: Call, run_dir: Path, tmp_path: Pat
     assert "bits per byte" in shown and "iteration 7" in shown
 
 
+def test_a_hugging_face_folder_is_like_the_checkpoint_that_it_was(call: Call, run_dir: Path, tmp_path: Path) -> None:
+    export = str(write_huggingface(CheckpointSource(run_dir), tmp_path / "export"))
+    file = tmp_path / "text.txt"
+    file.write_text(TEXT, encoding="utf-8")
+    flags = ("--text-file", str(file), "--json")
+    ours, theirs = (call("evaluate.py", "--load", where, *flags) for where in (str(run_dir), export))
+    assert theirs.returncode == 0, theirs.stderr
+    ours, theirs = json.loads(ours.stdout), json.loads(theirs.stdout)
+    assert theirs["loss"] == ours["loss"] and (ours["iteration"], theirs["iteration"]) == (7, None)
+    said = call("evaluate.py", "--load", export, "--text-file", str(file)).stdout
+    assert said.splitlines()[0] == f" {export}"
+    flags = ("--prompt", "Hi", "--max-new-tokens", "8", "--seed", "2")
+    texts = [call("generate_text.py", "--load", where, *flags).stdout for where in (str(run_dir), export)]
+    assert texts[0] == texts[1] and texts[0].startswith("Hi")
+    line = f"error: --ckpt-step=7: {export} is a Hugging Face model and has no steps; drop it\n"
+    assert call("generate_text.py", "--load", export, "--ckpt-step", "7").stderr == line
+
+
 def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "lambada.jsonl"
     file.write_text('{"text": "the last word"}\n{"text": "of a passage"}\n')
@@ -108,7 +127,7 @@ def test_lambada_from_jsonl(call: Call, run_dir: Path, tmp_path: Path) -> None:
         (
             "generate_text.py",
             ["--load", "/nowhere"],
-            "--load=/nowhere: no such directory; give a run's --save, or one of its checkpoints",
+            "--load=/nowhere: no such directory; give a run's --save, one of its checkpoints, or a Hugging Face model",
         ),
         (
             "generate_text.py",

@@ -63,7 +63,7 @@ def continued(world: World, directory: str, layout: Layout, sampling: list[Sampl
     # Prompts in pieces of two tokens and rounds of three between agreements: nothing may depend on either.
     requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(PROMPTS)]
     pieces = replace(loaded.generator, least_chunk=2, rounds=3)
-    cut = pieces.run(requests, sampling[0], eod_id=loaded.tokenizer.eod_id, **options)
+    cut = pieces.run(requests, sampling[0], stops=loaded.stops, **options)
     assert cut == [ids for (ids,) in generate(loaded, PROMPTS, sampling[0], **options)]
     return [generate(loaded, PROMPTS, how, **options) for how in sampling]
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megalite.comm.world import World
-from megalite.config import parse
+from megalite.config import ParallelConfig, Sampling, parse
 from megalite.convert import AdaptedSource, CheckpointSource, open_checkpoint, write_huggingface, write_peft
 from megalite.data import ChatTemplate, make_tokenizer, preprocess_chat
+from megalite.inference import generate, load_for_inference
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 from megalite.train.starting_point import offer_of
@@ -23,6 +24,7 @@ from tests.unit.convert.chat_model import TALK, save_model, save_tokenizer
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 HUB_ID = "someone/tiny-chat"
+PROMPT = f"<|begin|><|im_start|>user\n{TALK[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
 FLAGS = (
     "--use-checkpoint-args --seq-length 32 --calculate-per-token-loss --micro-batch-size 1 --global-batch-size 4 "
     "--train-iters 2 --lr 3e-2 --eval-iters 0 --num-workers 0 --device cpu --split 1,0,0"
@@ -109,6 +111,23 @@ def test_each_of_the_stop_tokens_stops(export: str, folder: Path) -> None:
         sure = transformers.LogitsProcessorList([lambda ids, scores, stop=stop: scores.index_fill(
             1, torch.tensor([stop]), 1e4)])  # fmt: skip
         assert written_by(load(folder / export), folder / export, logits_processor=sure) == [stop]
+
+
+def continued(world: World, where: str, tp: int, pp: int) -> list[int]:
+    layout = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    loaded = load_for_inference(where, world=world, parallel=layout, device="cpu")
+    assert loaded.stops == (297, 298)
+    ids = loaded.tokenizer.backend.encode(PROMPT, add_special_tokens=False).ids  # type: ignore[attr-defined]
+    return generate(loaded, [ids], Sampling(greedy=True), max_new_tokens=24)[0][0]
+
+
+@pytest.mark.parametrize(("name", "tp", "pp"), [("source", 2, 2), ("source", 1, 1), ("merged", 1, 2), ("lora", 2, 1)])
+def test_ours_writes_what_transformers_writes(name: str, tp: int, pp: int, folder: Path) -> None:
+    """Of a Hugging Face folder at any layout, and of a checkpoint of adapters: the same text, up to the stop token."""
+    export = "merged" if name == "lora" else name
+    theirs = written_by(load(folder / export), folder / export, do_sample=False, repetition_penalty=1.0)
+    expected = [token for token in theirs if token not in (297, 298)]
+    assert expected and run_ranks(continued, tp * pp, str(folder / name), tp, pp)[0] == expected
 
 
 def test_exports_are_ready_to_be_pushed(folder: Path) -> None:

@@ -44,7 +44,7 @@ def continued(stack: LayerStack, prompts: list[list[int]], sampling: Sampling, c
     making = {name: options.pop(name) for name in ("rounds", "num_choices") if name in options}
     requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(prompts)]
     generator = Generator(part_of(stack), **making)
-    return generator.run(requests, sampling, max_new_tokens=count, **({"eod_id": None} | options))
+    return generator.run(requests, sampling, max_new_tokens=count, **({"stops": ()} | options))
 
 
 def one(stack: LayerStack, prompt: list[int], sampling: Sampling, count: int, **options: Any) -> list[int]:
@@ -79,7 +79,7 @@ def test_generation_stops_at_the_end_of_document(tmp_path: Path) -> None:
     _, stack = write_checkpoint(tmp_path)
     free = one(stack, [65], Sampling(seed=4), 10)
     end = free[5]
-    assert one(stack, [65], Sampling(seed=4), 10, eod_id=end) == free[: free.index(end)]
+    assert one(stack, [65], Sampling(seed=4), 10, stops=(end,)) == free[: free.index(end)]
     told: list[int] = []
     part = one(
         stack, [65], Sampling(seed=4), 10, ended=lambda new: len(new) >= 3, on_tokens=lambda _, ids: told.extend(ids)
@@ -94,7 +94,7 @@ def test_what_keys_a_draw(tmp_path: Path) -> None:
     twins = continued(stack, [[65], [65]], Sampling(seed=1), 12, micro_batch_size=2)
     assert twins[0] == first != twins[1], "equal prompts of one list are drawn apart"
     generator = Generator(part_of(stack))
-    (shifted,) = generator.run([Request(0, (65,), sample=1)], Sampling(seed=1), max_new_tokens=12, eod_id=None)
+    (shifted,) = generator.run([Request(0, (65,), sample=1)], Sampling(seed=1), max_new_tokens=12, stops=())
     assert shifted == other
 
 
