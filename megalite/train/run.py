@@ -17,7 +17,7 @@ import torch
 from megalite.checkpoint import Meta
 from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
 from megalite.config import Config
-from megalite.convert import Origin, stop_tokens
+from megalite.convert import Origin
 from megalite.data import Survey, survey_differences
 from megalite.engine import Hyperparameters, Updater
 from megalite.errors import DataError
@@ -233,10 +233,7 @@ def assemble_trainer(
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
-        sample=sample_writer(
-            *(config, mesh, model, channel, state.tokenizer, stop_tokens(state.origin, state.tokenizer)),
-            *(updater.newest_version, world.device),
-        ),
+        sample=sample_writer(state, mesh, channel, updater.newest_version, world.device),
         evaluate=Validator(
             *(data, model, channel, updater.newest_version),
             length=lambda: data.evaluation_length(progress.consumed_samples),

@@ -7,7 +7,7 @@ whole on each rank meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import torch
 
 from megalite.comm import Channel, ExpertAxes, ParallelMesh, all_gather_json, patiently
 from megalite.config import Config
-from megalite.data import Tokenizer
+from megalite.convert import stop_tokens
 from megalite.generation import Generator, ModelParts, Request, Sampling, prompt_ids, read_prompts
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack
@@ -24,33 +24,32 @@ from megalite.parallel.tensor import LayerContext
 from megalite.schedule import token_pairs
 from megalite.train.build import Model, boundary_spec, parameter_dtype
 from megalite.train.host_embedding import layer_of
+from megalite.train.run_state import RunState
 
 
 class SampleWriter:
     """Continues the prompts of `--sample-prompts`. Made and called by all ranks of the run.
 
-    stops: tokens before which a text ends. newest_version: which weight version to use; its values are the masters',
-        which a checkpoint would hold.
+    newest_version: which weight version to use; its values are the masters', which a checkpoint would hold.
     Raises DataError and ConfigError for prompts that cannot be read.
     """
 
     def __init__(
         self,
-        config: Config,
+        state: RunState,
         mesh: ParallelMesh,
-        model: Model,
         channel: Channel,
-        tokenizer: Tokenizer,
-        stops: Collection[int],
         newest_version: Callable[[], int],
         device: torch.device,
     ) -> None:
+        config, model, tokenizer = state.config, state.model, state.tokenizer
         path = config.logging.samples.sample_prompts or ""
         texts = patiently((lambda: read_prompts(path, "`sample_prompts`")) if mesh.world.is_first else None, mesh.world)
         self._texts: list[str] = all_gather_json(texts, mesh.world)[0]
         self._ids = prompt_ids(tokenizer, self._texts, "`sample_prompts`")
         self._config, self._mesh, self._model, self._channel = config, mesh, model, channel
-        self._tokenizer, self._stops, self._newest_version, self._device = tokenizer, stops, newest_version, device
+        self._tokenizer, self._newest_version, self._device = tokenizer, newest_version, device
+        self._stops = stop_tokens(state.origin, tokenizer)
         self._specs = {spec.name: spec for spec in layer_specs(config.model)}
         self._together = mesh.size("ep") > 1
         self._stages, self._replicas = mesh.over("dp", "pp") if self._together else mesh["pp"], mesh["dp"]
@@ -114,9 +113,9 @@ class SampleWriter:
                 family.reshard()
 
 
-def sample_writer(config: Config, *others: Any) -> SampleWriter | None:
+def sample_writer(state: RunState, *others: Any) -> SampleWriter | None:
     """None where the run writes no samples. others: what `SampleWriter` takes."""
-    return None if config.logging.samples.sample_interval is None else SampleWriter(config, *others)
+    return None if state.config.logging.samples.sample_interval is None else SampleWriter(state, *others)
 
 
 def sending_pairs(config: Config, model: Model) -> frozenset[tuple[int, int]]:
