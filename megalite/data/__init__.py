@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from megalite.data.beside import as_hugging_face
 from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
-from megalite.data.chat import ChatTemplate, preprocess_chat
-from megalite.data.corpus import JSONL_SUFFIXES, read_jsonl, read_text, stdlib_corpus
+from megalite.data.chat import ChatTemplate, Messages, parse_messages, preprocess_chat
+from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_json, read_jsonl, read_text, stdlib_corpus
 from megalite.data.file_chunks import input_units, read_unit, utf8_length
 from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index

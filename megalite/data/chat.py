@@ -51,23 +51,45 @@ SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", 
 class ChatTemplate:
     """The template beside a Hugging Face tokenizer, rendered within limits by a process of its own.
 
-    directory: what `--tokenizer-model` names. Raises DataError where there is no template, ConfigError where a program
-    of the tokenizer's maker would have to run.
+    directory: the tokenizer's, which `flag` names. asked: what asks for the template. Raises DataError where there is
+    none, ConfigError where a program of the tokenizer's maker would have to run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, directory: str | None, limits: TemplateLimits | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        directory: str | None,
+        limits: TemplateLimits | None = None,
+        *,
+        asked: str = FLAG,
+        flag: str = "`tokenizer_model`",
+    ) -> None:
         if tokenizer.kind != "HuggingFaceTokenizer" or directory is None:
-            raise DataError(f"{FLAG}: needs `tokenizer_type`=HuggingFaceTokenizer, whose files have the chat template")
-        _check_jinja()
+            raise DataError(f"{asked}: needs a HuggingFaceTokenizer, whose files have the chat template")
+        _check_jinja(asked)
         self._backend: Any = tokenizer.backend  # type: ignore[attr-defined]  # of this kind
-        self.text, self.variables = read_template(Path(directory))
+        self.text, self.variables = read_template(Path(directory), flag)
         self._tells = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
         self._limits = limits
         self._renderer: ChatRenderer | None = None
         try:
             ChatRenderer(self.text, self.variables, limits).close()
         except DataError as error:
-            raise DataError(f"`tokenizer_model`={directory}: {str(error).replace(' for it', '', 1)}") from None
+            raise DataError(f"{flag}={directory}: {str(error).replace(' for it', '', 1)}") from None
+
+    def prompts(self, talks: Sequence[Messages]) -> list[list[int]]:
+        """Tokens of each conversation and of what calls for the next answer. Raises DataError where the template does
+        not take one, or needs more for it than a template may."""
+        renderer = ChatRenderer(self.text, self.variables, self._limits, prompt=True)
+        found = []
+        try:
+            for number, rendered in enumerate(renderer.render(talks), 1):
+                if isinstance(rendered, DataError):
+                    raise DataError(f"conversation {number}: {rendered}" if len(talks) > 1 else str(rendered))
+                found.append(list(self._backend.encode(rendered.text, add_special_tokens=False).ids))
+        finally:
+            renderer.close()
+        return found
 
     def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
         """Tokens of a conversation, and which are answers. Raises DataError where the template does not take it."""
@@ -107,9 +129,9 @@ class ChatTemplate:
         return self.__dict__ | {"_renderer": None}
 
 
-def read_template(where: Path) -> tuple[str, dict[str, str]]:
-    """Template and special tokens beside the tokenizer `where`. Raises DataError; ConfigError for a program's."""
-    flag = "`tokenizer_model`"
+def read_template(where: Path, flag: str = "`tokenizer_model`") -> tuple[str, dict[str, str]]:
+    """Template and special tokens beside the tokenizer `where`, which `flag` names. Raises DataError; ConfigError for a
+    program's."""
     folder = where if where.is_dir() else where.parent
     config = read_mapping(folder / "tokenizer_config.json", flag)
     check_no_program(folder / "tokenizer_config.json", config.get(PROGRAMS), flag)
@@ -137,11 +159,11 @@ def read_template(where: Path) -> tuple[str, dict[str, str]]:
     return template, {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _check_jinja() -> None:
+def _check_jinja(asked: str) -> None:
     """Raises ConfigError: of older versions ways out of the sandbox are known."""
-    found = optional_package(FLAG, "jinja2").__version__
+    found = optional_package(asked, "jinja2").__version__
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < (3, 1, 6):
-        raise ConfigError(f"{FLAG}: needs jinja2 3.1.6 or newer, not {found}; pip install -U jinja2")
+        raise ConfigError(f"{asked}: needs jinja2 3.1.6 or newer, not {found}; pip install -U jinja2")
 
 
 def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:

@@ -48,14 +48,22 @@ class Rendered:
 class ChatRenderer:
     """One template in a process of its own, which lives as long as this object.
 
-    variables: special tokens by name. Raises DataError where the template is none.
+    variables: special tokens by name. prompt: texts end with what calls for an answer, and none is looked for. Raises
+    DataError where the template is none.
     """
 
-    def __init__(self, template: str, variables: Mapping[str, str], limits: TemplateLimits | None = None) -> None:
+    def __init__(
+        self,
+        template: str,
+        variables: Mapping[str, str],
+        limits: TemplateLimits | None = None,
+        *,
+        prompt: bool = False,
+    ) -> None:
         self._limits = limits or TemplateLimits()
         self.owner = os.getpid()
         self._program = FencedProgram(Path(__file__).with_name(PROGRAM))
-        settings = {"template": template, "variables": dict(variables), "limits": vars(self._limits)}
+        settings = {"template": template, "variables": dict(variables), "limits": vars(self._limits), "prompt": prompt}
         self._program.send(json.dumps(settings).encode() + b"\n")
         reply = self._receive()
         if "refused" in reply:

@@ -4,7 +4,8 @@ A template is a program of whoever made the tokenizer. Jinja's sandbox keeps it 
 use is bounded here: processor time for each conversation, memory of the process, characters of a text. Time is kept by
 a signal whose default action ends the process, so that no call into C can outlast it.
 
-    -> {"template": ..., "variables": {...}, "limits": {...}}     <- {}
+    -> {"template": ..., "variables": {...}, "limits": {...},
+        "prompt": whether what calls for an answer follows}       <- {}
     -> N, then N lines, the messages of a conversation each       <- N lines: {"text": ..., "answers": [[begin, end]]},
                                                                      {"refused": why} or {"limit": what}
 """
@@ -93,14 +94,16 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class Renderer:
-    """One template. variables: special tokens by name. characters: the most of a text."""
+    """One template. variables: special tokens by name. characters: the most of a text. prompt: texts that an answer is
+    to follow."""
 
-    def __init__(self, template: str, variables: Mapping[str, Any], characters: int) -> None:
+    def __init__(self, template: str, variables: Mapping[str, Any], characters: int, *, prompt: bool) -> None:
         made = environment()
         made.extend(on_generation=self._on_generation)
         self._template, self._variables = made.from_string(template), variables
         self._tells = GENERATION.search(template) is not None
         self._most = characters
+        self._prompt = prompt
         self._length = 0
         self._answers: list[tuple[int, int]] = []
 
@@ -108,6 +111,8 @@ class Renderer:
         """Text and answers of one conversation."""
         messages = [self._plain(message) for message in json.loads(line)]
         most = self._most + 8 * len(line)
+        if self._prompt:
+            return {"text": self._render(messages, most, prompt=True), "answers": []}
         text = self._render(messages, most)
         if self._tells:
             return {"text": text, "answers": self._answers}
@@ -183,7 +188,9 @@ def main(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     made: list[Renderer] = []
 
     def prepare() -> dict[str, Any]:
-        made.append(Renderer(settings["template"], settings["variables"], limits["characters"]))
+        made.append(
+            Renderer(settings["template"], settings["variables"], limits["characters"], prompt=settings["prompt"])
+        )
         return {}
 
     def say(work: Any, seconds: float) -> None:

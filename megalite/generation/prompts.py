@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
-from megalite.data import JSONL_SUFFIXES, Tokenizer, read_jsonl, read_text
+from megalite.data import (
+    JSONL_SUFFIXES,
+    Messages,
+    Tokenizer,
+    open_text,
+    parse_json,
+    parse_messages,
+    read_jsonl,
+    read_text,
+)
 from megalite.errors import ConfigError, DataError
 from megalite.files import input_problem
 
@@ -28,6 +38,43 @@ def read_prompts(path: str, flag: str) -> list[str]:
     if not texts:
         raise DataError(f"{flag}={path}: holds no prompt; write one in each line")
     return texts
+
+
+def read_talks(path: str, flag: str) -> list[Messages]:
+    """Conversations that wait for an answer: the field `messages` of each line of a JSONL file, or `prompt`, what a
+    user says; of another file each line that is not empty. Raises DataError."""
+    if not path.endswith(JSONL_SUFFIXES):
+        return [[said("user", text)] for text in read_prompts(path, flag)]
+    problem = input_problem(path, MOST_BYTES)
+    if problem:
+        raise DataError(f"{flag}={path}: {problem}")
+    with open_text(path, flag) as file:
+        try:
+            talks = [_talk(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise DataError(f"{flag}={path}: cannot be read ({str(error)[:80]})") from None
+    if not talks:
+        raise DataError(f"{flag}={path}: holds no conversation; write one in each line")
+    return talks
+
+
+def _talk(line: str | bytes, where: str) -> Messages:
+    try:
+        record = parse_json(line, where)
+        if isinstance(record, dict) and "messages" not in record and isinstance(record.get("prompt"), str):
+            line = json.dumps({"messages": [said("user", record["prompt"])]})
+        (messages,) = parse_messages(line, ("messages",), where)
+    except DataError as error:
+        form = '{"messages": [{"role": "user", "content": "Hi"}]}'
+        raise DataError(f"{str(error).split(';')[0]}; a line is such as {form}") from None
+    if messages[-1]["role"] == "assistant":
+        raise DataError(f"{where}: ends with the assistant's message, so nothing waits for an answer; drop that")
+    return list(messages)
+
+
+def said(role: str, text: str) -> dict[str, str]:
+    """A message of a conversation."""
+    return {"role": role, "content": text}
 
 
 def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], flag: str) -> list[list[int]]:

@@ -2,10 +2,12 @@
 
 loaded_model    a checkpoint of any layout on the ranks of this run
 generate        texts that follow prompts (megalite.generation)
+chat            answers in conversations: by the model's own template and sampling
 evaluation      loss, perplexity and bits per byte of any text
 tasks           WikiText's word perplexity and LAMBADA's last-word accuracy
 """
 
+from megalite.inference.chat import chat_prompts, chat_template, model_sampling
 from megalite.inference.evaluation import TextWindows, open_data_path, score_source, score_text
 from megalite.inference.generate import generate
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
