@@ -25,7 +25,8 @@ from megalite.strangers import PROGRAMS
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+ANY_CLASS = "PreTrainedTokenizerFast"
 BYTES_END = "<|endoftext|>"
 #: Classes of transformers 5 alone.
 NEW_CLASSES = ("TokenizersBackend", "PythonBackend", "SentencePieceBackend", "MistralCommonBackend")
@@ -66,26 +67,26 @@ def huggingface_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     elif tokenizer.kind not in ("HuggingFaceTokenizer", *KNOWN_CLASSES):
         logger.warning("%s has no form that transformers loads: no tokenizer is written", tokenizer.kind)
         return {}
-    config = _config_of(tokenizer)
+    config = _config_of(tokenizer, TOKENIZER_CONFIG)
     if config.pop(PROGRAMS, None) is not None or config.get("tokenizer_class") in NEW_CLASSES:
         config.pop("tokenizer_class", None)
     for key in ("backend", "is_local", "name_or_path"):
         config.pop(key, None)
     if tokenizer.kind == "ByteTokenizer":
         config = {"eos_token": BYTES_END}
-    config.setdefault("tokenizer_class", KNOWN_CLASSES.get(tokenizer.kind, "PreTrainedTokenizerFast"))
+    config.setdefault("tokenizer_class", KNOWN_CLASSES.get(tokenizer.kind, ANY_CLASS))
     return files | {TOKENIZER_CONFIG: (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()}
 
 
-def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
-    """tokenizer_config.json, empty where there is none. Raises DataError."""
-    content = {**tokenizer.beside, **tokenizer.files()}.get(TOKENIZER_CONFIG, b"{}")
+def _config_of(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    """tokenizer_config.json or another object, empty where there is none. Raises DataError."""
+    content = {**tokenizer.beside, **tokenizer.files()}.get(name, b"{}")
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{TOKENIZER_CONFIG} of the tokenizer is not JSON ({str(error)[:80]}); repair it") from None
+        raise DataError(f"{name} of the tokenizer is not JSON ({str(error)[:80]}); repair it") from None
     if not isinstance(found, dict):
-        raise DataError(f"{TOKENIZER_CONFIG} of the tokenizer is not a JSON object; repair it")
+        raise DataError(f"{name} of the tokenizer is not a JSON object; repair it")
     return found
 
 
@@ -93,12 +94,15 @@ def special_tokens(origin: Origin, tokenizer: Tokenizer) -> dict[str, Any]:
     """`bos_token_id` and others for config.json: as the model came with them; else the tokenizer's."""
     if origin.model_type is not None and origin.has_tokens_of(tokenizer):
         return dict(origin.special_tokens)
-    eod, config = tokenizer.eod_id, _config_of(tokenizer)
-    if tokenizer.kind != "HuggingFaceTokenizer" or not config:
-        return {"bos_token_id": eod, "eos_token_id": eod}
+    eod, config = tokenizer.eod_id, _config_of(tokenizer, SPECIAL_MAP) | _config_of(tokenizer, TOKENIZER_CONFIG)
+    found = {"bos_token_id": eod, "eos_token_id": eod}
+    if tokenizer.kind != "HuggingFaceTokenizer":
+        return found
+    # What other classes do not say is what their code says; these have none of their own.
+    if "bos_token" in config or config.get("tokenizer_class") in (*NEW_CLASSES, ANY_CLASS):
+        found["bos_token_id"] = _id_of(tokenizer, config.get("bos_token"))
     pad = _id_of(tokenizer, config.get("pad_token"))
-    begin = {"bos_token_id": _id_of(tokenizer, config.get("bos_token")), "eos_token_id": eod}
-    return begin if pad is None else begin | {"pad_token_id": pad}
+    return found if pad is None else found | {"pad_token_id": pad}
 
 
 def stop_tokens(origin: Origin, tokenizer: Tokenizer) -> tuple[int, ...]:

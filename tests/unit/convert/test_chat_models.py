@@ -258,6 +258,47 @@ def test_a_run_with_another_tokenizer_keeps_sampling_and_no_token(model: Path, t
     assert special_tokens(Origin(), own) == dict(bos_token_id=300, eos_token_id=297, pad_token_id=298)
 
 
+BEGINS: list[tuple[dict[str, Any] | None, dict[str, Any] | None, Any, Any]] = [
+    # tokenizer_config.json, special_tokens_map.json -> bos_token_id ("eod": the end of document), pad_token_id (...:
+    # not written)
+    (None, None, "eod", ...),
+    ({}, None, "eod", ...),
+    ({"model_max_length": 9}, None, "eod", ...),
+    ({"tokenizer_class": "GPT2Tokenizer"}, None, "eod", ...),
+    ({"tokenizer_class": "PreTrainedTokenizerFast"}, None, None, ...),
+    ({"tokenizer_class": "TokenizersBackend"}, None, None, ...),
+    ({"tokenizer_class": "TokenizersBackend", "bos_token": "<|begin|>"}, None, 300, ...),
+    ({"bos_token": "<|begin|>"}, None, 300, ...),
+    ({"bos_token": {"content": "<|begin|>", "__type": "AddedToken"}}, None, 300, ...),
+    ({"bos_token": None}, None, None, ...),
+    ({"bos_token": "no token"}, None, None, ...),
+    ({"bos_token": "\ud800"}, None, None, ...),
+    ({"bos_token": 7}, None, None, ...),
+    ({"bos_token": ["<|begin|>"]}, None, None, ...),
+    ({"bos_token": {"content": 3}}, None, None, ...),
+    ({}, {"bos_token": "<|begin|>"}, 300, ...),
+    (None, {"bos_token": {"content": "<|begin|>"}}, 300, ...),
+    ({"bos_token": None}, {"bos_token": "<|begin|>"}, None, ...),
+    ({"pad_token": "<|endoftext|>"}, None, "eod", 298),
+    ({"pad_token": None, "eos_token": "<|endoftext|>"}, {"pad_token": "<|im_start|>"}, "eod", ...),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BEGINS)))
+def test_a_model_of_random_weights_has_its_tokenizers_tokens(number: int, model: Path, tmp_path: Path) -> None:
+    config, names, begin, pad = BEGINS[number]
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", names)):
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps({"eos_token": "<|im_end|>"} | content if config else content))
+    tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    assert special_tokens(Origin(), tokenizer) == {
+        "bos_token_id": tokenizer.eod_id if begin == "eod" else begin,
+        "eos_token_id": tokenizer.eod_id,
+        **({} if pad is ... else {"pad_token_id": pad}),
+    }
+
+
 @pytest.mark.parametrize(
     ("folder", "hub_id"),
     [
