@@ -35,7 +35,8 @@ from megalite.strangers import check_model_folder, load_causal_model
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
 
-    from megalite.convert import AdaptedSource, ModelSource
+    from megalite.config import ModelConfig
+    from megalite.convert import AdaptedSource, ModelSource, TrainedRun
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
@@ -83,6 +84,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     group.add_argument(
         "--true-vocab-size", type=int, help="from megatron: tokens without padding; unset: as stated, or all"
     )
+    group.add_argument(
+        "--no-load-optim", action="store_true",
+        help="from megatron's torch_dist to megalite: the weights alone, at iteration 0, without the run's moments",
+    )  # fmt: skip
     group.add_argument("--target-tensor-model-parallel-size", type=int, help="to megatron: ranks of a layer; unset: 1")
     group.add_argument("--target-pipeline-model-parallel-size", type=int, help="to megatron: stages; unset: 1")
     group.add_argument("--target-expert-model-parallel-size", type=int, help="to megatron: ranks of experts; unset: 1")
@@ -114,7 +119,7 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
         raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
     for side, chosen, names in (
-        ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size")),
+        ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size", "no_load_optim")),
         ("--to megatron", flags.target == "megatron", tuple(TARGETS.values())),
     ):
         for name in names:
@@ -149,9 +154,13 @@ def main(argv: list[str]) -> None:
     if flags.verify:
         _check_peer(flags, load)  # before the work of writing
     source = _open(flags, load)
+    run = _run_of(flags, source)
     with ProgressBar("converting", "parameters") as bar:
-        written = _write(flags, Watched(source, bar), save)
+        state = None if run is None else Watched(run, bar, source.model)
+        written = _write(flags, Watched(source, bar, source.model), save, state)
     print(f"wrote {written}")
+    if run is not None:
+        print(f"with the optimizer's state: a run with --load {save} goes on after iteration {run.iteration:,}")
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
         print("its base model's name on the Hub is not known, so none is written; --base-hub-id ORG/NAME writes it")
     if flags.verify:
@@ -168,20 +177,21 @@ def _check_peer(flags: argparse.Namespace, load: Path) -> None:
 
 
 class Watched:
-    """A `ModelSource` that reports how much of it has been read (writers may read a tensor more than once)."""
+    """A `ModelSource` or `TrainedRun` that reports how much of it has been read (writers may read a tensor more than
+    once)."""
 
-    def __init__(self, source: ModelSource, on_progress: OnProgress) -> None:
+    def __init__(self, source: ModelSource | TrainedRun, on_progress: OnProgress, model: ModelConfig) -> None:
         from megalite.convert import stored_shapes
 
         self._source, self._on_progress = source, on_progress
-        self._left = {name: math.prod(shape) for name, shape in stored_shapes(source.model).items()}
+        self._left = {name: math.prod(shape) for name, shape in stored_shapes(model).items()}
         self._total = sum(self._left.values())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
 
-    def read(self, name: str) -> torch.Tensor:
-        """See `ModelSource`."""
+    def read(self, name: str) -> Any:
+        """See `ModelSource` and `TrainedRun`."""
         values = self._source.read(name)
         self._left.pop(name, None)
         self._on_progress(self._total - sum(self._left.values()), self._total, "")
@@ -202,7 +212,19 @@ def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
     return source
 
 
-def _write(flags: argparse.Namespace, source: ModelSource, save: Path) -> Path:
+def _run_of(flags: argparse.Namespace, source: ModelSource) -> TrainedRun | None:
+    """The run whose moments are taken along, if any."""
+    from megalite.convert import MegatronDistSource, state_of
+
+    if flags.target != "megalite" or not isinstance(source, MegatronDistSource) or flags.no_load_optim:
+        return None
+    run = state_of(source)
+    if run is not None and flags.dtype not in (None, "fp32"):
+        raise ConfigError(f"--dtype={flags.dtype}: a run's masters are fp32; drop it, or add --no-load-optim")
+    return run
+
+
+def _write(flags: argparse.Namespace, source: ModelSource, save: Path, run: TrainedRun | None) -> Path:
     from megalite.convert import write_checkpoint, write_huggingface, write_megatron, write_peft
 
     dtype = _dtype(flags)
@@ -218,7 +240,7 @@ def _write(flags: argparse.Namespace, source: ModelSource, save: Path) -> Path:
         )
     if flags.target == "hf":
         return write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
-    return write_checkpoint(source, save, dtype=dtype)
+    return write_checkpoint(source, save, dtype=dtype, run=run)
 
 
 def _dtype(flags: argparse.Namespace) -> torch.dtype | None:

@@ -164,8 +164,9 @@ def write_whole(
     layers: Iterable[Mapping[str, Tensor]],
     files: Mapping[str, bytes],
     meta: Callable[[Mapping[str, StoredTensor]], Mapping[str, Any]],
+    step: int = 0,
 ) -> None:
-    """Writes a checkpoint of iteration 0 from one process into a staging directory; it is not published.
+    """Writes a checkpoint of iteration `step` from one process into a staging directory; it is not published.
 
     layers: whole tensors by name, a file for each layer. files: name -> content. meta: from all tensors. Raises
     OSError.
@@ -179,7 +180,7 @@ def write_whole(
         file_name = f"rank_{number:05d}.safetensors"
         stored[file_name] = write_shard_file(staging / file_name, parts, save_id=save_id, block_bytes=BLOCK_BYTES)
     extra = {name: ExtraFile(len(data), write_file(staging / name, data)) for name, data in files.items()}
-    write_proof(staging, Manifest(0, save_id, 1, tensors, stored, extra, meta(tensors)))
+    write_proof(staging, Manifest(step, save_id, 1, tensors, stored, extra, meta(tensors)))
 
 
 def _expanded(runs: Sequence[Sequence[int]]) -> list[int]:

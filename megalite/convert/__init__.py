@@ -15,6 +15,7 @@
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
     dcp_files.py        directories of torch.distributed.checkpoint; megatron_dist.py: its torch_dist, one of them
+    megatron_state.py   what a run has left there beside its weights: masters, moments, schedules
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
 To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
@@ -31,6 +32,7 @@ from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_megatron
 from megalite.convert.megatron_files import MegatronSource
+from megalite.convert.megatron_state import state_of
 from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
-from megalite.convert.source import ModelSource, stored_shapes
+from megalite.convert.source import ModelSource, TrainedRun, stored_shapes

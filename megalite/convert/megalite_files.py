@@ -26,7 +26,7 @@ from megalite.config import ModelConfig, from_dict, to_dict
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import ORIGIN_META, Origin
 from megalite.convert.registry import config_of_weights
-from megalite.convert.source import ModelSource, converted, staged, stored_shapes
+from megalite.convert.source import EXPERT_BIAS, ModelSource, TrainedRun, converted, staged, stored_shapes
 from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
 from megalite.inventory import layer_of
@@ -71,32 +71,45 @@ class CheckpointSource:
         return self._reader.read(name)
 
 
-def write_checkpoint(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
-    """A committed checkpoint of the weights at iteration 0, one file a layer; returns its directory.
+def write_checkpoint(
+    source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None, run: TrainedRun | None = None
+) -> Path:
+    """A committed checkpoint, one file a layer; returns its directory.
 
-    dtype: of the stored weights; None keeps each as it is. Raises CheckpointError.
+    dtype: of the stored weights; None keeps each as it is. run: what has trained them, so that training goes on from
+    its iteration; None: the weights alone, at iteration 0. Raises CheckpointError.
     """
-    name = directory_name(0)
+    step = 0 if run is None else run.iteration
+    name = directory_name(step)
 
     def meta(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+        origin = {ORIGIN_META: source.origin.to_meta()}
+        if run is not None:
+            found = {"config": to_dict(run.config), **run.meta, **origin}
+            return {"iteration": step, "consumed_samples": found["progress"]["consumed_samples"], **found}
         stored = tensors["embedding.word_embeddings.weight"].torch_dtype
-        found = {"config": to_dict(config_of_weights(source.model, stored)), ORIGIN_META: source.origin.to_meta()}
-        return {"iteration": 0, "consumed_samples": 0, **found}
+        config = config_of_weights(source.model, stored)
+        return {"iteration": 0, "consumed_samples": 0, "config": to_dict(config), **origin}
 
     with staged(directory, name, model=source.model, dtype=dtype) as staging:
-        write_whole(staging, _layers(source, dtype), tokenizer_files(source.tokenizer), meta)
-    write_tracker(directory, 0)
+        write_whole(staging, _layers(source, dtype, run), tokenizer_files(source.tokenizer), meta, step)
+    write_tracker(directory, step)
     return directory / name
 
 
-def _layers(source: ModelSource, dtype: torch.dtype | None) -> Iterator[dict[str, Tensor]]:
+def _layers(source: ModelSource, dtype: torch.dtype | None, run: TrainedRun | None) -> Iterator[dict[str, Tensor]]:
     """The stored tensors, layer by layer. Raises CheckpointError where one has not the shape that the model has."""
     shapes = stored_shapes(source.model)
     for _, names in groupby(shapes, layer_of):
         layer: dict[str, Tensor] = {}
         for name in names:
+            if run is not None and not name.endswith(EXPERT_BIAS):
+                layer |= run.read(name)
+                continue
             values = source.read(name)
             if tuple(values.shape) != shapes[name]:
                 raise CheckpointError(f"{name}: shape {list(values.shape)}, the model has {list(shapes[name])}")
             layer[name] = converted(name, values, dtype)
         yield layer
+    if run is not None:
+        yield dict(run.rest)

@@ -90,7 +90,7 @@ class MegatronDistSource(MegatronParts[DistParts]):
             raise CheckpointError(f"{where}: holds no args, so the number of attention heads is unknown")
         rows = next((t.shape[0] for n, t in self.files.tensors.items() if n == EMBEDDING and t.shape), 1)
         self.model = read_args(args, f"{where}: args", legacy=False, rows=max(1, rows), vocab_size=true_vocab_size)
-        self.parts = self._parts("", self.model.num_layers)
+        self.parts = self.parts_of("")
         self.check()
 
     def join(self, parts: DistParts, *, meta: bool = False) -> Tensor:
@@ -113,9 +113,10 @@ class MegatronDistSource(MegatronParts[DistParts]):
             raise CheckpointError(f"{path}: not what Megatron-LM writes")
         return found, str(path)
 
-    def _parts(self, prefix: str, layers: int) -> dict[str, DistParts]:
-        """Logical name -> its parts, of the tensors whose names begin with `prefix`."""
-        known = megatron_names()
+    def parts_of(self, prefix: str) -> dict[str, DistParts]:
+        """Logical name -> its parts, of the tensors whose names begin with `prefix`; "": of the weights. Raises
+        CheckpointError for a name that no supported model has."""
+        known, layers = megatron_names(), self.model.num_layers
         found: dict[str, DistParts] = {}
         for name, tensor in self.files.tensors.items():
             if not name.startswith(prefix) or (not prefix and name.startswith(OPTIMIZER)) or name.endswith(IGNORED):

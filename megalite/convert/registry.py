@@ -58,12 +58,12 @@ def check_shape(model: ModelConfig, where: str) -> None:
         raise ConfigError([f"{where}: {problem}" for problem in problems])
 
 
-def config_around(model: ModelConfig, **training: Any) -> Config:
+def config_around(model: ModelConfig, optimizer: OptimizerConfig | None = None, **training: Any) -> Config:
     """A configuration that describes weights which no run of ours has trained."""
     return Config(
         model=model,
         training=build_section(TrainingConfig, {"micro_batch_size": 1, "train_iters": 1, **training}),
-        optimizer=OptimizerConfig(lr=1e-5),
+        optimizer=optimizer or OptimizerConfig(lr=1e-5),
         data=DataConfig(),
     )
 
@@ -71,7 +71,7 @@ def config_around(model: ModelConfig, **training: Any) -> Config:
 def config_of_weights(model: ModelConfig, stored: torch.dtype) -> Config:
     """The same, with the precision in which the weights are stored."""
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}.get(stored)
-    return config_around(model, **({precision: True} if precision else {}))
+    return config_around(model, None, **({precision: True} if precision else {}))
 
 
 def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFamily:

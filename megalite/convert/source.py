@@ -7,17 +7,17 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from megalite.checkpoint import check_space, fsync_directory
-from megalite.config import ModelConfig
+from megalite.config import Config, ModelConfig
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.data import Tokenizer
@@ -43,6 +43,27 @@ class ModelSource(Protocol):
 
     def read(self, name: str) -> Tensor:
         """A logical tensor as it is stored, on the CPU."""
+        ...
+
+
+class TrainedRun(Protocol):
+    """What a run elsewhere has left beside its weights, so that one of ours goes on from there.
+
+    iteration: those done. config, meta: what a checkpoint of ours says of a run (`train/run_state.py`). rest: tensors
+    of the state that belong to no parameter, by name.
+    """
+
+    iteration: int
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
+    @property
+    def rest(self) -> Mapping[str, Tensor]: ...
+
+    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """A parameter's master and what the optimizer keeps of it, by their names in a checkpoint."""
         ...
 
 

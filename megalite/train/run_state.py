@@ -11,6 +11,8 @@
               where memory lay (for readers: a run that resumes decides anew)
     files     the tokenizer, config.yaml
 
+A run of another framework's becomes one of ours by writing the same (`convert/megatron_state.py`).
+
 Everything is logical: no rank, stage or place in memory is written down, so any layout can resume from it.
 """
 

@@ -96,6 +96,8 @@ def write_torch_dist(
     seed: int = 0,
     as_object: bool = False,
     more: dict[str, Any] | None = None,
+    common: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Path:
     """A run's directory with what else such files hold: states that nobody reads, enums. Returns its iteration's."""
     directory = root / "iter_0000100"
@@ -103,8 +105,8 @@ def write_torch_dist(
     state: dict[str, Any] = stacked(model, mixed=mixed)
     state |= {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": [None], "rng_state/shard_0_1": [torch.ones(4)]}
     state |= more or {}
-    args = arguments(model.config, Way())
-    common = {"args": args, "checkpoint_version": 3.0, "iteration": 100, "optimizer": {"param_groups": [{"lr": 1e-3}]}}
+    args = arguments(model.config, Way(), **changes)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 100, **(common or {})}
     with pytest.MonkeyPatch.context() as patch:
         args.model_type = megatron_enum(patch)
         if as_object:

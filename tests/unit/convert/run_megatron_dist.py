@@ -69,7 +69,8 @@ def arguments(kind: str, tp: int, pp: int) -> argparse.Namespace:
         position_embedding_type="learned_absolute", bias_gelu_fusion=True, num_experts=None, moe_layer_freq=1,
         moe_router_load_balancing_type="none", moe_router_pre_softmax=True, bf16=False, kv_channels=H // 4,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, padded_vocab_size=ROWS, optimizer="adam",
-        consumed_train_samples=8, add_position_embedding=True, adam_beta1=0.9, lr=1e-2, qk_layernorm=False,
+        add_position_embedding=True, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, lr=1e-2, weight_decay=0.0,
+        micro_batch_size=4, global_batch_size=4, train_iters=10, seed=77,
     )  # fmt: skip
     return argparse.Namespace(**args | KINDS[kind])
 
@@ -154,18 +155,29 @@ def main(folder: Path, rank: int, job: dict[str, Any]) -> None:
         found = dist_checkpointing.load(state, path, get_default_load_sharded_strategy(path))
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
+        for inner in optimizer.chained_optimizers:
+            for state in inner.optimizer.state.values():
+                state["step"] = state["step"].clone()  # one tensor for all of them is counted up by each
         iteration = found["iteration"]
-    tokens = torch.randint(0, V, (4, S), generator=torch.Generator().manual_seed(0))
+    # a text that repeats itself: every sample of it is the same, in whatever order
+    tokens = torch.randint(0, V, (S,), generator=torch.Generator().manual_seed(0)).expand(4, S)
+    labels = tokens.roll(-1, 1)
     for _ in range(job.get("train", 0)):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(logits_of(ddp, tokens).float().flatten(0, 1), tokens.flatten())
-        loss.backward()
+        logits = logits_of(ddp, tokens).float()[..., : job.get("vocabulary", V)]
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
         ddp.finish_grad_sync()
         optimizer.step()
         iteration += 1
     if job.get("save"):
-        common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration}
+        scheduler = {
+            "max_lr": 1e-2, "lr_warmup_steps": 0, "num_steps": 4 * iteration, "lr_decay_style": "constant",
+            "lr_decay_steps": 40, "min_lr": 0.0, "start_wd": 0.0, "end_wd": 0.0, "wd_incr_style": "constant",
+            "wd_incr_steps": 40,
+        }  # fmt: skip
+        args.consumed_train_samples = 4 * iteration
+        common = {"args": args, "checkpoint_version": 3.0, "iteration": iteration, "opt_param_scheduler": scheduler}
         path = folder / job["save"] / f"iter_{iteration:07d}"
         if rank == 0:
             path.mkdir(parents=True)

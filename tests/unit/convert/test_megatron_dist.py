@@ -16,14 +16,30 @@ from typing import Any
 
 import pytest
 import torch
+from equivalence.layouts import saved_tensors
 from torch import Tensor
 
 from megalite import strangers
-from megalite.convert import CheckpointSource, open_megatron, write_checkpoint, write_huggingface
+from megalite.checkpoint import CheckpointReader
+from megalite.comm import World
+from megalite.config.cli import parse
+from megalite.convert import (
+    CheckpointSource,
+    MegatronDistSource,
+    open_megatron,
+    state_of,
+    write_checkpoint,
+    write_huggingface,
+)
 from megalite.convert.dcp_files import DcpFiles
 from megalite.convert.source import stored_shapes
+from megalite.data.indexed import IndexedWriter
 from megalite.errors import MegaliteError
-from tests.unit.convert.dcp_layout import random_cuts, write_dcp, write_torch_dist
+from megalite.testing import run_ranks
+from megalite.train.param_schedules import ParamSchedules, resolve_schedules
+from megalite.train.run import open_run
+from megalite.train.starting_point import offer_of, open_start
+from tests.unit.convert.dcp_layout import random_cuts, stacked, write_dcp, write_torch_dist
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_megatron import S, V, assert_same, peer
 
@@ -70,6 +86,82 @@ def test_rectangles_are_put_together_as_torch_does(tmp_path: Path) -> None:
     assert torch.equal(files.read("a", (2,)), state["a"][2]) and torch.equal(files.read("a", (1, 3)), state["a"][1, 3])
     assert files.content("o") == state["o"]
     assert len(files.tensors["a"].chunks) > 1
+
+
+def written_with_state(root: Path, **changes: Any) -> Path:
+    """Masters and moments that are functions of the weights, number by number."""
+    weights = stacked(peer("llama"))
+    more = {f"optimizer.state.{kind}.{key}": of(t).float() for key, t in weights.items() for kind, of in STATE.items()}
+    groups = [{"lr": 1e-3, "step": 97.0}]
+    scheduler = dict(
+        max_lr=1e-3, min_lr=1e-4, lr_warmup_steps=64, num_steps=776, lr_decay_style="cosine", lr_decay_steps=8000,
+        start_wd=0.01, end_wd=0.1, wd_incr_style="linear", wd_incr_steps=8000,
+    )  # fmt: skip
+    common = {"optimizer": {"optimizer": {"param_groups": groups}}, "opt_param_scheduler": scheduler}
+    args = dict(
+        seed=5, global_batch_size=8, micro_batch_size=2, consumed_train_samples=800, bf16=True, optimizer="adam"
+    )
+    return write_torch_dist(root, peer("llama"), more=more, common=common | changes.pop("common", {}), **args | changes)
+
+
+STATE: dict[str, Callable[[Tensor], Tensor]] = {
+    "param": lambda t: t + 1, "exp_avg": lambda t: -2 * t, "exp_avg_sq": lambda t: t * t,
+}  # fmt: skip
+
+
+def test_masters_and_moments_come_along(tmp_path: Path) -> None:
+    written_with_state(tmp_path / "megatron")
+    source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
+    assert isinstance(source, MegatronDistSource)
+    path = write_checkpoint(source, tmp_path / "ours", run=state_of(source))
+    found = saved_tensors(tmp_path / "ours")
+    for name in stored_shapes(source.model):
+        weights = source.read(name)
+        assert torch.equal(found.pop(name), (weights + 1).float())
+        assert torch.equal(found.pop(f"optimizer/exp_avg/{name}"), (-2 * weights).float())
+        assert torch.equal(found.pop(f"optimizer/exp_avg_sq/{name}"), (weights * weights).float())
+    assert not found
+    reader = CheckpointReader(path)
+    assert reader.read("optimizer/step").item() == 97 and reader.manifest.step == 100
+    meta = reader.manifest.meta
+    assert meta["progress"] == {
+        "iteration": 100, "consumed_samples": 800, "updates": 100, "microbatches": 100, "skipped_iterations": 3,
+        "schedule_samples": 776,
+    }  # fmt: skip
+    start = open_start(path, finetune=False)
+    assert start.saved is not None and start.saved.training.precision.bf16
+    theirs = ParamSchedules.from_meta(meta["opt_param_scheduler"], "x")
+    assert theirs.learning_rate(64) == 1e-3 and theirs.learning_rate(8000) == 1e-4
+    assert theirs.weight_decay(4000) == pytest.approx(0.055)
+    flags = (
+        f"--load {path} --use-checkpoint-args --mock-data --micro-batch-size 1 --global-batch-size 8 --bf16 "
+        "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 8 --start-weight-decay 0.01 "
+        "--weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style linear --train-iters 1000"
+    )
+    settled = resolve_schedules(
+        parse(flags.split(), world_size=1, read_offer=offer_of), 1, start
+    )  # the same, said in iterations
+    assert settled.origin == "checkpoint" and settled.schedules.learning_rate == theirs.learning_rate
+
+
+def test_state_that_is_not_taken_along(tmp_path: Path) -> None:
+    def line(number: int, drop: str = "", **changes: Any) -> str:
+        there = tmp_path / str(number)
+        directory = written_with_state(there, **changes)
+        change(
+            directory,
+            lambda m: [m.state_dict_metadata.pop(n) for n in list(m.state_dict_metadata) if drop and drop in n],
+        )
+        source = open_megatron(there, true_vocab_size=V)
+        assert isinstance(source, MegatronDistSource)
+        with pytest.raises(MegaliteError) as caught:
+            write_checkpoint(source, there / "ours", run=state_of(source))
+        return str(caught.value)
+
+    assert "optimizer 'sgd' not supported" in line(1, optimizer="sgd")
+    assert "exp_avg_sq of layers.0.input_norm.weight is missing" in line(2, "exp_avg_sq.decoder.layers.self_attention")
+    assert "dp_reshardable); save it with --dist-ckpt-optim-fully-reshardable" in line(3, ".exp_avg.")
+    assert "how many steps" in line(4, common={"optimizer": {}})
 
 
 # Hostile files
@@ -305,6 +397,51 @@ def logits_here(directory: Path, tokens: Tensor) -> Tensor:
     head: Any = loaded.model.get_submodule("head")
     with torch.no_grad():
         return head.logits(loaded.model.body(None, microbatch)).transpose(0, 1)
+
+
+def train_on(world: World, argv: list[str]) -> None:
+    """One iteration through the product; the state is saved."""
+    with open_run(parse(argv, world_size=world.size, read_offer=offer_of), world) as run:
+        run.trainer.train_step(drain=True)
+        run.state.save(run.trainer.progress)
+
+
+@pytest.mark.full
+@needs_core
+@pytest.mark.parametrize("kind", ["llama", "experts"])
+def test_a_run_of_megatron_core_goes_on_here(kind: str, tmp_path: Path) -> None:
+    """Its third step there, in one process, and here on four ranks: the same masters and moments."""
+    told = core(tmp_path, "two", kind=kind, train=2, save="two")
+    core(tmp_path, "three", kind=kind, load="two/iter_0000002", train=1, save="three")
+    source, after = (open_megatron(tmp_path / name, true_vocab_size=100) for name in ("two", "three"))
+    assert isinstance(source, MegatronDistSource) and isinstance(after, MegatronDistSource)
+    run, expected = state_of(source), state_of(after)
+    assert run is not None and expected is not None and (run.iteration, run.steps, expected.steps) == (2, 2, 3)
+    for ours, theirs in {
+        "layers.1.attention.qkv.weight": "decoder.layers.1.self_attention.linear_qkv.weight",
+        "layers.0.mlp_norm.weight": "decoder.layers.0.pre_mlp_layernorm.weight",
+        "head.final_norm.weight": "decoder.final_layernorm.weight",
+    }.items():
+        found, there = dict(run.read(ours)), told["state"][theirs]
+        assert torch.equal(found[ours], there["param"]), ours
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[f"optimizer/{moment}/{ours}"], there[moment]), (ours, moment)
+    write_checkpoint(source, tmp_path / "ours", run=run)
+
+    with IndexedWriter(tmp_path / "text", vocab_size=128) as writer:
+        writer.add_document(told["tokens"][0].tolist() * 40)
+    argv = (
+        f"--load {tmp_path / 'ours'} --use-checkpoint-args --save {tmp_path / 'next'} --data-path {tmp_path / 'text'} "
+        "--split 100,0,0 --micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-2 --clip-grad 0 "
+        "--lr-decay-style constant --weight-decay 0 --eval-iters 0 --num-workers 0 --no-exit-signal-handler "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --adam-eps 1e-8"
+    )
+    run_ranks(train_on, 4, argv.split(), timeout=60)
+    found = saved_tensors(tmp_path / "next")
+    for name in stored_shapes(source.model):
+        for key, values in expected.read(name):
+            close = (found[key] - values).abs().max() <= 2e-5 * values.abs().max() + 1e-9
+            assert close, (key, found[key] - values)
 
 
 @pytest.mark.full

@@ -1,0 +1,173 @@
+"""What a run of Megatron-LM has left in `torch_dist` beside its weights: masters, Adam's moments, how far it has got.
+
+    optimizer.state.param.KEY, or fp32_param.KEY      the master of the weight KEY; a run in fp32 may have none
+    optimizer.state.exp_avg.KEY, exp_avg_sq.KEY       its moments
+    common: args, iteration, optimizer (steps done, scale of the loss), opt_param_scheduler (lengths in samples)
+
+They are there if the run was saved with `dist_ckpt_optim_fully_reshardable`, or had no distributed optimizer. Its other
+forms (optimizer.distributed...) are buffers of one layout's ranks, and are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config import Config, OptimizerConfig, build_section
+from megalite.convert.fields import Fields
+from megalite.convert.megatron_dist import OPTIMIZER, DistParts, MegatronDistSource
+from megalite.convert.registry import config_around
+from megalite.errors import CheckpointError
+from megalite.inventory import parameter_shapes
+from megalite.optim import LearningRateSchedule, WeightDecaySchedule
+
+STATE = "optimizer.state."
+MASTERS, MOMENTS = ("param", "fp32_param"), ("exp_avg", "exp_avg_sq")
+WEIGHTS_ALONE = "`no_load_optim` takes the weights alone"
+
+
+def state_of(source: MegatronDistSource) -> MegatronState | None:
+    """The state of a run; None where it was saved without. Raises CheckpointError where its form is not supported."""
+    if not any(name.startswith(OPTIMIZER) or ".optimizer." in name for name in source.files.tensors):
+        return None
+    return MegatronState(source)
+
+
+class MegatronState:
+    """A `TrainedRun`. Raises CheckpointError where a tensor of it is missing or has not its weight's shape."""
+
+    def __init__(self, source: MegatronDistSource) -> None:
+        self._source, self._where = source, str(source.directory)
+        names = [name for name in source.files.tensors if name.startswith(STATE)]
+        if not any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in names):
+            raise CheckpointError(
+                f"{self._where}: its optimizer state belongs to one number of ranks (dp_reshardable); save it with "
+                f"`dist_ckpt_optim_fully_reshardable` there, or {WEIGHTS_ALONE}"
+            )
+        self._args = Fields(source.common["args"], f"{self._where}: args")
+        if (kind := self._args.get("optimizer", "adam")) != "adam":
+            raise CheckpointError(f"{self._where}: optimizer {str(kind)[:40]!r} not supported (adam); {WEIGHTS_ALONE}")
+        masters = [kind for kind in MASTERS if any(name.startswith(f"{STATE}{kind}.") for name in names)]
+        self._parts = {kind: self._checked(kind) for kind in (*masters[:1], *MOMENTS)}
+        self._master = masters[0] if masters else None
+        self._common = Fields(source.common, self._where)
+        self.iteration = self._common.integer("iteration")
+
+    def _checked(self, kind: str) -> Mapping[str, DistParts]:
+        parts = self._source.parts_of(f"{STATE}{kind}.")
+        for name, shape in parameter_shapes(self._source.model).items():
+            if name not in parts:
+                raise CheckpointError(f"{self._where}: {kind} of {name} is missing; {WEIGHTS_ALONE}")
+            try:
+                found = tuple(self._source.join(parts[name], meta=True).shape)
+            except (IndexError, RuntimeError):
+                found = ()
+            if found != shape:
+                what = f"shape {list(parts[name].first.entry[1])}, its weight's part of {list(shape)}"
+                raise CheckpointError(f"{self._where}: {parts[name].first.name}: {what}; {WEIGHTS_ALONE}")
+        return parts
+
+    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """A parameter's master and moments in fp32, under their names in a checkpoint of ours."""
+        master = self._source.read(name) if self._master is None else self._value(self._master, name)
+        yield name, master.float()
+        for kind in MOMENTS:
+            yield f"optimizer/{kind}/{name}", self._value(kind, name).float()
+
+    def _value(self, kind: str, name: str) -> Tensor:
+        return self._source.join(self._parts[kind][name])
+
+    @property
+    def rest(self) -> Mapping[str, Tensor]:
+        """What belongs to no parameter."""
+        return {"optimizer/step": torch.tensor(float(self.steps))}
+
+    @property
+    def steps(self) -> int:
+        """Steps of the optimizer: iterations but for those that were skipped."""
+        optimizer = self._common.section("optimizer")
+        optimizers = [optimizer, *(optimizer.section(key) for key in optimizer.raw if key.isdecimal())]
+        for one in optimizers:  # of dense weights and of experts: they step together
+            inner = one.section("optimizer") if "optimizer" in one.raw else one
+            groups = inner.get("param_groups", [])
+            found = [group["step"] for group in groups if isinstance(group, dict) and group.get("step") is not None]
+            found += [step for step in [inner.section("state").get("common_step")] if step is not None]
+            if found and type(found[0]) in (int, float) and 0 <= found[0] <= self.iteration:
+                return int(found[0])
+        raise CheckpointError(f"{self._where}: does not say how many steps its optimizer has done; {WEIGHTS_ALONE}")
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration as far as it matters to one that goes on: seed, batch, precision, learning rate."""
+        args = self._args
+        training: dict[str, Any] = {name: True for name in ("bf16", "fp16") if args.flag(name, False)}
+        for name in ("seed", "global_batch_size", "micro_batch_size", "train_iters"):
+            if args.get(name) is not None:
+                training[name] = args.integer(name)
+        schedules = self._schedules()
+        rate, decay = schedules["learning_rate"], schedules["weight_decay"]
+        settings = {"lr": rate["lr"], "min_lr": rate["min_lr"], "lr_decay_style": rate["style"]}
+        ramp = {"start_weight_decay": decay["start"], "end_weight_decay": decay["end"]}
+        numbers = {name: args.number(name) for name in ("adam_beta1", "adam_beta2", "adam_eps") if args.get(name)}
+        optimizer = {**settings, **ramp, **numbers, "weight_decay": decay["end"]}
+        optimizer["weight_decay_incr_style"] = decay["style"]
+        return config_around(self._source.model, build_section(OptimizerConfig, optimizer), **training)
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """How far the run has got, and its schedules, as a checkpoint of ours says it."""
+        samples = self._count(self._args, "consumed_train_samples")
+        skipped = self.iteration - self.steps
+        seen = self._count(self._common.section("opt_param_scheduler"), "num_steps", samples)
+        progress = {
+            "iteration": self.iteration, "consumed_samples": samples, "updates": self.iteration,
+            "microbatches": self.iteration, "skipped_iterations": skipped, "schedule_samples": seen,
+        }  # fmt: skip
+        return {"progress": progress, "opt_param_scheduler": self._schedules(), "loss_scaler": self._loss_scaler()}
+
+    def _schedules(self) -> dict[str, Any]:
+        """Lengths in samples, on both sides."""
+        state, args = self._common.section("opt_param_scheduler"), self._args
+        batch = self._count(args, "global_batch_size", 1)
+        final = self._count(args, "lr_wsd_decay_samples", self._count(args, "lr_wsd_decay_iters", 0) * batch)
+        rate = LearningRateSchedule(
+            lr=_number(state, "max_lr", args.number("lr", 1e-5)),
+            min_lr=_number(state, "min_lr", 0.0),
+            style=state.get("lr_decay_style", "constant"),
+            decay_samples=self._count(state, "lr_decay_steps", 1),
+            warmup_samples=self._count(state, "lr_warmup_steps", 0),
+            warmup_init=_number(args, "lr_warmup_init", 0.0),
+            wsd_style=args.get("lr_wsd_decay_style", "exponential"),
+            wsd_decay_samples=final,
+        )
+        end = _number(state, "end_wd", _number(args, "weight_decay", 0.01))
+        decay = WeightDecaySchedule(
+            start=_number(state, "start_wd", end),
+            end=end,
+            style=state.get("wd_incr_style", "constant"),
+            ramp_samples=self._count(state, "wd_incr_steps", 0),
+        )
+        return {"learning_rate": asdict(rate), "weight_decay": asdict(decay)}
+
+    def _loss_scaler(self) -> dict[str, Any]:
+        """Of a run in fp16; empty for others."""
+        state = self._common.section("optimizer").section("grad_scaler")
+        names = {"scale": "scale", "good_steps": "growth_tracker", "tolerance": "hysteresis_tracker"}
+        return {ours: state.get(theirs) for ours, theirs in names.items()} if "scale" in state.raw else {}
+
+    def _count(self, fields: Fields, key: str, default: int = 0) -> int:
+        value = fields.get(key, default)
+        if type(value) not in (int, float) or not 0 <= value < 2**62:
+            raise CheckpointError(f"{fields.where}: {key} {str(value)[:40]!r} is not a number of samples")
+        return int(value)
+
+
+def _number(fields: Fields, key: str, default: float) -> float:
+    value = fields.get(key, default)
+    if type(value) not in (int, float):
+        raise CheckpointError(f"{fields.where}: {key} {str(value)[:40]!r} is not a number")
+    return float(value)
