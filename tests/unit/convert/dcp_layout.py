@@ -4,7 +4,9 @@ among them, with no line of the product."""
 from __future__ import annotations
 
 import io
+import pickle
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,10 @@ def write_torch_dist(
         write_dcp(directory, state, random_cuts(state, seed))
     (root / "latest_checkpointed_iteration.txt").write_text("100")
     return directory
+
+
+def change_metadata(directory: Path, apply: Callable[[Any], None]) -> None:
+    """Rewrites the metadata of a checkpoint, changed in place."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    apply(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
