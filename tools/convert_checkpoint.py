@@ -160,7 +160,7 @@ def main(argv: list[str]) -> None:
         written = _write(flags, Watched(source, bar, source.model), save, state)
     print(f"wrote {written}")
     if run is not None:
-        print(f"with the optimizer's state: a run with --load {save} goes on after iteration {run.iteration:,}")
+        print(f"with the optimizer's state: a run with --load {save} continues after iteration {run.iteration:,}")
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
         print("its base model's name on the Hub is not known, so none is written; --base-hub-id ORG/NAME writes it")
     if flags.verify:

@@ -76,7 +76,7 @@ def write_checkpoint(
 ) -> Path:
     """A committed checkpoint, one file a layer; returns its directory.
 
-    dtype: of the stored weights; None keeps each as it is. run: what has trained them, so that training goes on from
+    dtype: of the stored weights; None keeps each as it is. run: what has trained them, so that it continues at
     its iteration; None: the weights alone, at iteration 0. Raises CheckpointError.
     """
     step = 0 if run is None else run.iteration

@@ -51,7 +51,9 @@ class MegatronState:
         self._args = Fields(source.common["args"], f"{self._where}: args")
         usual = OptimizerConfig.optimizer  # the default on both sides
         if (kind := self._args.get("optimizer", usual)) != usual:
-            raise CheckpointError(f"{self._where}: optimizer {str(kind)[:40]!r} not supported ({usual}); {WEIGHTS_ALONE}")
+            raise CheckpointError(
+                f"{self._where}: optimizer {str(kind)[:40]!r} not supported ({usual}); {WEIGHTS_ALONE}"
+            )
         masters = [kind for kind in MASTERS if any(name.startswith(f"{STATE}{kind}.") for name in names)]
         self._parts = {kind: self._checked(kind) for kind in (*masters[:1], *MOMENTS)}
         self._master = masters[0] if masters else None

@@ -47,7 +47,7 @@ class ModelSource(Protocol):
 
 
 class TrainedRun(Protocol):
-    """What a run elsewhere has left beside its weights, so that one of ours goes on from there.
+    """What a run elsewhere has left beside its weights, so that one of ours continues it.
 
     iteration: those done. config, meta: what a checkpoint of ours says of a run (`train/run_state.py`). rest: tensors
     of the state that belong to no parameter, by name.

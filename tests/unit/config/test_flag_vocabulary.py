@@ -33,6 +33,7 @@ OTHERS = {
     "coverage, pre-commit": "coverage data-file source skip-covered sort force-exclude",
     "scripts/missing_packages.py": "incomplete",
     "the peer-benchmark lab": "extra",
+    "Megatron-LM": "dist-ckpt-optim-fully-reshardable",
     "a stand-in in a docstring": "flag no name record",
 }
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)(?![\w-]|\{)(?!.*--[+>]| *--)")
