@@ -112,6 +112,7 @@ TEMPLATES: dict[str, tuple[str, str]] = {
 
 
 # What takes seconds runs with --full: the limits themselves have tests of their own.
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] if "memory" in case else []) for case in TEMPLATES]
 )
