@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.layer_pattern import pattern_text
-from megalite.config.model import LAYER_PATTERNS, ModelConfig
+from megalite.config.model import LAYER_PATTERNS, ModelConfig, RopeScaling
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
 from megalite.config.schema import flat
@@ -62,7 +62,14 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     if model.position_embedding_type != "learned_absolute":
         values["max_position_embeddings"] = None
     if model.position_embedding_type != "rope":
-        values |= {name: None for name in values if name.startswith("rotary_")} | {"use_rope_scaling": None}
+        values |= {name: None for name in values if name.startswith("rotary_")}
+        values |= {"use_rope_scaling": None, "window_rotary_base": None}
+    elif model.window_rotary_base == model.rotary_base and model.rope_scaling == RopeScaling():
+        values["window_rotary_base"] = None
+    if model.query_multiplier is None:
+        values["softmax_scale"] = None
+    if model.embedding_multiplier == 1.0:
+        values["embedding_multiplier"] = None
     for name in LAYER_PATTERNS:
         values[name] = _mixed(model, name)
     values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank

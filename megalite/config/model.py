@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +13,8 @@ from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
 from megalite.config.schema import Spelled, option, required
 
-ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "squared-relu")
-GATED_ACTIVATIONS = ("swiglu", "geglu")
+ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh", "squared-relu")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-tanh")
 #: Pattern of layers -> what those layers do without.
 SKIPPED: Mapping[str, str] = {
     "window_attn_skip_freq": "window_size",
@@ -73,7 +74,7 @@ class ModelConfig:
     num_layers: int = required("transformer layers L", ge=1, le=10_000)
     hidden_size: int = required("width h of the residual stream", ge=1)
     ffn_hidden_size: int | None = option(
-        None, "width f of the MLP; unset: 4h, or int(4h * 2/3 / 64) * 64 with swiglu or geglu", ge=1
+        None, "width f of the MLP; unset: 4h, or int(4h * 2/3 / 64) * 64 where it is gated", ge=1
     )
     num_attention_heads: int = required("query heads a", ge=1)
     num_query_groups: int | None = option(
@@ -90,6 +91,12 @@ class ModelConfig:
     rotary_base: float = option(10000.0, "base of the rotary frequencies", gt=0)
     rotary_percent: float = option(1.0, "part of a head's channels that is rotated", gt=0, le=1)
     rope_scaling: RopeScaling = RopeScaling()
+    window_rotary_base: float | None = option(
+        None,
+        "base in layers with the window, where positions are not scaled (Gemma 3, OLMo 3); unset: as in the others",
+        gt=0,
+        needs="window_size",
+    )
     window_size: int | None = option(
         None, "sliding window: a token attends to itself and the N - 1 before it; unset: to all before it", ge=1
     )
@@ -104,6 +111,7 @@ class ModelConfig:
         "layers without RoPE (NoPE): N, every N-th; or a list, 1 without and 0 with it: '([0]*3+[1])*2'",
         metavar="N|LIST",
     )
+    softmax_scale: float | None = option(None, "factor of attention scores; unset: 1 / sqrt(d)", gt=0)
     softmax_type: str = option(
         "vanilla",
         "attention sinks, a logit in each head's softmax that has no value: off-by-one (0) or learnable (gpt-oss)",
@@ -131,9 +139,12 @@ class ModelConfig:
         choices=("pre", "post", "sandwich"),
     )
     normalization: str = option("LayerNorm", "normalisation layer", choices=("LayerNorm", "RMSNorm"))
+    apply_layernorm_1p: bool = option(False, "norms multiply by 1 + weight, and their weights begin at 0 (Gemma)")
     norm_epsilon: float = option(1e-5, "epsilon of the normalisation layers", gt=0)
     activation: str = option(
-        "gelu", "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses", choices=ACTIVATIONS
+        "gelu",
+        "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses, geglu-tanh Gemma's gate",
+        choices=ACTIVATIONS,
     )
     experts: Experts = Experts()
     lora: Lora = Lora()
@@ -143,6 +154,11 @@ class ModelConfig:
     qk_layernorm: bool = option(False, "normalise queries and keys of each head before attention")
     qk_layernorm_across_heads: bool = option(
         False, "normalise them over all heads together (OLMoE); RMSNorm only", needs="qk_layernorm"
+    )
+    embedding_multiplier: float | None = option(
+        None,
+        "word embeddings times this, rounded to the dtype of the weights (Gemma: sqrt(h)); unset: as they are",
+        gt=0,
     )
     untie_embeddings_and_output_weights: bool = option(False, "give the output layer weights of its own")
     hidden_dropout: float = option(0.0, "dropout of embeddings and residual branches", ge=0, lt=1)
@@ -234,6 +250,13 @@ class ModelConfig:
         return self.query_groups * self.head_dim
 
     @property
+    def query_multiplier(self) -> float | None:
+        """What makes queries of which a score is `softmax_scale` of what it would be; None: nothing is to be done."""
+        if self.softmax_scale is None or math.isclose(self.softmax_scale, self.head_dim**-0.5, rel_tol=1e-15):
+            return None
+        return self.softmax_scale * math.sqrt(self.head_dim)
+
+    @property
     def rotary_dim(self) -> int:
         """Channels of a head that RoPE rotates (the first ones)."""
         return int(self.head_dim * self.rotary_percent)
@@ -299,9 +322,11 @@ class ModelConfig:
 
     def for_layer(self, index: int) -> ModelConfig:
         """What block `index` is built with: its window, its sinks, its soft cap, its rotation."""
-        patterns: dict[str, Any] = dict.fromkeys(LAYER_PATTERNS)
+        patterns: dict[str, Any] = dict.fromkeys((*LAYER_PATTERNS, "window_rotary_base"))
         if all(getattr(self, name) is None for name in patterns):
             return self
+        if self.window_rotary_base is not None and self.has_window(index):
+            patterns |= {"rotary_base": self.window_rotary_base, "rope_scaling": RopeScaling()}
         kind = self.position_embedding_type
         return replace(
             self,

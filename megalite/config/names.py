@@ -76,7 +76,6 @@ NOT_NEEDED: Mapping[str, str] = {
     "moe_token_dispatcher_type": "not needed, drop it: tokens travel by all-to-all",
     "moe_router_dtype": "not needed, drop it: the router is in fp32, or wider",
     "moe_token_drop_policy": "not needed, drop it: the last tokens of a sequence are dropped",
-    "apply_layernorm_1p": "does not exist here; `normalization` LayerNorm is the plain one",
 }
 
 #: What people call things elsewhere -> what to suggest.

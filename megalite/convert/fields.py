@@ -12,7 +12,7 @@ from typing import Any
 from megalite.config import ModelConfig, RopeScaling
 from megalite.errors import ConfigError
 
-LARGEST = 2**40
+LARGEST, MOST_LAYERS = 2**40, 10_000
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LENGTH = "original_max_position_embeddings"
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
@@ -116,6 +116,28 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
     return found
 
 
+def read_rotaries(fields: Fields, base: float, window_base: float | None, *, windowed: bool) -> dict[str, Any]:
+    """The same where layers with a window turn otherwise: `rope_parameters` by the kind of a layer (transformers 5), or
+    `rope_scaling` of layers without a window beside two bases.
+
+    base, window_base: where the file has none; a window_base of None is the other one. windowed: whether layers have a
+    window.
+    """
+    new = fields.section("rope_parameters")
+    by_kind = {kind: new.section(kind) for kind in ("full_attention", "sliding_attention")}
+    if not any(kind in new.raw for kind in by_kind):
+        by_kind = {"full_attention": new, "sliding_attention": Fields({}, new.where)}
+    full = Fields(dict(fields.raw) | {"rope_parameters": by_kind["full_attention"].raw}, fields.where)
+    if full.get("rope_theta") is None:
+        full = Fields(dict(full.raw) | {"rope_theta": base}, fields.where)
+    found, local = read_rotary(full), by_kind["sliding_attention"]
+    local.only("rope_type", "default")
+    usual = fields.number("rope_local_base_freq", found["rotary_base"] if window_base is None else window_base)
+    there = local.number("rope_theta", usual)
+    alike = there == found["rotary_base"] and "rope_scaling" not in found
+    return found | {"window_rotary_base": there if windowed and not alike else None}
+
+
 def _base(new: Fields, fields: Fields) -> float:
     """The first that is there, be it 0, which is refused."""
     for where, key in ((new, "rope_theta"), (fields, "rope_theta"), (fields, "rotary_emb_base")):
@@ -126,6 +148,25 @@ def _base(new: Fields, fields: Fields) -> float:
 
 def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
     """The entries for both generations of transformers."""
+    scaling = _scaling(model)
+    return {
+        "rope_theta": model.rotary_base,
+        "rope_parameters": {"rope_theta": model.rotary_base, **scaling},
+        "rope_scaling": scaling if len(scaling) > 1 else None,
+    }
+
+
+def write_rotaries(model: ModelConfig, window_base: float | None) -> Mapping[str, Any]:
+    """What `read_rotaries` reads. window_base: of a model without windows."""
+    there = model.rotary_base if window_base is None else window_base
+    own = there if model.window_size is None else model.window_rotary_base or model.rotary_base
+    full = write_rotary(model)
+    kinds = {"full_attention": full["rope_parameters"]}
+    kinds["sliding_attention"] = {"rope_theta": own, "rope_type": "default"}
+    return {**full, "rope_local_base_freq": own, "rope_parameters": kinds}
+
+
+def _scaling(model: ModelConfig) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": "default"}
     ours = model.rope_scaling
     if ours.use_rope_scaling:
@@ -134,8 +175,4 @@ def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
         scaling = {"rope_type": ours.rope_scaling_type, "factor": ours.rope_scaling_factor, **more, **length}
     elif ours.rotary_seq_len_interpolation_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
-    return {
-        "rope_theta": model.rotary_base,
-        "rope_parameters": {"rope_theta": model.rotary_base, **scaling},
-        "rope_scaling": scaling if len(scaling) > 1 else None,
-    }
+    return scaling

@@ -14,14 +14,14 @@ layers is balanced, and here each layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megalite.config import Experts, ModelConfig, pattern_text
 from megalite.convert.family import GROUPED, STACKED, HuggingFaceFamily, LayerRule, TensorForm
-from megalite.convert.fields import Fields, name_there, read_rotary, write_rotary
+from megalite.convert.fields import MOST_LAYERS, Fields, name_there, read_rotary, write_rotary
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu"}
 
@@ -145,7 +145,31 @@ def _write_mistral(model: ModelConfig) -> Mapping[str, Any]:
     return write_shape(model) | {"sliding_window": model.window_size}
 
 
-QWEN_LAYERS = {"full_attention": "0", "sliding_attention": "1"}
+LAYER_KINDS = {"full_attention": False, "sliding_attention": True}
+
+
+def read_layer_kinds(fields: Fields, layers: int) -> list[bool] | None:
+    """Which layers have the window, as `layer_types` says; None where it is absent. Raises ConfigError."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in LAYER_KINDS for kind in kinds):
+        raise fields.wrong("layer_types", kinds, f"is not a list of {layers} of {', '.join(LAYER_KINDS)}")
+    return [LAYER_KINDS[kind] for kind in kinds]
+
+
+def write_layer_kinds(model: ModelConfig) -> list[str]:
+    """`layer_types`."""
+    full, sliding = LAYER_KINDS
+    return [sliding if model.has_window(index) else full for index in range(model.num_layers)]
+
+
+def windows(fields: Fields, having: Sequence[bool]) -> dict[str, Any]:
+    """The window, and which layers have it."""
+    if not any(having):
+        return {}
+    pattern = None if all(having) else pattern_text(having)
+    return {"window_size": fields.integer("sliding_window"), "window_attn_skip_freq": pattern}
 
 
 def _read_qwen_window(fields: Fields) -> dict[str, Any]:
@@ -158,28 +182,18 @@ def _read_qwen_window(fields: Fields) -> dict[str, Any]:
     first = fields.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
         raise fields.wrong("max_window_layers", first, "is not a number of layers")
-    first = min(first, layers)
-    if kinds is None:
-        pattern = f"[0]*{first}+[1]*{layers - first}"
-    elif isinstance(kinds, list) and len(kinds) == layers and all(kind in QWEN_LAYERS for kind in kinds):
-        pattern = ",".join(QWEN_LAYERS[kind] for kind in kinds)
-        first = 0 if "0" not in pattern else layers if "1" not in pattern else 1
-    else:
-        raise fields.wrong("layer_types", kinds, f"is not a list of {layers} of {', '.join(QWEN_LAYERS)}")
-    if first == layers:
-        return {}
-    return {"window_size": fields.integer("sliding_window"), "window_attn_skip_freq": pattern if first else None}
+    behind = [index >= first for index in range(min(layers, MOST_LAYERS))]
+    return windows(fields, read_layer_kinds(fields, layers) or behind)
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
-    windows = [model.has_window(index) for index in range(model.num_layers)]
-    first = windows.index(True) if any(windows) else model.num_layers
-    kinds = [kind for window in windows for kind, number in QWEN_LAYERS.items() if number == str(int(window))]
+    having = [model.has_window(index) for index in range(model.num_layers)]
+    first = having.index(True) if any(having) else model.num_layers
     return write_shape(model) | {
-        "use_sliding_window": any(windows),
+        "use_sliding_window": any(having),
         "sliding_window": model.window_size,
         "max_window_layers": first,
-        **({} if all(windows[first:]) else {"layer_types": kinds}),
+        **({} if all(having[first:]) else {"layer_types": write_layer_kinds(model)}),
     }
 
 
@@ -253,7 +267,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise fields.wrong("mlp_only_layers", dense, "is not a list of layers")
-    layers = [(index + 1) % step == 0 and index not in dense for index in range(min(model.num_layers, 10_000))]
+    layers = [(index + 1) % step == 0 and index not in dense for index in range(min(model.num_layers, MOST_LAYERS))]
     if not any(layers):
         raise fields.wrong("mlp_only_layers", dense, "leaves no layer with experts")
     experts = Experts(

@@ -20,19 +20,19 @@ from megalite.config import (
     model_shape,
 )
 from megalite.convert.family import HuggingFaceFamily
-from megalite.convert.fields import Fields
+from megalite.convert.fields import MOST_LAYERS, Fields
+from megalite.convert.gemma import GEMMA3
 from megalite.convert.gpt import GPT2, GPT_NEOX
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.convert.olmo import OLMO2
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
-    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2)
+    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, GEMMA3)
 }
 
 # Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.
 USUAL_SEQ_LENGTH = 4096
-MOST_LAYERS = 10_000
 
 
 def read_model(raw: Mapping[str, Any], where: str) -> tuple[HuggingFaceFamily, ModelConfig]:
@@ -82,13 +82,24 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFa
     order = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
     nearest: tuple[int, HuggingFaceFamily, list[str]] | None = None
     for family in order:
-        lost = list(lost_settings(model, partial(family.read, Fields(family.write(model), "config.json"))))
+        read = partial(family.read, Fields(family.write(model), "config.json"))
+        lost = list(lost_settings(model, read))
         if not lost:
             return family
-        if nearest is None or len(lost) < nearest[0]:
-            nearest = (len(lost), family, lost)
+        distance = len(lost) if _reads(read) else len(effective(model))
+        if nearest is None or distance < nearest[0]:
+            nearest = (distance, family, lost)
     assert nearest is not None
     raise ConfigError(f"no Hugging Face family has this model; nearest is {nearest[1].name}: {', '.join(nearest[2])}")
+
+
+def _reads(read: Callable[[], ModelConfig]) -> bool:
+    """Whether the family has any such model: what its own description does not say is no setting that is lost."""
+    try:
+        read()
+    except ConfigError:
+        return False
+    return True
 
 
 def lost_settings(model: ModelConfig, back: Callable[[], ModelConfig]) -> Iterator[str]:

@@ -79,6 +79,7 @@ def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, elem
     """What a norm keeps of an input with `element` bytes a number."""
     length, samples, h = boundary_shape(config)
     tokens, wide = length * samples, ElementBytes.of(config).wide
+    element = wide if model.apply_layernorm_1p else element
     kept = float(tokens * h * element)
     if model.normalization == "LayerNorm":
         return kept + tokens * 2 * element

@@ -123,7 +123,7 @@ class Layer:
 
 
 def _norm(name: str, size: int, model: ModelConfig, partial: str = "sequence") -> list[Parameter]:
-    weight = Parameter(f"{name}.weight", (size,), partial=partial, decay=False, init_value=1.0)
+    weight = Parameter(f"{name}.weight", (size,), partial=partial, decay=False, init_value=_norm_start(model))
     bias = Parameter(f"{name}.bias", (size,), partial=partial, decay=False)
     return [weight, bias] if model.normalization == "LayerNorm" else [weight]
 
@@ -132,7 +132,12 @@ def _head_norm(name: str, width: int, model: ModelConfig) -> list[Parameter]:
     """Of queries or keys: one for all heads, or one over all of them, whose weights are cut with the heads."""
     if not model.qk_layernorm_across_heads:
         return _norm(name, model.head_dim, model, "heads")
-    return [Parameter(f"{name}.weight", (width,), 0, decay=False, init_value=1.0)]
+    return [Parameter(f"{name}.weight", (width,), 0, decay=False, init_value=_norm_start(model))]
+
+
+def _norm_start(model: ModelConfig) -> float:
+    """The weight of a norm that leaves what it has normalised as it is."""
+    return 0.0 if model.apply_layernorm_1p else 1.0
 
 
 def _column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import nn
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RopeScaling
 from megalite.errors import ConfigError
 from megalite.inventory import Recompute, block_models, placement_of
 from megalite.nn import Block, Embedding, HalvedBlock, HalvedStack, Head, LayerStack, Rotary, initialize
@@ -25,10 +25,12 @@ class LayerSpec:
 
 def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
     """Embedding, L blocks, head: everything that differs between gpt and llama is in the configuration."""
-    rotary = Rotary(config) if config.position_embedding_type == "rope" else None
+    rotaries: dict[tuple[float, RopeScaling], Rotary] = {}  # blocks that turn alike share their angles
     blocks = []
     for i, own in enumerate(block_models(config)):
-        turned = rotary if own.position_embedding_type == "rope" else None
+        turned = None
+        if own.position_embedding_type == "rope":
+            turned = rotaries.setdefault((own.rotary_base, own.rope_scaling), Rotary(own))
         blocks.append(LayerSpec(f"layers.{i}", partial(_block, own, i, rotary=turned)))
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", partial(Head, config))]
 

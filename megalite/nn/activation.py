@@ -58,6 +58,18 @@ def geglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return torch.cat([aten.gelu_backward(dy * value, gate, approximate="none"), dy * F.gelu(gate)], -1)
 
 
+def geglu_tanh(x: Tensor) -> Tensor:
+    """gelu_tanh(gate) * value."""
+    gate, value = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * value
+
+
+def geglu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    gate, value = x.chunk(2, -1)
+    dgate = aten.gelu_backward(dy * value, gate, approximate="tanh")
+    return torch.cat([dgate, dy * F.gelu(gate, approximate="tanh")], -1)
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x) ** 2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
@@ -72,6 +84,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu-tanh": gelu_tanh,
     "swiglu": swiglu,
     "geglu": geglu,
+    "geglu-tanh": geglu_tanh,
     "squared-relu": squared_relu,
 }
 
@@ -80,5 +93,6 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu-tanh": gelu_tanh_gradient,
     "swiglu": swiglu_gradient,
     "geglu": geglu_gradient,
+    "geglu-tanh": geglu_tanh_gradient,
     "squared-relu": squared_relu_gradient,
 }

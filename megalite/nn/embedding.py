@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megalite.comm import own_slice
@@ -45,6 +46,8 @@ class Embedding(nn.Module):
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        multiplier = config.embedding_multiplier
+        self.multiplier = None if multiplier is None else float(torch.tensor(multiplier, dtype=ctx.dtype))
         self.dtype = ctx.wide_dtype if config.fp32_residual_connection else ctx.dtype
         self.dropout = HiddenDropout(
             config.hidden_dropout,
@@ -54,6 +57,8 @@ class Embedding(nn.Module):
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         x = self.word_embeddings(microbatch if self.on_host else microbatch.tokens.t())
+        if self.multiplier is not None:
+            x = x * self.multiplier
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(microbatch.positions.t())
         return self.dropout(x.to(self.dtype), microbatch.sample_ids, microbatch.places, training=self.training)

@@ -1,5 +1,8 @@
 """LayerNorm and RMSNorm (arXiv 1607.06450, 1910.07467); statistics in fp32 or wider, as the library computes them.
 
+With `--apply-layernorm-1p` the factor is 1 + weight: the weight is kept as it is, since a narrow dtype has fewer digits
+near 1 than near 0, and the sum is made in fp32 or wider.
+
 Queries and keys are normalised head by head (Qwen3), or over all heads of a token (OLMoE, arXiv 2409.02060).
 """
 
@@ -25,7 +28,8 @@ class Norm(nn.Module):
         super().__init__()
         self.size, self.epsilon = size, config.norm_epsilon
         partial = ctx.tp.names if split_input else NO_AXES
-        place = ParameterPlacement((size,), (0,), partial=partial, decay=False, init_value=1.0)
+        self.plus_one = config.apply_layernorm_1p
+        place = ParameterPlacement((size,), (0,), partial=partial, decay=False, init_value=float(not self.plus_one))
         self.weight = new_parameter((size,), place, ctx)
         self.bias: nn.Parameter | None = None
         if config.normalization == "LayerNorm":
@@ -34,6 +38,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
+        if self.plus_one:
+            return self._plus_one(x, weight, bias)
         if x.dtype == weight.dtype:
             if bias is None:
                 return F.rms_norm(x, (self.size,), weight, self.epsilon)
@@ -41,6 +47,17 @@ class Norm(nn.Module):
         if bias is None:
             return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.epsilon).to(weight.dtype)
         return F.layer_norm(x, (self.size,), weight.to(x.dtype), bias.to(x.dtype), self.epsilon).to(weight.dtype)
+
+    def _plus_one(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x, factor = widened(x), 1.0 + widened(weight)
+        if bias is None:
+            return F.rms_norm(x, (self.size,), factor, self.epsilon).to(weight.dtype)
+        return F.layer_norm(x, (self.size,), factor, widened(bias), self.epsilon).to(weight.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 where it is."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def head_norm(width: int, config: ModelConfig, ctx: LayerContext) -> nn.Module:
@@ -59,15 +76,18 @@ class AcrossHeadsNorm(nn.Module):
     def __init__(self, size: int, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
         self.size, self.epsilon, self.tp = size, config.norm_epsilon, ctx.tp
-        local = size // ctx.tp.size
-        place = ParameterPlacement((size,), (ctx.tp.rank * local,), ctx.tp.names, decay=False, init_value=1.0)
+        local, self.plus_one = size // ctx.tp.size, config.apply_layernorm_1p
+        start = float(not self.plus_one)
+        place = ParameterPlacement((size,), (ctx.tp.rank * local,), ctx.tp.names, decay=False, init_value=start)
         self.weight = new_parameter((local,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.flatten(2)
-        if self.tp.size == 1:
+        if self.tp.size == 1 and not self.plus_one:
             return F.rms_norm(y, (self.size,), self.weight, self.epsilon).view(x.shape)
-        wide = y if y.dtype == torch.float64 else y.float()
+        wide = widened(y)
         squares = reduce_from_axis(wide.square().sum(-1, keepdim=True), self.tp)
         scale = torch.rsqrt(copy_to_axis(squares, self.tp) / self.size + self.epsilon)
+        if self.plus_one:
+            return (wide * scale * (1.0 + widened(self.weight))).to(y.dtype).view(x.shape)
         return ((wide * scale).to(y.dtype) * self.weight).view(x.shape)

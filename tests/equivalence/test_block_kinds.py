@@ -1,4 +1,4 @@
-"""Blocks as published families have them equal one process at every layout: norms elsewhere, as OLMo 2 has them."""
+"""Blocks as OLMo 2 and Gemma 3 have them equal one process at every layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from equivalence.layouts import Layout, compare, draw
 LLAMA = "--num-layers 4 --model-type llama --num-query-groups 2 --clip-grad 0.05"
 KINDS = {
     "olmo2": f"{LLAMA} --norm-placement post --qk-layernorm --qk-layernorm-across-heads",
-    "sandwich": f"{LLAMA} --norm-placement sandwich",
+    "gemma3": "--num-layers 4 --model-type llama --num-query-groups 2 --kv-channels 16 --clip-grad 0.05 --activation "
+    "geglu-tanh --no-untie-embeddings-and-output-weights --norm-placement sandwich --apply-layernorm-1p --qk-layernorm "
+    "--embedding-multiplier 5.656854249492381 --softmax-scale 0.4 --window-size 5 --skip-freq window=3 "
+    "--window-rotary-base 300 --rotary-seq-len-interpolation-factor 8",
 }
 LAYOUTS = {
     "halves zero3": ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2 "
@@ -23,7 +26,7 @@ LAYOUTS = {
     "recomputed": ("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --recompute-granularity "
                    "full --recompute-method uniform", 2),
 }  # fmt: skip
-QUICK = {("olmo2", "halves zero3"), ("olmo2", "zb-v cp"), ("sandwich", "halves zero3")}
+QUICK = {("olmo2", "halves zero3"), ("olmo2", "zb-v cp"), ("gemma3", "halves zero3")}
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,27 @@ LLAMA = replace(
 WINDOWS = replace(LLAMA, window_size=3, window_attn_skip_freq="2", no_rope_freq="0,1,0,0")
 SINKS = replace(LLAMA, softmax_type="off-by-one", softmax_type_skip_freq="3", attn_logit_softcapping=0.5)
 OLMO2 = replace(LLAMA, norm_placement="post", qk_layernorm=True, qk_layernorm_across_heads=True)
+GEMMA3 = replace(
+    WINDOWS,
+    no_rope_freq=None,
+    activation="geglu-tanh",
+    norm_placement="sandwich",
+    apply_layernorm_1p=True,
+    qk_layernorm=True,
+    embedding_multiplier=4.0,
+    softmax_scale=0.4,
+    window_rotary_base=300.0,
+)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
-MODELS = {"gpt": GPT, "llama": LLAMA, "windows": WINDOWS, "sinks": SINKS, "sparse": SPARSE, "olmo2": OLMO2}
+MODELS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "windows": WINDOWS,
+    "sinks": SINKS,
+    "sparse": SPARSE,
+    "olmo2": OLMO2,
+    "gemma3": GEMMA3,
+}
 
 # Different lengths, one as long as the 16 positions, one longer, and more than there are stages.
 PROMPTS = [[72, 101, 108], [1], [5] * 9, list(range(60, 76)), list(range(40, 60)), [7, 8], [9, 9, 9, 9, 1]]
@@ -130,7 +149,7 @@ def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("olmo2", {"tp": 2}, 2)],
+    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("olmo2", {"tp": 2}, 2), ("gemma3", {"pp": 2}, 2)],
 )
 def test_a_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, name, layout, ranks)

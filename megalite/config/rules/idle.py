@@ -52,7 +52,7 @@ def _of_model(config: Config) -> Iterable[Idle]:
     dense = experts.num_experts is None or not all(model.sparse_layers) or experts.moe_ffn_hidden_size is None
     return (
         (
-            "rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling",
+            "rotary_base rotary_percent rotary_seq_len_interpolation_factor use_rope_scaling window_rotary_base",
             kind != "rope",
             f"with `position_embedding_type`={kind}",
         ),

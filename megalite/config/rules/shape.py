@@ -38,6 +38,9 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
         )
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
         yield f"`qk_layernorm_across_heads`: not with `normalization`={model.normalization}; use RMSNorm"
+    if model.window_rotary_base is not None and model.window_size is not None and model.window_attn_skip_freq is None:
+        base = show(model.window_rotary_base)
+        yield f"`window_rotary_base`={base}: every layer has the window; give `rotary_base`, or `window_attn_skip_freq`"
     if model.use_parallel_residual and model.norm_placement != "pre":
         yield f"`norm_placement`={model.norm_placement}: not with `use_parallel_residual`; drop one of them"
     yield from _layer_patterns(model)

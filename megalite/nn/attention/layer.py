@@ -32,6 +32,7 @@ class Attention(nn.Module):
         h, d, g = config.hidden_size, config.head_dim, config.query_groups
         self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
         self.d, self.r, self.rotary = d, config.num_attention_heads // g, rotary
+        self.query_multiplier = config.query_multiplier
         self.qkv = ColumnParallelLinear(
             h,
             config.query_size + 2 * config.kv_size,
@@ -91,7 +92,9 @@ class Attention(nn.Module):
         if self.rotary is not None:
             rotation = self.rotary(microbatch.positions, q.dtype)
             q, k = rotate(q, rotation), rotate(k, rotation)
-        untouched = self.rotary is None and self.q_norm is None
+        if self.query_multiplier is not None:
+            q = q * self.query_multiplier
+        untouched = self.rotary is None and self.q_norm is None and self.query_multiplier is None
         k, v, sinks = k.squeeze(3), v.squeeze(3), self.sinks(qkv)
         if cache is not None:
             return cached_attention(self.core, q, k, v, microbatch, self.cp, cache, sinks=sinks)

@@ -30,6 +30,10 @@ LINES = [
         "--norm-placement=post: not with --use-parallel-residual; drop one of them",
     ),
     (
+        ["--window-rotary-base", "1e4", "--window-size", "4", "--position-embedding-type", "rope"],
+        "--window-rotary-base=10000: every layer has the window; give --rotary-base, or --window-attn-skip-freq",
+    ),
+    (
         ["--global-batch-size", "1e6"],
         "--global-batch-size=1000000: 1,000,000 micro-batches in one iteration of a replica, at most 65,536; use a "
         "larger --micro-batch-size, or more replicas",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -29,6 +29,11 @@ class DoubleTorch:
 def double_transformers(kind: type) -> Iterator[None]:
     """Models of class `kind` that are built and run inside compute in fp64. Nothing of ours may run in it."""
     places = sys.modules[kind.__module__], sys.modules["transformers.modeling_rope_utils"]
-    with mock.patch.object(Tensor, "float", Tensor.double):
-        with mock.patch.object(places[0], "torch", DoubleTorch()), mock.patch.object(places[1], "torch", DoubleTorch()):
-            yield
+    usual = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, usual)
+        torch.set_default_dtype(torch.float64)  # numbers that are made tensors
+        stack.enter_context(mock.patch.object(Tensor, "float", Tensor.double))
+        for place in places:
+            stack.enter_context(mock.patch.object(place, "torch", DoubleTorch()))
+        yield

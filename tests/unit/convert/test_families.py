@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from megalite.convert.megatron_args import write_args
 from megalite.convert.registry import family_of, read_model
 from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference
-from megalite.inventory import parameter_shapes, placement_of
+from megalite.inventory import count_parameters, parameter_shapes, placement_of
 from megalite.microbatch import Microbatch
 from tests.unit.convert.double_transformers import double_transformers
 
@@ -50,6 +54,22 @@ def rope(values: dict[str, Any]) -> dict[str, Any]:
         return {"rope_parameters": values}
     scaling = {name: value for name, value in values.items() if name != "rope_theta"}
     return {"rope_scaling": scaling, "rope_theta": values["rope_theta"]}
+
+
+GEMMA3 = dict(
+    NO_PAD, head_dim=16, query_pre_attn_scalar=16, sliding_window=5, tie_word_embeddings=True,
+    layer_types=["sliding_attention", "full_attention"],
+)  # fmt: skip
+
+
+def ropes(scaling: dict[str, Any], window_base: float, kind: str = "linear") -> dict[str, Any]:
+    """Rotations by the kind of a layer, as the installed transformers spells them."""
+    if int(transformers.__version__.split(".")[0]) < 5:
+        scaling = {"rope_type": kind, **scaling}
+        return {"rope_theta": 700.0, "rope_local_base_freq": window_base, "rope_scaling": scaling}
+    full = {"rope_type": kind, "rope_theta": 700.0, **scaling}
+    sliding = {"rope_type": "default", "rope_theta": window_base}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,6 +114,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe-normalised": ("Olmoe", GATED | NO_PAD | dict(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
     "olmo2": ("Olmo2", GATED | NO_PAD),
     "olmo2-of-wide-heads": ("Olmo2", GATED | NO_PAD | dict(head_dim=16, rms_norm_eps=1e-3)),
+    "gemma3": ("Gemma3", GATED | GEMMA3),
+    "gemma3-scaled": (
+        "Gemma3",
+        GATED | GEMMA3 | dict(query_pre_attn_scalar=5, tie_word_embeddings=False, **ropes({"factor": 8.0}, 300.0)),
+    ),
+    "gemma3-usual": ("Gemma3", GATED | GEMMA3 | dict(layer_types=None, num_hidden_layers=7)),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
 }
@@ -105,6 +131,11 @@ def in_fp64(case: str) -> dict[str, str]:
     return {"experts_implementation": "eager"} if sparse else {}
 
 
+def config_class(kind: str) -> Any:
+    """Of a model without images."""
+    return getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+
+
 def kind_of(case: str) -> type:
     """The class of transformers."""
     kind = CASES[case][0]
@@ -114,12 +145,13 @@ def kind_of(case: str) -> type:
 
 
 def peer(case: str) -> Any:
-    """A model of transformers whose every parameter matters. It computes in fp64 if it is made and run in
+    """A model of transformers whose every parameter matters. It computes in fp64 if it is run in
     `double_transformers(kind_of(case))`."""
     kind, values = CASES[case]
-    config = getattr(transformers, f"{kind}Config")(**values, attn_implementation="eager", **in_fp64(case))
+    config = config_class(kind)(**values, attn_implementation="eager", **in_fp64(case))
     torch.manual_seed(3)
-    model = kind_of(case)(config).double().eval()
+    with double_transformers(kind_of(case)):
+        model = kind_of(case)(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -185,6 +217,22 @@ def difference(ours: Tensor, theirs: Tensor, unit: float = 0.0) -> float:
     return float((ours - theirs).abs().max()) / max(float(theirs.abs().max()), unit)
 
 
+@contextmanager
+def no_warning() -> Iterator[None]:
+    """Asserts that nothing inside warns, nor transformers' logger."""
+    told: list[str] = []
+    listener, logger = logging.Handler(logging.WARNING), logging.getLogger("transformers")
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    try:
+        with warnings.catch_warnings(action="error"):
+            yield
+    finally:
+        logger.removeHandler(listener)
+    short = "original_max_position_embeddings field must be less"  # than the few positions of these models
+    assert not [message for message in told if short not in message]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_bit_equal_and_a_step_is_theirs(case: str, tmp_path: Path) -> None:
     logits, loss, gradients = their_results(case, tmp_path / "there")
@@ -208,7 +256,7 @@ def test_round_trip_is_bit_equal_and_a_step_is_theirs(case: str, tmp_path: Path)
     for key in ("n_inner", "head_dim"):  # as read: absent and null stay what they were
         assert then.get(key) == now.get(key), key
 
-    with double_transformers(kind_of(case)):
+    with double_transformers(kind_of(case)), no_warning():
         again, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "back", output_loading_info=True, attn_implementation="eager", dtype="auto", **in_fp64(case)
         )
@@ -216,6 +264,48 @@ def test_round_trip_is_bit_equal_and_a_step_is_theirs(case: str, tmp_path: Path)
         assert again.dtype == torch.float64
         with torch.no_grad():
             assert torch.equal(again.eval()(input_ids=tokens()).logits, logits)
+
+
+GEMMA3_27B = dict(
+    model_type="gemma3_text", num_hidden_layers=62, hidden_size=5376, intermediate_size=21504, num_attention_heads=32,
+    num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168, sliding_window=1024, vocab_size=262208,
+    max_position_embeddings=131072, rope_scaling={"factor": 8.0, "rope_type": "linear"}, rope_theta=1e6,
+)  # fmt: skip
+GEMMA3_4B = GEMMA3_27B | dict(
+    num_hidden_layers=34, hidden_size=2560, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=256, query_pre_attn_scalar=256,
+)  # fmt: skip
+PUBLISHED = {3_880_263_168: GEMMA3_4B, 27_009_346_304: GEMMA3_27B}
+
+
+@pytest.mark.parametrize("count", PUBLISHED)
+def test_published_models_have_their_size(count: int) -> None:
+    assert count_parameters(read_model(PUBLISHED[count], "c")[1]) == count
+
+
+def test_gemma_of_27_billion_as_it_was_published() -> None:
+    """Its file is older than rotations by the kind of a layer."""
+    model = read_model(GEMMA3_27B, "c")[1]
+    assert (model.rotary_base, model.rope_scaling.rotary_seq_len_interpolation_factor) == (1e6, 8.0)
+    assert (model.window_rotary_base, model.window_size, model.softmax_scale) == (1e4, 1024, 168**-0.5)
+    assert [i for i in range(62) if not model.has_window(i)] == list(range(5, 62, 6))
+    assert [model.for_layer(i).rotary_base for i in (4, 5)] == [1e4, 1e6]
+    assert family_of(model).name == "gemma3_text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (dict(final_logit_softcapping=30.0), r"c: final_logit_softcapping '30.0' not supported \(only null\)"),
+        (dict(use_bidirectional_attention=True), "c: use_bidirectional_attention 'True' not supported"),
+        (dict(layer_types=["full_attention"]), "c: layer_types .* is not a list of 62 of"),
+    ],
+)
+def test_gemmas_that_are_others(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{line}"):
+        read_model(GEMMA3_27B | changes, "c")
+    with pytest.raises(ConfigError, match="no Hugging Face family has this model; .*--embedding-multiplier=3"):
+        family_of(dataclasses.replace(read_model(GEMMA3_27B, "c")[1], embedding_multiplier=3.0))
 
 
 def test_many_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

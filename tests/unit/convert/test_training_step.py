@@ -47,8 +47,7 @@ def their_losses(case: str, directory: str) -> list[float]:
     config, tokenizer = resolve_tokenizer(configuration(directory))
     data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
     kind, settings = kind_of(case), config.optimizer
-    with double_transformers(kind):
-        model = peer(case)
+    model = peer(case)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},

@@ -41,6 +41,8 @@ OTHERS = [
     {"softmax_type": "learnable", "num_query_groups": 2, "qk_layernorm": True},
     {**FAMILY_DEFAULTS["llama"], "num_query_groups": 2, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     {"norm_placement": "post", "normalization": "RMSNorm", "num_query_groups": 2},
+    {"apply_layernorm_1p": True, "qk_layernorm": True, "activation": "geglu-tanh"},
+    {"apply_layernorm_1p": True, "normalization": "RMSNorm", "qk_layernorm": True, "qk_layernorm_across_heads": True},
     {"norm_placement": "sandwich", "experts": Experts(num_experts=4, moe_layer_freq="2")},
     {"experts": Experts(num_experts=4, moe_layer_freq="2", moe_ffn_hidden_size=20)},
     {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},

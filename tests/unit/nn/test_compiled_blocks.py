@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
     "sinks": dict(softmax_type="learnable", attn_logit_softcapping=0.5),
     "post": dict(norm_placement="post", normalization="RMSNorm", add_bias_linear=False),
-    "sandwich": dict(norm_placement="sandwich", hidden_dropout=0.1),
+    "sandwich": dict(norm_placement="sandwich", hidden_dropout=0.1, apply_layernorm_1p=True),
     "recomputed": dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=(1,), hidden_dropout=0.1
     ),

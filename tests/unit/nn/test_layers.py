@@ -203,6 +203,7 @@ def test_activations() -> None:
         "gelu-tanh": 0.5 * x * (1 + torch.tanh(cube)),
         "swiglu": gate / (1 + torch.exp(-gate)) * value,
         "geglu": gate * phi * value,
+        "geglu-tanh": (0.5 * x * (1 + torch.tanh(cube)))[:, :4] * value,
         "squared-relu": torch.where(x > 0, x * x, 0.0),
     }
     assert expected.keys() == ACTIVATIONS.keys()

@@ -85,6 +85,7 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         "--norm-placement post --bf16 --fp32-residual-connection",
         "--model-type llama --norm-placement sandwich",
         "--norm-placement sandwich --hidden-dropout 0.1",
+        "--model-type llama --apply-layernorm-1p --softmax-scale 0.5 --embedding-multiplier 8",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ],
