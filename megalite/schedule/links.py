@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, EVICT, FETCH, PREFETCH, Action
@@ -55,8 +54,8 @@ class Links:
         for part in action.computations():
             if part.kind in (BACKWARD, BACKWARD_INPUT):
                 start = max(start, self._arrived.get((part.stage, part.replica, part.microbatch), start))
-        start = max(start, self._old.get(rank, Fraction(0)))
-        self._old[rank] = self._new.get(rank, Fraction(0))
+        start = max(start, self._old.get(rank, 0))
+        self._old[rank] = self._new.get(rank, 0)
         return start
 
 

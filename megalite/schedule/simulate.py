@@ -10,9 +10,11 @@ different schedules can be compared. Costs given as int or Fraction give exact r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cache, cached_property
+from math import lcm
 from typing import NamedTuple
 
 from megalite.errors import ScheduleError
@@ -114,13 +116,13 @@ class Timeline:
         ranks = 1 + max((span.rank for span in rows), default=0)
         return cls(ranks, tuple(shifted), title, tuple(batch_starts), unit="ms")
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         """Chunks per rank, by the highest stage that occurs."""
         stages = (part.stage for span in self.spans for part in span.action.computations())
         return max(stages, default=0) // self.num_ranks + 1
 
-    @property
+    @cached_property
     def makespan(self) -> Time:
         return max((span.end for span in self.spans), default=Fraction(0))
 
@@ -178,7 +180,9 @@ def simulate(
     norms = _Norms(program, batches) if global_norm and not program.update_per_microbatch else None
     links = Links()
     reads = _weights_read(program, batches) if program.chunks is not None else ()
-    spans = _run(program, lists, costs, norms, links, reads)
+    times = _Times(program, costs, lists)
+    spans = times.given_back(_run(program, lists, times, norms, links, reads))
+    transfers = times.given_back(sorted(links.spans, key=lambda span: (span[2], span[0])))
     unit = program.activation_unit
     return Timeline(
         program.num_ranks,
@@ -187,7 +191,7 @@ def simulate(
         tuple(batch.start for batch in program.batches(batches)),
         () if program.rounds else tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
         tuple(live_versions(actions) for actions in lists),
-        transfers=tuple(sorted((Span(*span) for span in links.spans), key=lambda span: (span.start, span.rank))),
+        transfers=tuple(transfers),
     )
 
 
@@ -259,16 +263,53 @@ def _weights_read(program: Program, batches: BatchSpec) -> list[Reads]:
     return found
 
 
+class _Times:
+    """What the simulation counts in. Exact times are multiples of a common unit, and are counted in it: integers are
+    compared and added in a tenth of the time of fractions. Floating-point numbers stay as they are.
+
+    zero, communication, host_byte: no time, and two of `Costs`, in the unit.
+    """
+
+    def __init__(self, program: Program, costs: Costs, lists: Sequence[Sequence[Action]]) -> None:
+        kinds = {_costs_alike(action): action for actions in lists for action in actions}
+        self._takes = {alike: costs.of(action, program) for alike, action in kinds.items()}
+        self.communication, self.host_byte = costs.communication, costs.host_byte
+        times = [*self._takes.values(), costs.communication]
+        # Layer by layer a computation is divided again, by any number of layers: those times stay fractions.
+        exact = program.chunks is None and all(isinstance(time, int | Fraction) for time in times)
+        self._unit = Fraction(1, lcm(*(Fraction(time).denominator for time in times))) if exact else None
+        self.zero: Time = Fraction(0) if self._unit is None else 0
+        if self._unit is not None:
+            self._takes = {alike: int(time / self._unit) for alike, time in self._takes.items()}
+            self.communication = int(self.communication / self._unit)
+
+    def of(self, action: Action) -> Time:
+        """What the action takes."""
+        return self._takes[_costs_alike(action)]
+
+    def given_back(self, spans: Iterable[tuple[int, Action, Time, Time]]) -> Iterator[Span]:
+        """The spans in the unit of the costs."""
+        if self._unit is None:
+            return (Span(*span) for span in spans)
+        exact = cache(lambda count: count * self._unit)
+        return (Span(rank, action, exact(start), exact(end)) for rank, action, start, end in spans)
+
+
+def _costs_alike(action: Action) -> Hashable:
+    """Actions for which this is the same take the same time."""
+    return action.kind, action.stage, tuple((part.kind, part.stage) for part in action.parts) if action.parts else ()
+
+
 def _run(
     program: Program,
     lists: Sequence[Sequence[Action]],
-    costs: Costs,
+    times: _Times,
     norms: _Norms | None,
     links: Links,
     reads: Sequence[Reads],
 ) -> list[Span]:
     done: dict[ResultKey, Time] = {}
-    clock: list[Time] = [Fraction(0)] * program.num_ranks
+    clock: list[Time] = [times.zero] * program.num_ranks
     position = [0] * program.num_ranks
     waiting: dict[ResultKey, list[int]] = {}
     ready = list(range(program.num_ranks))
@@ -287,21 +328,21 @@ def _run(
                 if key not in done:
                     missing = key
                     break
-                start = max(start, done[key] + (costs.communication if source != rank else 0))
+                start = max(start, done[key] + (times.communication if source != rank else 0))
             if missing is not None:
                 waiting.setdefault(missing, []).append(rank)
                 break
             if action.kind in TRANSFER_KINDS:
-                links.start(rank, action, start, costs.of(action, program))
+                links.start(rank, action, start, times.of(action))
                 position[rank] += 1
                 continue
             if action.is_compute:
                 start = links.ready(rank, action, start)
-            takes = costs.of(action, program)
+            takes = times.of(action)
             clock[rank] = start + takes
             if reads and action.is_compute:
                 clock[rank] = links.read(
-                    rank, reads[rank].get(position[rank], ()), sizes, (start, takes), costs.host_byte
+                    rank, reads[rank].get(position[rank], ()), sizes, (start, takes), times.host_byte
                 )
             if action.is_compute or action.kind == STEP or clock[rank] > start:
                 spans.append(Span(rank, action, start, clock[rank]))

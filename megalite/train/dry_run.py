@@ -59,9 +59,19 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     table = rows_of(config, world_size, program, cuts, plan, foreign, memory)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
-        drawing = render_text(simulate(program, batches=2 if program.asynchronous else 1))
-        parts += ["", "\n".join(line[:WIDEST] for line in drawing.splitlines())]
+        parts += ["", *drawn(program, programs.short_run(program))]
     return "\n".join(parts)
+
+
+def drawn(program: Program, short: list[int] | None) -> list[str]:
+    """The lines of the drawing: of one batch, two of an asynchronous program. short: sizes to draw in place of long
+    batches."""
+    count = 2 if program.asynchronous else 1
+    drawing = render_text(simulate(program, batches=short[:count] if short else count))
+    lines = [line[:WIDEST] for line in drawing.splitlines()]
+    if short:
+        lines.append(f"drawn: {short[0]} of the {program.num_microbatches} micro-batches; the others repeat the middle")
+    return lines
 
 
 def look_at_module(config: Config, program: Program) -> ForeignModel:

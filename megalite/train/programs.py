@@ -15,7 +15,7 @@ from megalite.schedule import Program, find_schedule, validate
 PROVED_AT_START = 16
 """Programs that a rank validates before the first step, so that none of a growing batch stops a run later."""
 LONG_BATCH = 4096
-"""Micro-batches times stages above which only the first rounds of a program are validated."""
+"""Micro-batches times stages above which only the first rounds of a program are validated and drawn."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,20 @@ class ProgramCache:
         return self._cache[key]
 
     def _validate(self, program: Program) -> None:
+        shown = self.short_run(program)
+        validate(program, shown * 2 if shown and not program.asynchronous else shown)
+
+    def short_run(self, program: Program) -> list[int] | None:
+        """Micro-batches of the batches that show what a program does: of one, of five if it is asynchronous. None:
+        as many as the program has, because they are few.
+
+        To validate or to draw a long batch is slow, and the schedules of the table are periodic: a batch of m
+        micro-batches is valid if one of 4p + (m mod 4p) is (`tests/unit/schedule` proves the shapes up to there). A
+        schedule file is always taken whole.
+        """
+        period = 4 * program.num_ranks
+        short = period + program.num_microbatches % period
         of_file = self.config.parallel.pipeline_schedule_file is not None
-        validate(program, _proved(program, of_file=of_file))
-
-
-def _proved(program: Program, *, of_file: bool) -> list[int] | None:
-    """Sizes of the batches that the validator runs; None: its own choice.
-
-    Validation of a long batch is slow, and the schedules of the table are periodic: a batch of m micro-batches is valid
-    if one of 4p + (m mod 4p) is (`tests/unit/schedule` proves the shapes up to there). A schedule file is
-    always validated whole.
-    """
-    period = 4 * program.num_ranks
-    short = period + program.num_microbatches % period
-    if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:
-        return None
-    return [short] * (5 if program.asynchronous else 2)
+        if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:
+            return None
+        return [short] * (5 if program.asynchronous else 1)

@@ -31,7 +31,9 @@ def render_text(
     A program is simulated at its own costs.
     """
     timeline = simulate(timeline) if isinstance(timeline, Program) else timeline
-    rows = [[span for span in timeline.spans if span.rank == rank] for rank in range(timeline.num_ranks)]
+    rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        rows[span.rank].append(span)
     unit = _common_unit(timeline.spans)
     column = 1
     if unit is not None and timeline.makespan / unit <= max_columns:
@@ -63,7 +65,7 @@ def short_label(action: Action, timeline: Timeline) -> str:
 
 def _common_unit(spans: Sequence[Span]) -> Fraction | None:
     """Largest time of which every start and end is a multiple; None if times are not exact."""
-    times = [time for span in spans for time in (span.start, span.end)]
+    times = {time for span in spans for time in (span.start, span.end)}
     if not times or not all(isinstance(time, int | Fraction) for time in times):
         return None
     exact = [Fraction(time) for time in times if time]

@@ -85,3 +85,20 @@ def test_an_overlap_costs_the_sum_of_its_parts_unless_told_otherwise() -> None:
     assert Costs().of(pair, program) == Fraction(3, 2)
     assert Costs(overlap=Fraction(2, 3)).of(pair, program) == 1
     assert simulate(program, Costs(overlap=Fraction(2, 3))).makespan < simulate(program).makespan
+
+
+def test_exact_times_are_those_of_floating_point_numbers() -> None:
+    """Fractions are counted in a common unit, floating-point numbers as they are; of eighths both are exact."""
+    rng = random.Random(18)
+    for name, shape in random_shapes(52, seed=19, largest_rank=4):
+        program = lower(build_shape(name, shape))
+        one, two, three, four, *others = (Fraction(rng.randint(0, 24), 8) for _ in range(6))
+        given = {(0, "F"): others[0], (program.num_stages - 1, "W"): others[1], (0, "STEP"): Fraction(5, 8)}
+        exact = Costs(one, two, three, four, exact=given, overlap=Fraction(3, 4))
+        floats = {key: float(time) for key, time in given.items()}
+        real = Costs(*map(float, (one, two, three, four)), exact=floats, overlap=0.75)
+        norm = rng.random() < 0.5
+        found = simulate(program, exact, batches=2, global_norm=norm)
+        assert all(type(time) is Fraction for span in found.spans for time in span[2:])
+        if shape.v != 3:  # a third of an eighth is not exact
+            assert found.spans == simulate(program, real, batches=2, global_norm=norm).spans, (name, shape, exact)

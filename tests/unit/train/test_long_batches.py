@@ -11,8 +11,9 @@ import pytest
 from megalite.comm import Axis
 from megalite.config import parse
 from megalite.errors import ScheduleError
-from megalite.schedule import SCHEDULES, Program, find_schedule
+from megalite.schedule import SCHEDULES, Program, build_program, find_schedule, render_text, simulate
 from megalite.train import programs
+from megalite.train.dry_run import drawn
 from megalite.train.programs import ProgramCache
 
 LONG = 136
@@ -22,10 +23,14 @@ FLAGS = (
 ).split()
 
 
-def program_of(name: str, microbatches: int, p: int = 4) -> Program:
+def cache_of(name: str, microbatches: int, p: int = 4) -> ProgramCache:
     virtual = ["--virtual-pipeline-model-parallel-size", "2"] if find_schedule(name).min_chunks > 1 else []
     flags = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", name, *virtual]
-    return ProgramCache(parse([*FLAGS, *flags, "--global-batch-size", str(microbatches)], world_size=p)).full(p)
+    return ProgramCache(parse([*FLAGS, *flags, "--global-batch-size", str(microbatches)], world_size=p))
+
+
+def program_of(name: str, microbatches: int, p: int = 4) -> Program:
+    return cache_of(name, microbatches, p).full(p)
 
 
 def steps_of(program: Program, rank: int, size: int, window: range) -> list[tuple[Any, ...]]:
@@ -56,11 +61,28 @@ def test_a_long_batch_is_a_short_one_with_more_rounds(name: str, monkeypatch: py
         assert len({tuple(steps_of(long, rank, LONG, window)) for window in middle}) == 1
 
 
-def test_short_batches_and_files_are_walked_whole() -> None:
-    program = program_of("1f1b", LONG)
-    assert programs._proved(program, of_file=False) is None
-    assert programs._proved(replace(program, num_microbatches=2048), of_file=False) == [16, 16]
-    assert programs._proved(replace(program, num_microbatches=2048), of_file=True) is None
+def test_short_batches_and_files_are_walked_whole(tmp_path: Path) -> None:
+    cache = cache_of("1f1b", LONG)
+    program = cache.full(4)
+    long = replace(program, num_microbatches=2048)
+    assert cache.short_run(program) is None
+    assert cache.short_run(long) == [16]
+    assert cache.short_run(replace(long, asynchronous=True)) == [16] * 5
+    file = tmp_path / "schedule.txt"
+    file.write_text("ranks: 1\nstages: 0\nmicrobatches: 1\nrank 0: 0F0 0B0\n")
+    flags = ["--pipeline-schedule-file", str(file), "--global-batch-size", "1"]
+    assert ProgramCache(parse([*FLAGS, *flags], world_size=1)).short_run(long) is None
+
+
+@pytest.mark.parametrize("name", ["1f1b", "2bw"])
+def test_a_long_batch_is_drawn_by_a_short_one(name: str) -> None:
+    cache = cache_of(name, 2050)
+    *rows, note = drawn(cache.full(4), cache.short_run(cache.full(4)))
+    short = build_program(name, 4, 18)
+    text = render_text(simulate(short, batches=2 if short.asynchronous else 1))
+    assert rows == [line[:200] for line in text.splitlines()]
+    assert note == "drawn: 18 of the 2050 micro-batches; the others repeat the middle"
+    assert drawn(short, None) == rows
 
 
 RAMP = "--pipeline-model-parallel-size 4 --global-batch-size 32 --rampup-batch-size 8 4 100".split()
