@@ -41,9 +41,11 @@ class Printer:
 
 def answer(flags: argparse.Namespace, world: World, loaded: LoadedModel) -> None:
     """Every rank: answers what the flags ask; the first prints. Raises MegaliteError."""
-    from megalite.generation import read_talks, said
+    from megalite.generation import check_whole, read_talks, said
     from megalite.inference import chat_prompts, chat_template, generate
 
+    for flag in ("prompt", "system"):
+        check_whole(getattr(flags, flag) or "", f"--{flag}")
     template = chat_template(loaded, "--chat")
     sampling = sampling_of(flags, world, loaded)
     begin = [] if flags.system is None else [said("system", flags.system)]
@@ -96,7 +98,7 @@ def converse(
     begin: Messages,
 ) -> None:
     """Answers lines of standard input until it ends, each in the light of those before. Raises MegaliteError."""
-    from megalite.generation import said
+    from megalite.generation import check_whole, said
     from megalite.inference import chat_prompts, generate
 
     if world.size > 1:
@@ -105,9 +107,13 @@ def converse(
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError:
+            raise ConfigError("--chat: standard input is not UTF-8; convert it") from None
         if not line:
             return
+        check_whole(line, "--chat")
         if not line.strip():
             continue
         talk.append(said("user", line.rstrip("\n")))

@@ -65,7 +65,7 @@ class ChatTemplate:
         flag: str = "`tokenizer_model`",
     ) -> None:
         if tokenizer.kind != "HuggingFaceTokenizer" or directory is None:
-            raise DataError(f"{asked}: needs a HuggingFaceTokenizer, whose files have the chat template")
+            raise DataError(f"{asked}: needs `tokenizer_type`=HuggingFaceTokenizer, whose files have the chat template")
         _check_jinja(asked)
         self._backend: Any = tokenizer.backend  # type: ignore[attr-defined]  # of this kind
         self.text, self.variables = read_template(Path(directory), flag)

@@ -18,6 +18,6 @@ Proof: `tests/equivalence/test_generation_layouts.py`, `tests/unit/generation/`.
 
 from megalite.generation.engine import Generator, OnTokens
 from megalite.generation.groups import Request
-from megalite.generation.prompts import prompt_ids, read_prompts, read_talks, said
+from megalite.generation.prompts import check_whole, prompt_ids, read_prompts, read_talks, said
 from megalite.generation.sampling import Sampling, pick_tokens
 from megalite.generation.stages import ModelParts

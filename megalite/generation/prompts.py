@@ -72,6 +72,12 @@ def _talk(line: str | bytes, where: str) -> Messages:
     return list(messages)
 
 
+def check_whole(text: str, flag: str) -> None:
+    """Raises ConfigError for half a character."""
+    if not text.isascii() and text != text.encode(errors="replace").decode():
+        raise ConfigError(f"{flag}={ascii(text)[:60]}: has half a character, or bytes that are not UTF-8; repair it")
+
+
 def said(role: str, text: str) -> dict[str, str]:
     """A message of a conversation."""
     return {"role": role, "content": text}
@@ -80,10 +86,7 @@ def said(role: str, text: str) -> dict[str, str]:
 def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], flag: str) -> list[list[int]]:
     """An empty text begins a document. Raises ConfigError where there is no token for that."""
     for text in texts:
-        if not text.isascii() and text != text.encode(errors="replace").decode():
-            raise ConfigError(
-                f"{flag}={ascii(text)[:60]}: has half a character, or bytes that are not UTF-8; repair it"
-            )
+        check_whole(text, flag)
     found = [tokenizer.encode(text) for text in texts]
     if tokenizer.eod_id is None and not all(found):
         raise ConfigError(f"{flag}: is empty, and this tokenizer has no end-of-document token to begin after")

@@ -35,6 +35,8 @@ USUAL = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 def chat_template(loaded: LoadedModel, asked: str) -> ChatTemplate:
     """The template of the model's tokenizer; `asked` names what needs it. Raises DataError where there is none,
     ConfigError where a program of the model's maker would have to run."""
+    if loaded.tokenizer.kind != "HuggingFaceTokenizer":
+        raise DataError(f"{asked}: {loaded.path} has a {loaded.tokenizer.kind}, which has no chat template")
     return ChatTemplate(loaded.tokenizer, str(loaded.path), asked=asked, flag="`load`")
 
 

@@ -75,6 +75,17 @@ def test_lines_of_standard_input_are_a_conversation(
     assert (status, out) == (0, "".join(talk[place]["content"] + "\n" for place in (1, 3))), error
 
 
+@pytest.mark.parametrize("where", ["--prompt", "--system", "stdin"])
+def test_half_a_character_is_the_users(
+    where: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\udcff\n"))
+    flags = {"--prompt": ["--prompt", "a\udcff"], "--system": ["--prompt", "a", "--system", "\udcff"], "stdin": []}
+    status, out, error = chat(capsys, "--load", str(model), *flags[where])
+    assert (status, out) == (2, "")
+    assert f"error: {'--chat' if where == 'stdin' else where}=" in error and "half a character" in error
+
+
 def test_a_file_of_conversations(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     talks = [[{"role": "user", "content": text}] for text in ASKED]
     talks.append([*talks[0], {"role": "assistant", "content": "Me."}, *talks[1]])
@@ -135,7 +146,7 @@ def test_a_model_without_a_template_is_refused(model: Path, tmp_path: Path, caps
     assert status == 2 and f"error: --load={tmp_path / 'model'}: has no chat template" in error
     write_checkpoint(tmp_path / "run")
     status, _, error = chat(capsys, "--load", str(tmp_path / "run"), "--prompt", "Hi")
-    assert status == 2 and "error: --chat: needs a HuggingFaceTokenizer" in error
+    assert status == 2 and "has a ByteTokenizer, which has no chat template" in error
     config = json.loads((model / "tokenizer_config.json").read_text())
     (tmp_path / "model" / "tokenizer_config.json").write_text(
         json.dumps(config | {"chat_template": TEMPLATE, "auto_map": {"AutoTokenizer": ["code.T", None]}})
