@@ -88,6 +88,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--no-load-optim", action="store_true",
         help="from megatron's torch_dist to megalite: the weights alone, at iteration 0, without the run's moments",
     )  # fmt: skip
+    group.add_argument(
+        "--ckpt-format", choices=("torch", "torch_dist"),
+        help="to megatron: torch (unset), for the ranks of the sizes below, or torch_dist, for any layout",
+    )  # fmt: skip
     group.add_argument("--target-tensor-model-parallel-size", type=int, help="to megatron: ranks of a layer; unset: 1")
     group.add_argument("--target-pipeline-model-parallel-size", type=int, help="to megatron: stages; unset: 1")
     group.add_argument("--target-expert-model-parallel-size", type=int, help="to megatron: ranks of experts; unset: 1")
@@ -120,12 +124,18 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
     for side, chosen, names in (
         ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size", "no_load_optim")),
-        ("--to megatron", flags.target == "megatron", tuple(TARGETS.values())),
+        ("--to megatron", flags.target == "megatron", (*TARGETS.values(), "ckpt_format")),
     ):
         for name in names:
             value = getattr(flags, name)
             if not chosen and value is not None and value is not False:
                 raise ConfigError(f"--{name.replace('_', '-')}={value}: only with {side}; drop it")
+    if flags.ckpt_format == "torch_dist":
+        for name in (name for key, name in TARGETS.items() if key != "implementation"):
+            if (size := getattr(flags, name)) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}={size}: torch_dist is loaded at any layout; drop it")
+        if flags.target_transformer_impl == "legacy":
+            raise ConfigError("--target-transformer-impl=legacy: has no torch_dist; use --ckpt-format torch")
     if flags.source == "megatron" and not flags.trust_pickle:
         raise ConfigError(
             f"--load={flags.load}: Megatron-LM's checkpoints are pickles, which can carry programs; if you know where "
@@ -225,19 +235,16 @@ def _run_of(flags: argparse.Namespace, source: ModelSource) -> TrainedRun | None
 
 
 def _write(flags: argparse.Namespace, source: ModelSource, save: Path, run: TrainedRun | None) -> Path:
-    from megalite.convert import write_checkpoint, write_huggingface, write_megatron, write_peft
+    from megalite.convert import write_checkpoint, write_huggingface, write_megatron, write_peft, write_torch_dist
 
     dtype = _dtype(flags)
     if flags.target == "peft":
         return write_peft(cast("AdaptedSource", source), save, dtype=dtype, base=flags.base_hub_id)
     if flags.target == "megatron":
-        chosen = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
-        return write_megatron(
-            source,
-            save,
-            dtype=dtype,
-            **{key: value for key, value in chosen.items() if value is not None},
-        )
+        named = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
+        chosen = {key: value for key, value in named.items() if value is not None}
+        write = write_torch_dist if flags.ckpt_format == "torch_dist" else write_megatron
+        return write(source, save, dtype=dtype, **chosen)
     if flags.target == "hf":
         return write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
     return write_checkpoint(source, save, dtype=dtype, run=run)

@@ -14,7 +14,8 @@
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
-    dcp_files.py        directories of torch.distributed.checkpoint; megatron_dist.py: its torch_dist, one of them
+    dcp_files.py        directories of torch.distributed.checkpoint; megatron_dist.py: Megatron's torch_dist, one
+                        of them; megatron_dist_writing.py: written
     megatron_state.py   what a run has left there beside its weights: masters, moments, schedules
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
@@ -31,6 +32,7 @@ from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingfa
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_megatron
+from megalite.convert.megatron_dist_writing import write_torch_dist
 from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_state import state_of
 from megalite.convert.megatron_writing import write_megatron

@@ -6,7 +6,7 @@ __0_0.distcp     items one after the other, each a file of torch.save
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,18 @@ class DcpTensor:
     dtype: str
     shape: Shape
     chunks: Sequence[tuple[Box, StoredItem]]
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A part of a tensor to be written: name, shape of the whole, offset, shape, and who reads its values."""
+
+    name: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
 
 
 class DcpFiles:

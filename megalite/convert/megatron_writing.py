@@ -143,13 +143,13 @@ def _own(values: Tensor) -> Tensor:
 
 def _write_file(path: Path, stored: Mapping[str, Tensor | None], args: Mapping[str, Any], implementation: str) -> None:
     dtype = next(values.dtype for values in stored.values() if values is not None)
+    write_common(path, args, dtype, model=_nested(stored) if implementation == "legacy" else dict(stored))
+
+
+def write_common(path: Path, args: Mapping[str, Any], dtype: torch.dtype, **more: Any) -> None:
+    """A file of torch.save with the settings of a `release`, and `more`. dtype: of the weights. Raises OSError."""
     named = argparse.Namespace(**args, params_dtype=dtype, fp16=dtype == torch.float16, bf16=dtype == torch.bfloat16)
-    content = {
-        "args": named,
-        "checkpoint_version": VERSION,
-        "iteration": 0,
-        "model": _nested(stored) if implementation == "legacy" else dict(stored),
-    }
+    content = {"args": named, "checkpoint_version": VERSION, "iteration": 0, **more}
     with path.open("wb") as file:
         try:
             torch.save(content, file)

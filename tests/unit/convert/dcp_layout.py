@@ -90,7 +90,7 @@ def stacked(model: Any, *, mixed: bool = False) -> dict[str, Tensor]:
     return found
 
 
-def write_torch_dist(
+def made_torch_dist(
     root: Path,
     model: Any,
     *,

@@ -147,6 +147,11 @@ def main(folder: Path, rank: int, job: dict[str, Any]) -> None:
         "distrib_optim_fully_reshardable_mem_efficient": False, "singleton_local_shards": job.get("single", False),
     }  # fmt: skip
     iteration = 0
+    if job.get("weights"):
+        path = str(folder / job["weights"])
+        state = {"model": model.sharded_state_dict(metadata=metadata)}
+        found = dist_checkpointing.load(state, path, get_default_load_sharded_strategy(path))
+        model.load_state_dict(found["model"])
     if job.get("load"):
         for inner in optimizer.chained_optimizers if job.get("sharded", True) else []:
             inner._init_optimizer_states_with_dummy_values()  # Adam of torch has none before its first step

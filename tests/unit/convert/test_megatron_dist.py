@@ -12,20 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from equivalence.layouts import saved_tensors
 from torch import Tensor
 
 from megalite import strangers
 from megalite.checkpoint import CheckpointReader
 from megalite.comm import World
+from megalite.config import Experts, ModelConfig
 from megalite.config.cli import parse
 from megalite.convert import (
     CheckpointSource,
+    HuggingFaceSource,
     MegatronDistSource,
     open_megatron,
     state_of,
     write_checkpoint,
     write_huggingface,
+    write_torch_dist,
 )
 from megalite.convert.dcp_files import DcpFiles
 from megalite.convert.source import stored_shapes
@@ -35,9 +39,9 @@ from megalite.testing import run_ranks
 from megalite.train.param_schedules import ParamSchedules, resolve_schedules
 from megalite.train.run import open_run
 from megalite.train.starting_point import offer_of, open_start
-from tests.unit.convert.dcp_layout import change_metadata, random_cuts, stacked, write_dcp, write_torch_dist
+from tests.unit.convert.dcp_layout import change_metadata, made_torch_dist, random_cuts, stacked, write_dcp
 from tests.unit.convert.megatron_layout import HereInstead
-from tests.unit.convert.test_megatron import S, V, assert_same, peer
+from tests.unit.convert.test_megatron import Fixed, S, V, assert_same, peer
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +61,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_from_torch_dist_to_hugging_face(case: str, tmp_path: Path) -> None:
     kind, changes, how = READ[case]
     model = peer(kind, **changes)
-    write_torch_dist(tmp_path / "megatron", model, **how)
+    made_torch_dist(tmp_path / "megatron", model, **how)
     source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
     write_checkpoint(source, tmp_path / "ours")
     write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
@@ -84,6 +88,48 @@ def test_rectangles_are_put_together_as_torch_does(tmp_path: Path) -> None:
     assert len(files.tensors["a"].chunks) > 1
 
 
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_what_is_written_is_the_published_layout(kind: str, tmp_path: Path) -> None:
+    """Read by torch's own reader, name by name; and read here again."""
+    model = peer(kind)
+    model.save_pretrained(tmp_path / "hf")
+    source = HuggingFaceSource(tmp_path / "hf")
+    write_torch_dist(source, tmp_path / "there", dtype=torch.float32)
+    assert (tmp_path / "there/latest_checkpointed_iteration.txt").read_text() == "release"
+    expected = {name: values.float() for name, values in stacked(model).items()}
+    rows = {name: 128 if "embedding.word" in name or "output" in name else len(t) for name, t in expected.items()}
+    found = {name: torch.empty(rows[name], *t.shape[1:]) for name, t in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "there/release")
+    for name, values in expected.items():
+        assert torch.equal(found[name][: min(V, len(values))], values[:V]), name
+    back = open_megatron(tmp_path / "there")
+    assert {name.split("/")[0] for name in back.files.objects} == {  # type: ignore[union-attr]
+        f"decoder.layers.{layer}._extra_state"
+        for layer in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    names = stored_shapes(source.model)
+    assert_same({name: back.read(name) for name in names}, {name: source.read(name).float() for name in names})
+
+
+@pytest.mark.parametrize("freq", ["1", "[0]+[1]"])
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+def test_experts_are_written_and_read_again(implementation: str, freq: str, tmp_path: Path) -> None:
+    experts = Experts(num_experts=3, moe_ffn_hidden_size=6, moe_layer_freq=freq, moe_shared_expert_intermediate_size=8,
+                      moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")  # fmt: skip
+    model = ModelConfig(
+        model_type="llama", num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=20,
+        ffn_hidden_size=24,
+        activation="swiglu", add_bias_linear=False, normalization="RMSNorm", experts=experts,
+    )  # fmt: skip
+    source = Fixed(model)
+    source.tensors |= {n: torch.randn(s) for n, s in stored_shapes(model).items() if n not in source.tensors}
+    write_torch_dist(source, tmp_path / "x", implementation=implementation)  # type: ignore[arg-type]
+    back = open_megatron(tmp_path / "x")
+    assert_same({name: back.read(name) for name in source.tensors}, source.tensors)
+    name = "decoder.layers.1.pre_mlp_layernorm.weight" if freq != "1" else "decoder.layers.pre_mlp_layernorm.weight"
+    assert (name in back.files.tensors) == (implementation == "transformer_engine")  # type: ignore[union-attr]
+
+
 def written_with_state(root: Path, **changes: Any) -> Path:
     """Masters and moments that are functions of the weights, number by number."""
     weights = stacked(peer("llama"))
@@ -97,7 +143,7 @@ def written_with_state(root: Path, **changes: Any) -> Path:
     args = dict(
         seed=5, global_batch_size=8, micro_batch_size=2, consumed_train_samples=800, bf16=True, optimizer="adam"
     )
-    return write_torch_dist(root, peer("llama"), more=more, common=common | changes.pop("common", {}), **args | changes)
+    return made_torch_dist(root, peer("llama"), more=more, common=common | changes.pop("common", {}), **args | changes)
 
 
 STATE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -239,6 +285,19 @@ def test_a_run_of_megatron_core_goes_on_here(kind: str, tmp_path: Path) -> None:
         for key, values in expected.read(name):
             close = (found[key] - values).abs().max() <= 2e-5 * values.abs().max() + 1e-9
             assert close, (key, found[key] - values)
+
+
+@pytest.mark.full
+@needs_core
+@pytest.mark.parametrize("kind", ["gpt", "llama", "experts", "mixed"])
+def test_megatron_core_loads_what_is_written(kind: str, tmp_path: Path) -> None:
+    told = core(tmp_path, "one", kind=kind, train=1, save="one")
+    source = open_megatron(tmp_path / "one", true_vocab_size=100)
+    write_torch_dist(source, tmp_path / "written", implementation="local")
+    found = core(tmp_path, "again", kind=kind, weights="written/release")
+    for name, values in told["weights"].items():  # rows of padding are not kept
+        assert torch.equal(found["weights"][name][:100], values[:100]), name
+    assert torch.equal(found["logits"], told["logits"])
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from megalite.convert import (
     write_checkpoint,
 )
 from megalite.errors import MegaliteError
-from tests.unit.convert.dcp_layout import change_metadata, write_torch_dist
+from tests.unit.convert.dcp_layout import change_metadata, made_torch_dist
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_megatron import peer
 
@@ -71,7 +71,7 @@ def planted(canary: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     there = tmp_path_factory.mktemp("torch_dist") / "whole"
-    write_torch_dist(there, peer("gpt"))
+    made_torch_dist(there, peer("gpt"))
     return there
 
 
