@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # torch comes with what the functions import: not before the 
     import torch
 
     from megalite.config import ModelConfig
-    from megalite.convert import AdaptedSource, ModelSource, TrainedRun
+    from megalite.convert import AdaptedSource, KeptState, ModelSource, TrainedRun
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
@@ -86,7 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     group.add_argument(
         "--no-load-optim", action="store_true",
-        help="from megatron's torch_dist to megalite: the weights alone, at iteration 0, without the run's moments",
+        help="between megatron's torch_dist and megalite: the weights alone, at iteration 0, without the run's moments",
     )  # fmt: skip
     group.add_argument(
         "--ckpt-format", choices=("torch", "torch_dist"),
@@ -123,13 +123,18 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
         raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
     for side, chosen, names in (
-        ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size", "no_load_optim")),
+        ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size")),
         ("--to megatron", flags.target == "megatron", (*TARGETS.values(), "ckpt_format")),
     ):
         for name in names:
             value = getattr(flags, name)
             if not chosen and value is not None and value is not False:
                 raise ConfigError(f"--{name.replace('_', '-')}={value}: only with {side}; drop it")
+    if flags.no_load_optim and not (
+        (flags.source, flags.target) == ("megatron", "megalite")
+        or (flags.source == "megalite" and flags.ckpt_format == "torch_dist")
+    ):
+        raise ConfigError("--no-load-optim: only from megatron to megalite, or from megalite to torch_dist; drop it")
     if flags.ckpt_format == "torch_dist":
         for name in (name for key, name in TARGETS.items() if key != "implementation"):
             if (size := getattr(flags, name)) is not None:
@@ -164,13 +169,17 @@ def main(argv: list[str]) -> None:
     if flags.verify:
         _check_peer(flags, load)  # before the work of writing
     source = _open(flags, load)
-    run = _run_of(flags, source)
+    run, kept = _run_of(flags, source), _kept_of(flags, source)
     with ProgressBar("converting", "parameters") as bar:
         state = None if run is None else Watched(run, bar, source.model)
-        written = _write(flags, Watched(source, bar, source.model), save, state)
+        written = _write(flags, Watched(source, bar, source.model), save, state, kept)
     print(f"wrote {written}")
     if run is not None:
         print(f"with the optimizer's state: a run with --load {save} continues after iteration {run.iteration:,}")
+    if kept is not None:
+        print(
+            f"with the optimizer's state: Megatron-LM continues after iteration {kept.iteration:,} (with --no-load-rng)"
+        )
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
         print("its base model's name on the Hub is not known, so none is written; --base-hub-id ORG/NAME writes it")
     if flags.verify:
@@ -234,7 +243,18 @@ def _run_of(flags: argparse.Namespace, source: ModelSource) -> TrainedRun | None
     return run
 
 
-def _write(flags: argparse.Namespace, source: ModelSource, save: Path, run: TrainedRun | None) -> Path:
+def _kept_of(flags: argparse.Namespace, source: ModelSource) -> KeptState | None:
+    """The state of a run of ours that Megatron-LM is to continue, if any."""
+    from megalite.convert import CheckpointSource, KeptState
+
+    if flags.ckpt_format != "torch_dist" or not isinstance(source, CheckpointSource) or flags.no_load_optim:
+        return None
+    return KeptState.of(source)
+
+
+def _write(
+    flags: argparse.Namespace, source: ModelSource, save: Path, run: TrainedRun | None, kept: KeptState | None
+) -> Path:
     from megalite.convert import write_checkpoint, write_huggingface, write_megatron, write_peft, write_torch_dist
 
     dtype = _dtype(flags)
@@ -243,8 +263,9 @@ def _write(flags: argparse.Namespace, source: ModelSource, save: Path, run: Trai
     if flags.target == "megatron":
         named = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
         chosen = {key: value for key, value in named.items() if value is not None}
-        write = write_torch_dist if flags.ckpt_format == "torch_dist" else write_megatron
-        return write(source, save, dtype=dtype, **chosen)
+        if flags.ckpt_format == "torch_dist":
+            return write_torch_dist(source, save, dtype=dtype, run=kept, **chosen)
+        return write_megatron(source, save, dtype=dtype, **chosen)
     if flags.target == "hf":
         return write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
     return write_checkpoint(source, save, dtype=dtype, run=run)

@@ -6,22 +6,26 @@ tensors know no layout: Megatron-LM loads them at any. What they are called: `me
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import TRACKER, fsync_directory
+from megalite.checkpoint import TRACKER, directory_name, fsync_directory
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import Rectangle
 from megalite.convert.megatron_args import write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import RELEASE
 from megalite.convert.megatron_names import CORE, EXTRA_STATES, cut_of, extra_states, is_expert, name_of, rule_of
+from megalite.convert.megatron_state import STATE
+from megalite.convert.megatron_state_writing import KeptState
 from megalite.convert.megatron_writing import RUN_ARGS, write_common
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.errors import CheckpointError
+from megalite.inventory import parameter_shapes
 
 BACKEND = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
 BACKEND += '"common_backend_version": 1}'
@@ -33,12 +37,14 @@ def write_torch_dist(
     *,
     dtype: torch.dtype | None = None,
     implementation: str = "transformer_engine",
+    run: KeptState | None = None,
 ) -> Path:
-    """A `release` checkpoint that Megatron-LM loads at any layout; returns its directory.
+    """A checkpoint that Megatron-LM loads at any layout; returns its directory.
 
-    dtype: of the stored weights; None keeps each as it is. implementation: of Megatron's layers, transformer_engine or
-    local; where a block has experts its norm is called otherwise. Raises ConfigError where Megatron-LM has no such
-    model, CheckpointError where it cannot be written.
+    dtype: of the stored weights; None keeps each as it is, or as the run computed with it. implementation: of
+    Megatron's layers, transformer_engine or local; where a block has experts its norm is called otherwise. run: what
+    has trained the weights, to be continued there; None: the weights alone, a `release`. Raises ConfigError where
+    Megatron-LM has no such model, CheckpointError where it cannot be written.
     """
     from megalite.convert.dcp_writing import write_rectangles  # with it comes torch.distributed.checkpoint
 
@@ -51,48 +57,57 @@ def write_torch_dist(
         **RUN_ARGS,
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
+        **({} if run is None else run.args),
     }
     if all(model.sparse_layers):
         args["moe_layer_freq"] = 1  # a list would say that they are mixed
+    dtype = run.dtype if run is not None and dtype is None else dtype
+    name = RELEASE if run is None else directory_name(run.iteration)
     with staged(directory, model=model, dtype=dtype) as staging:
-        folder = staging / RELEASE
+        folder = staging / name
         folder.mkdir()
-        parts = list(rectangles(source, dtype, implementation))
+        parts = list(rectangles(model, lambda ours: converted(ours, source.read(ours), dtype), implementation))
+        if run is not None:
+            for kind in run.kinds:
+                parts += rectangles(model, partial(run.read, kind), implementation, f"{STATE}{kind}.")
         write_rectangles(folder, parts, dict.fromkeys(_empty_objects(model), [None]))
-        write_common(folder / COMMON, args, parts[0].dtype)
+        write_common(folder / COMMON, args, parts[0].dtype, **({} if run is None else run.common))
         (folder / "metadata.json").write_text(BACKEND)
-        (staging / TRACKER).write_text(RELEASE)
+        (staging / TRACKER).write_text(RELEASE if run is None else str(run.iteration))
         fsync_directory(folder)
     return directory
 
 
-def rectangles(source: ModelSource, dtype: torch.dtype | None, implementation: str) -> Iterator[Rectangle]:
-    """The tensors of a model, layer by layer. dtype: see `write_torch_dist`."""
-    model = source.model
+def rectangles(
+    model: ModelConfig, read: Callable[[str], Tensor], implementation: str, prefix: str = ""
+) -> Iterator[Rectangle]:
+    """The tensors of a model, layer by layer. read: gives that of a logical name. prefix: of their names there; of the
+    weights it is empty."""
     sparse, layers = model.sparse_layers, model.num_layers
     mixed = len(set(sparse)) > 1
     dtypes: dict[str, torch.dtype] = {}
-    for ours, shape in stored_shapes(model).items():
+    for ours, shape in (parameter_shapes(model) if prefix else stored_shapes(model)).items():
         index = int(ours.split(".")[1]) if ours.startswith("layers.") else None
-        name = _name(ours, index, implementation, sparse=index is not None and sparse[index])
+        name = prefix + _name(ours, index, implementation, sparse=index is not None and sparse[index])
         if index is not None and not mixed:
             name = name.replace(CORE.replace("{i}", str(index)), CORE.replace("{i}.", ""))
         if name not in dtypes:
-            dtypes[name] = converted(ours, source.read(ours), dtype).dtype
-
-        def read(ours: str = ours, expected: torch.dtype = dtypes[name]) -> Tensor:
-            values = converted(ours, source.read(ours), dtype)
-            if values.dtype != expected:
-                what = f"{values.dtype}, in another layer {expected}: one tensor there; give `dtype`"
-                raise CheckpointError(f"{ours}: {what}")
-            return theirs(model, ours, values)
-
+            dtypes[name] = read(ours).dtype
         like = theirs(model, ours, torch.empty(shape, device="meta"))
         stacked = index is not None and not mixed
         whole = (layers, *like.shape) if stacked else tuple(like.shape)
         offset = (index or 0, *(0 for _ in like.shape)) if stacked else tuple(0 for _ in like.shape)
         chunk = (1, *like.shape) if stacked else tuple(like.shape)
-        yield Rectangle(name, whole, offset, chunk, dtypes[name], read)
+        values = partial(_values, model, read, ours, dtypes[name])
+        yield Rectangle(name, whole, offset, chunk, dtypes[name], values)
+
+
+def _values(model: ModelConfig, read: Callable[[str], Tensor], ours: str, expected: torch.dtype) -> Tensor:
+    values = read(ours)
+    if values.dtype != expected:
+        what = f"{values.dtype}, in another layer {expected}: one tensor there; give `dtype`"
+        raise CheckpointError(f"{ours}: {what}")
+    return theirs(model, ours, values)
 
 
 def theirs(model: ModelConfig, ours: str, values: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from megalite.config.cli import parse
 from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,
+    KeptState,
     MegatronDistSource,
     open_megatron,
     state_of,
@@ -186,6 +187,26 @@ def test_masters_and_moments_come_along(tmp_path: Path) -> None:
     assert settled.origin == "checkpoint" and settled.schedules.learning_rate == theirs.learning_rate
 
 
+def test_masters_and_moments_go_there_and_back(tmp_path: Path) -> None:
+    written_with_state(tmp_path / "megatron", bf16=False)
+    source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
+    assert isinstance(source, MegatronDistSource)
+    first = write_checkpoint(source, tmp_path / "ours", run=state_of(source))
+    ours = CheckpointSource(tmp_path / "ours")
+    write_torch_dist(ours, tmp_path / "there", run=KeptState.of(ours))
+    back = open_megatron(tmp_path / "there")
+    assert isinstance(back, MegatronDistSource) and back.directory.name == "iter_0000100"
+    second = write_checkpoint(back, tmp_path / "again", run=state_of(back))
+    assert_same(*(saved_tensors(tmp_path / name) for name in ("ours", "again")))
+    one, other = (CheckpointReader(path).manifest.meta for path in (first, second))
+    assert one["progress"] == other["progress"]
+    assert one["opt_param_scheduler"] == other["opt_param_scheduler"]
+    assert CheckpointReader(second).read("optimizer/step").item() == 97
+    assert KeptState.of(ours).dtype == torch.float32  # type: ignore[union-attr]
+    write_checkpoint(source, tmp_path / "weights")
+    assert KeptState.of(CheckpointSource(tmp_path / "weights")) is None
+
+
 def test_state_that_is_not_taken_along(tmp_path: Path) -> None:
     def line(number: int, drop: str = "", **changes: Any) -> str:
         there = tmp_path / str(number)
@@ -280,9 +301,19 @@ def test_a_run_of_megatron_core_goes_on_here(kind: str, tmp_path: Path) -> None:
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --adam-eps 1e-8"
     )
     run_ranks(train_on, 4, argv.split(), timeout=60)
+    # written back, megatron.core loads it and has the same masters and moments
+    there = CheckpointSource(tmp_path / "next")
+    if kind == "llama":
+        write_torch_dist(there, tmp_path / "back", implementation="local", run=KeptState.of(there))
+        again = core(tmp_path, "again", kind=kind, load="back/iter_0000003", save="saved")
+        after_all = open_megatron(tmp_path / "saved", true_vocab_size=100)
+        assert isinstance(after_all, MegatronDistSource)
+        kept = state_of(after_all)
+        assert kept is not None and (kept.iteration, kept.steps, again["iteration"]) == (3, 3, 3)
     found = saved_tensors(tmp_path / "next")
     for name in stored_shapes(source.model):
         for key, values in expected.read(name):
+            assert kind != "llama" or torch.equal(dict(kept.read(name))[key], found[key]), key
             close = (found[key] - values).abs().max() <= 2e-5 * values.abs().max() + 1e-9
             assert close, (key, found[key] - values)
 

@@ -1,0 +1,103 @@
+"""What a checkpoint of ours holds beside the weights, in the form in which Megatron-LM's `torch_dist` has it.
+
+The inverse of `megatron_state.py`: masters and moments under `optimizer.state`, two groups of parameters (with and
+without weight decay), schedules in samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.checkpoint import CheckpointReader, Meta
+from megalite.config import OptimizerConfig, from_dict
+from megalite.convert.megalite_files import CheckpointSource
+from megalite.convert.megatron_state import MASTERS, MOMENTS, WEIGHTS_ALONE
+from megalite.errors import CheckpointError
+
+# Megatron's Adam is torch's or Transformer Engine's; each wants its own settings in a group and ignores the others'.
+GROUP: Mapping[str, Any] = {
+    "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "amsgrad": False,
+    "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None,
+    "decoupled_weight_decay": True, "bias_correction": True,
+}  # fmt: skip
+
+
+class KeptState:
+    """Masters, moments, schedules and progress of a checkpoint. Raises CheckpointError for what has no form there."""
+
+    def __init__(self, source: CheckpointSource) -> None:
+        self._reader = CheckpointReader(source.path)
+        self._meta = Meta(self._reader.manifest.meta, str(source.path))
+        self.config = from_dict(self._meta.raw["config"], str(source.path))
+        self.iteration, self._where = self._reader.manifest.step, str(source.path)
+        if self.config.optimizer.optimizer != OptimizerConfig.optimizer:
+            what = f"the state of {self.config.optimizer.optimizer} has no form in torch_dist"
+            raise CheckpointError(f"{self._where}: {what}; {WEIGHTS_ALONE}")
+        if source.model.experts.num_experts is not None:  # there its optimizers are as many as layouts have it
+            raise CheckpointError(f"{self._where}: of models with experts the state is not written; {WEIGHTS_ALONE}")
+
+    @classmethod
+    def of(cls, source: CheckpointSource) -> KeptState | None:
+        """None where a checkpoint was converted or saved without."""
+        reader = CheckpointReader(source.path)
+        has = "progress" in reader.manifest.meta and any(name.startswith("optimizer/") for name in reader.names)
+        return cls(source) if has else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights that the run computed with."""
+        precision = self.config.training.precision
+        return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is kept of every parameter, by Megatron's names."""
+        return MASTERS[0], *MOMENTS
+
+    def read(self, kind: str, name: str) -> Tensor:
+        """One of `kinds` of a parameter, in fp32."""
+        return self._reader.read(name if kind in MASTERS else f"optimizer/{kind}/{name}").float()
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The entries of common.pt besides args."""
+        settings = self.config.optimizer
+        numbers, steps = settings.args, float(self._reader.read("optimizer/step"))
+        group = {
+            **GROUP, "lr": settings.lr, "max_lr": settings.lr, "min_lr": settings.min_lr, "step": steps,
+            "betas": (numbers.adam_beta1, numbers.adam_beta2), "eps": numbers.adam_eps,
+            "weight_decay": settings.weight_decay,
+        }  # fmt: skip
+        groups = [{**group, "wd_mult": 1.0}, {**group, "wd_mult": 0.0, "weight_decay": 0.0}]
+        found: dict[str, Any] = {"param_groups": groups}
+        state = {"optimizer": found, "param_state_sharding_type": "fully_reshardable"}
+        return {"iteration": self.iteration, "optimizer": state, "opt_param_scheduler": self._scheduler()}
+
+    def _scheduler(self) -> dict[str, Any]:
+        schedules = self._meta.section("opt_param_scheduler")
+        rate, decay = schedules.section("learning_rate"), schedules.section("weight_decay")
+        return {
+            "max_lr": rate.number("lr"), "min_lr": rate.number("min_lr"), "lr_decay_style": rate.raw["style"],
+            "lr_warmup_steps": rate.integer("warmup_samples"), "lr_decay_steps": rate.integer("decay_samples"),
+            "num_steps": self._meta.section("progress").integer("schedule_samples"),
+            "start_wd": decay.number("start"), "end_wd": decay.number("end"), "wd_incr_style": decay.raw["style"],
+            "wd_incr_steps": decay.integer("ramp_samples"),
+        }  # fmt: skip
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The entries of args that are the run's."""
+        settings, training = self.config.optimizer, self.config.training
+        return {
+            "iteration": self.iteration, "no_save_optim": False, "optimizer": settings.optimizer, "lr": settings.lr,
+            "consumed_train_samples": self._meta.integer("consumed_samples"), "seed": training.seed,
+            "global_batch_size": self.config.global_batch_size(self._reader.manifest.world_size),
+            "micro_batch_size": training.micro_batch_size, "weight_decay": settings.weight_decay,
+            "adam_beta1": settings.args.adam_beta1, "adam_beta2": settings.args.adam_beta2,
+            "adam_eps": settings.args.adam_eps, "use_distributed_optimizer": True,
+            "dist_ckpt_optim_fully_reshardable": True,
+        }  # fmt: skip
