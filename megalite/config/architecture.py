@@ -43,6 +43,8 @@ FREE = frozenset(
 )
 # Taken by --use-checkpoint-args as well, as in Megatron-LM, but a flag may say otherwise.
 TAKEN_FREELY = ("model_type", "seq_length", "hidden_dropout", "attention_dropout")
+# What YaRN alone reads.
+YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim")
 # Unset means: work it out from the others.
 DERIVED = ("ffn_hidden_size", "moe_ffn_hidden_size", "num_query_groups", "kv_channels", "max_position_embeddings")
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -76,6 +78,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     values["lora_targets"] = " ".join(model.adapted_parts) or None
     if not values["use_rope_scaling"]:
         values |= {"rope_scaling_factor": None, "rope_scaling_original_length": None, "rope_scaling_type": None}
+    if not values["use_rope_scaling"] or model.rope_scaling.kind != "yarn":
+        values |= dict.fromkeys(YARN)
     if model.experts.num_experts is None:
         values |= {name: None for name in values if name.startswith("moe_")}
     else:

@@ -54,11 +54,35 @@ class RopeScaling(Spelled):
     rope_scaling_original_length: int = option(
         8192, "sequence length of the training before it", ge=1, only_with="use_rope_scaling"
     )
+    yarn_beta_fast: float = option(
+        32.0, "YaRN: channels that turn more often in that length are kept", gt=0, only_with="use_rope_scaling"
+    )
+    yarn_beta_slow: float = option(
+        1.0, "YaRN: those that turn less often are slowed down fully", gt=0, only_with="use_rope_scaling"
+    )
+    yarn_correction_range_round_to_int: bool = option(
+        True, "YaRN: blend between whole channels", only_with="use_rope_scaling"
+    )
+    mscale: float | None = option(
+        None,
+        "YaRN: temperature (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1); unset: 0.1 ln factor + 1",
+        gt=0,
+        needs="mscale_all_dim",
+    )
+    mscale_all_dim: float | None = option(None, "YaRN: see mscale", gt=0, needs="mscale")
 
     @property
     def kind(self) -> str | None:
         """How frequencies are scaled, None: not."""
         return self.rope_scaling_type if self.use_rope_scaling else None
+
+    @property
+    def yarn_temperature(self) -> float:
+        """What YaRN multiplies cosines and sines by."""
+        log = 0.1 * math.log(self.rope_scaling_factor)
+        if self.mscale is None or self.mscale_all_dim is None:
+            return log + 1.0
+        return (log * self.mscale + 1.0) / (log * self.mscale_all_dim + 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

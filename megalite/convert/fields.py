@@ -5,7 +5,6 @@ RoPE is read and written for all families: transformers 5 has `rope_parameters`,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from megalite.errors import ConfigError
 LARGEST, MOST_LAYERS = 2**40, 10_000
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LENGTH = "original_max_position_embeddings"
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None, "truncate": True}
+MSCALES = ("mscale", "mscale_all_dim")
 KINDS = {"default": "default", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 
 
@@ -101,18 +100,38 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
             rope_scaling_original_length=scaling.integer(LENGTH, 8192),
         )
     if kind == "yarn":
-        for name, usual in YARN.items():
-            scaling.only(name, usual)
-        factor = scaling.number("factor")
-        temperature = scaling.get("attention_factor")
-        if temperature is not None and abs(scaling.number("attention_factor") - 0.1 * math.log(factor) - 1.0) > 1e-6:
-            raise scaling.wrong("attention_factor", temperature, "not supported (only the paper's)")
-        found["rope_scaling"] = RopeScaling(
-            use_rope_scaling=True,
-            rope_scaling_type="yarn",
-            rope_scaling_factor=factor,
-            rope_scaling_original_length=scaling.integer(LENGTH),
+        found["rope_scaling"] = _read_yarn(scaling)
+    return found
+
+
+def _read_yarn(scaling: Fields) -> RopeScaling:
+    scales = {name: scaling.number(name) for name in MSCALES if scaling.get(name)}  # 0 means absent there
+    made = RopeScaling(
+        use_rope_scaling=True,
+        rope_scaling_type="yarn",
+        rope_scaling_factor=scaling.number("factor"),
+        rope_scaling_original_length=scaling.integer(LENGTH),
+        yarn_beta_fast=scaling.number("beta_fast", 32.0),
+        yarn_beta_slow=scaling.number("beta_slow", 1.0),
+        yarn_correction_range_round_to_int=scaling.flag("truncate", True),
+        **(scales if len(scales) == len(MSCALES) else {}),
+    )
+    stated = scaling.get("attention_factor")
+    if stated is not None and abs(scaling.number("attention_factor") - made.yarn_temperature) > 1e-6:
+        raise scaling.wrong(
+            "attention_factor", stated, f"not supported (only {made.yarn_temperature:.6g}, the paper's)"
         )
+    return made
+
+
+def _write_yarn(scaling: RopeScaling) -> dict[str, Any]:
+    """What is not the paper's."""
+    found: dict[str, Any] = {"beta_fast": scaling.yarn_beta_fast, "beta_slow": scaling.yarn_beta_slow}
+    found = found if tuple(found.values()) != (32.0, 1.0) else {}
+    if not scaling.yarn_correction_range_round_to_int:
+        found["truncate"] = False
+    if scaling.mscale is not None:
+        found |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     return found
 
 
@@ -132,8 +151,8 @@ def read_rotaries(fields: Fields, base: float, window_base: float | None, *, win
         full = Fields(dict(full.raw) | {"rope_theta": base}, fields.where)
     found, local = read_rotary(full), by_kind["sliding_attention"]
     local.only("rope_type", "default")
-    usual = fields.number("rope_local_base_freq", found["rotary_base"] if window_base is None else window_base)
-    there = local.number("rope_theta", usual)
+    by_kind["full_attention"].only("truncate", True)  # transformers reads it elsewhere, and rounds
+    there = local.number("rope_theta", found["rotary_base"] if window_base is None else window_base)
     alike = there == found["rotary_base"] and "rope_scaling" not in found
     return found | {"window_rotary_base": there if windowed and not alike else None}
 
@@ -163,7 +182,7 @@ def write_rotaries(model: ModelConfig, window_base: float | None) -> Mapping[str
     full = write_rotary(model)
     kinds = {"full_attention": full["rope_parameters"]}
     kinds["sliding_attention"] = {"rope_theta": own, "rope_type": "default"}
-    return {**full, "rope_local_base_freq": own, "rope_parameters": kinds}
+    return {**full, "rope_parameters": kinds}
 
 
 def _scaling(model: ModelConfig) -> dict[str, Any]:
@@ -171,7 +190,7 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
     ours = model.rope_scaling
     if ours.use_rope_scaling:
         length = {LENGTH: ours.rope_scaling_original_length}
-        more = LLAMA3 if ours.rope_scaling_type == "llama3" else {}
+        more = LLAMA3 if ours.rope_scaling_type == "llama3" else _write_yarn(ours)
         scaling = {"rope_type": ours.rope_scaling_type, "factor": ours.rope_scaling_factor, **more, **length}
     elif ours.rotary_seq_len_interpolation_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}

@@ -40,9 +40,10 @@ def _read(fields: Fields) -> ModelConfig:
     step, scalar = fields.integer("sliding_window_pattern", 6), fields.integer("query_pre_attn_scalar", 256)
     usual = [(index + 1) % step > 0 for index in range(min(layers, MOST_LAYERS))]
     having = read_layer_kinds(fields, layers) or usual
+    window_base = fields.number("rope_local_base_freq", WINDOW_BASE)
     return read_shape(
         fields,
-        **read_rotaries(fields, GLOBAL_BASE, WINDOW_BASE, windowed=any(having)),
+        **read_rotaries(fields, GLOBAL_BASE, window_base, windowed=any(having)),
         **windows(fields, having),
         kv_channels=width,
         softmax_scale=None if scalar == width else scalar**-0.5,
@@ -58,6 +59,7 @@ def _read(fields: Fields) -> ModelConfig:
 def _write(model: ModelConfig) -> dict[str, Any]:
     shape = write_shape(model)
     del shape["hidden_act"]
+    rotaries = write_rotaries(model, WINDOW_BASE)
     return shape | {
         "head_dim": model.head_dim,
         "hidden_activation": name_there(ACTIVATIONS, model.activation),
@@ -68,7 +70,8 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "use_bidirectional_attention": False,
         "final_logit_softcapping": None,
         "attn_logit_softcapping": None,
-        **write_rotaries(model, WINDOW_BASE),
+        **rotaries,
+        "rope_local_base_freq": rotaries["rope_parameters"]["sliding_attention"]["rope_theta"],
     }
 
 

@@ -164,12 +164,12 @@ def write_layer_kinds(model: ModelConfig) -> list[str]:
     return [sliding if model.has_window(index) else full for index in range(model.num_layers)]
 
 
-def windows(fields: Fields, having: Sequence[bool]) -> dict[str, Any]:
-    """The window, and which layers have it."""
+def windows(fields: Fields, having: Sequence[bool], usual: int | None = None) -> dict[str, Any]:
+    """The window (`usual` where the file has none), and which layers have it."""
     if not any(having):
         return {}
     pattern = None if all(having) else pattern_text(having)
-    return {"window_size": fields.integer("sliding_window"), "window_attn_skip_freq": pattern}
+    return {"window_size": fields.integer("sliding_window", usual), "window_attn_skip_freq": pattern}
 
 
 def _read_qwen_window(fields: Fields) -> dict[str, Any]:

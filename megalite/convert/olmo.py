@@ -1,5 +1,6 @@
 """OLMo 2 (arXiv 2501.00656): Llama's layers, with norms of what attention and MLP return and none of what they read,
-and norms over all queries and all keys of a token.
+and norms over all queries and all keys of a token. OLMo 3 (arXiv 2512.13961): the same with a window in three of four
+layers; YaRN, where there is any, is for the others.
 """
 
 from __future__ import annotations
@@ -8,14 +9,25 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule
-from megalite.convert.fields import Fields
-from megalite.convert.llama import IGNORED, RULES, read_shape, write_shape
+from megalite.convert.fields import MOST_LAYERS, Fields, read_rotaries, write_rotaries
+from megalite.convert.llama import (
+    IGNORED,
+    RULES,
+    read_layer_kinds,
+    read_shape,
+    windows,
+    write_layer_kinds,
+    write_shape,
+)
 
 OLMO_RULES = (
     *RULES,
     LayerRule("layers.{i}.post_attention_norm", ("model.layers.{i}.post_attention_layernorm",)),
     LayerRule("layers.{i}.post_mlp_norm", ("model.layers.{i}.post_feedforward_layernorm",)),
 )
+
+
+USUAL_BASE, USUAL_WINDOW = 5e5, 4096
 
 
 def read_olmo(fields: Fields, **more: Any) -> ModelConfig:
@@ -31,4 +43,21 @@ def write_olmo(model: ModelConfig) -> dict[str, Any]:
     return write_shape(model) | {"attention_bias": False}
 
 
+def _read_olmo3(fields: Fields) -> ModelConfig:
+    layers = fields.integer("num_hidden_layers")
+    usual = [(index + 1) % 4 != 0 for index in range(min(layers, MOST_LAYERS))]
+    having = read_layer_kinds(fields, layers) or usual
+    rotaries = read_rotaries(fields, USUAL_BASE, None, windowed=any(having))
+    return read_olmo(fields, **rotaries, **windows(fields, having, USUAL_WINDOW))
+
+
+def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
+    return write_olmo(model) | {
+        "sliding_window": model.window_size or model.max_positions,
+        "layer_types": write_layer_kinds(model),
+        **write_rotaries(model, None),
+    }
+
+
 OLMO2 = HuggingFaceFamily("olmo2", "Olmo2ForCausalLM", "model.", OLMO_RULES, read_olmo, write_olmo, IGNORED)
+OLMO3 = HuggingFaceFamily("olmo3", "Olmo3ForCausalLM", "model.", OLMO_RULES, _read_olmo3, _write_olmo3, IGNORED)

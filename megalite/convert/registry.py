@@ -24,11 +24,11 @@ from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.gemma import GEMMA3
 from megalite.convert.gpt import GPT2, GPT_NEOX
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
-from megalite.convert.olmo import OLMO2
+from megalite.convert.olmo import OLMO2, OLMO3
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
-    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, GEMMA3)
+    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3)
 }
 
 # Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.

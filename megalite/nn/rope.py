@@ -14,15 +14,13 @@ import math
 import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, RopeScaling
 
 Rotation = tuple[Tensor, Tensor]
 
 # Waves that turn fewer than 1 time in the length of the first training are slowed down fully, those that turn more than
 # 4 times not at all.
 LLAMA3_SLOW_TURNS, LLAMA3_FAST_TURNS = 1.0, 4.0
-# YaRN's two numbers of turns, between which channels are blended.
-YARN_SLOW_TURNS, YARN_FAST_TURNS = 1.0, 32.0
 
 
 class Rotary:
@@ -30,9 +28,7 @@ class Rotary:
 
     def __init__(self, config: ModelConfig) -> None:
         self.dim, self.base = config.rotary_dim, config.rotary_base
-        self.interpolation = config.rope_scaling.rotary_seq_len_interpolation_factor
-        self.kind, self.factor = config.rope_scaling.kind, config.rope_scaling.rope_scaling_factor
-        self.first_length = config.rope_scaling.rope_scaling_original_length
+        self.scaling = config.rope_scaling
         self._positions: Tensor | None = None
         self._rotation: Rotation | None = None
 
@@ -51,13 +47,14 @@ class Rotary:
         exact = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact) / self.dim
         frequencies = self.base**-exponents
-        temperature = 1.0
-        if self.kind == "llama3":
-            frequencies = slow_down(frequencies, self.factor, self.first_length)
-        elif self.kind == "yarn":
-            frequencies = slow_down_by_channel(frequencies, self.factor, self.first_length, self.base)
-            temperature = 0.1 * math.log(self.factor) + 1.0  # of queries and keys alike: 1 / t of the paper for both
-        angles = positions.t()[:, :, None, None, None].to(exact) / self.interpolation * frequencies
+        temperature, given = 1.0, self.scaling
+        if given.kind == "llama3":
+            frequencies = slow_down(frequencies, given.rope_scaling_factor, given.rope_scaling_original_length)
+        elif given.kind == "yarn":
+            frequencies = slow_down_by_channel(frequencies, given, self.base)
+            temperature = given.yarn_temperature  # of queries and keys alike: 1 / t of the paper for both
+        factor = given.rotary_seq_len_interpolation_factor
+        angles = positions.t()[:, :, None, None, None].to(exact) / factor * frequencies
         return (angles.cos() * temperature).to(dtype), (angles.sin() * temperature).to(dtype)
 
 
@@ -71,18 +68,20 @@ def slow_down(frequencies: Tensor, factor: float, length: int = 8192) -> Tensor:
     return frequencies * (kept + (1 - kept) / factor)
 
 
-def slow_down_by_channel(frequencies: Tensor, factor: float, length: int, base: float) -> Tensor:
-    """YaRN: as `slow_down`, blended evenly over the whole channels between two numbers of turns in `length`."""
-    channels = len(frequencies)
+def slow_down_by_channel(frequencies: Tensor, scaling: RopeScaling, base: float) -> Tensor:
+    """YaRN: as `slow_down`, blended evenly over the channels between two numbers of turns in the first length."""
+    channels, length = len(frequencies), scaling.rope_scaling_original_length
 
     def channel_of(turns: float) -> float:
         return channels * math.log(length / (turns * 2 * math.pi)) / math.log(base)
 
-    low = max(0, math.floor(channel_of(YARN_FAST_TURNS)))
-    high = min(2 * channels - 1, math.ceil(channel_of(YARN_SLOW_TURNS)))
+    low, high = channel_of(scaling.yarn_beta_fast), channel_of(scaling.yarn_beta_slow)
+    if scaling.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(0.0, low), min(2.0 * channels - 1, high)
     ramp = torch.arange(channels, dtype=frequencies.dtype, device=frequencies.device) - low
     slowed = (ramp / max(high - low, 0.001)).clamp(0, 1)
-    return frequencies * (1 - slowed + slowed / factor)
+    return frequencies * (1 - slowed + slowed / scaling.rope_scaling_factor)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

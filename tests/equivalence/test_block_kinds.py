@@ -1,4 +1,4 @@
-"""Blocks as OLMo 2 and Gemma 3 have them equal one process at every layout."""
+"""Blocks as OLMo 2 and 3 and Gemma 3 have them equal one process at every layout."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from equivalence.layouts import Layout, compare, draw
 LLAMA = "--num-layers 4 --model-type llama --num-query-groups 2 --clip-grad 0.05"
 KINDS = {
     "olmo2": f"{LLAMA} --norm-placement post --qk-layernorm --qk-layernorm-across-heads",
+    "olmo3": f"{LLAMA} --norm-placement post --qk-layernorm --qk-layernorm-across-heads --window-size 5 --skip-freq "
+    "window=2 --window-rotary-base 10000 --rope-scaling type=yarn factor=4 original_length=8 beta_fast=3 beta_slow=0.1",
     "gemma3": "--num-layers 4 --model-type llama --num-query-groups 2 --kv-channels 16 --clip-grad 0.05 --activation "
     "geglu-tanh --no-untie-embeddings-and-output-weights --norm-placement sandwich --apply-layernorm-1p --qk-layernorm "
     "--embedding-multiplier 5.656854249492381 --softmax-scale 0.4 --window-size 5 --skip-freq window=3 "
@@ -26,7 +28,7 @@ LAYOUTS = {
     "recomputed": ("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --recompute-granularity "
                    "full --recompute-method uniform", 2),
 }  # fmt: skip
-QUICK = {("olmo2", "halves zero3"), ("olmo2", "zb-v cp"), ("gemma3", "halves zero3")}
+QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zero3")}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.comm import World
-from megalite.config import ContextParallelism, ModelConfig, ParallelConfig
+from megalite.config import ContextParallelism, ModelConfig, ParallelConfig, RopeScaling
 from megalite.config.experts import Experts
 from megalite.config.parallel import ExpertParallelism
 from megalite.generation import Request, Sampling
@@ -32,7 +32,17 @@ LLAMA = replace(
 )
 WINDOWS = replace(LLAMA, window_size=3, window_attn_skip_freq="2", no_rope_freq="0,1,0,0")
 SINKS = replace(LLAMA, softmax_type="off-by-one", softmax_type_skip_freq="3", attn_logit_softcapping=0.5)
-OLMO2 = replace(LLAMA, norm_placement="post", qk_layernorm=True, qk_layernorm_across_heads=True)
+OLMO3 = replace(
+    WINDOWS,
+    no_rope_freq=None,
+    norm_placement="post",
+    qk_layernorm=True,
+    qk_layernorm_across_heads=True,
+    window_rotary_base=10000.0,
+    rope_scaling=RopeScaling(
+        use_rope_scaling=True, rope_scaling_type="yarn", rope_scaling_factor=4.0, rope_scaling_original_length=8
+    ),
+)
 GEMMA3 = replace(
     WINDOWS,
     no_rope_freq=None,
@@ -51,7 +61,7 @@ MODELS = {
     "windows": WINDOWS,
     "sinks": SINKS,
     "sparse": SPARSE,
-    "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "gemma3": GEMMA3,
 }
 
@@ -149,7 +159,7 @@ def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("olmo2", {"tp": 2}, 2), ("gemma3", {"pp": 2}, 2)],
+    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("olmo3", {"tp": 2}, 2), ("gemma3", {"pp": 2}, 2)],
 )
 def test_a_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, name, layout, ranks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megalite.config.architecture import YARN
 from megalite.config.root import SECTIONS, Config
 from megalite.config.schema import flat, options_of
 from megalite.config.training import TrainingLength
@@ -61,6 +62,7 @@ def _of_model(config: Config) -> Iterable[Idle]:
             kind == "rope" and not any(map(model.has_rope, range(model.num_layers))),
             f"with `no_rope_freq`={model.no_rope_freq}, which leaves no layer with RoPE",
         ),
+        (" ".join(YARN), model.rope_scaling.kind == "llama3", "with `rope_scaling_type`=llama3"),
         ("reset_position_ids", kind == "none", "with `position_embedding_type`=none"),
         (
             "window_size",

@@ -38,6 +38,9 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
         )
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
         yield f"`qk_layernorm_across_heads`: not with `normalization`={model.normalization}; use RMSNorm"
+    fast, slow = model.rope_scaling.yarn_beta_fast, model.rope_scaling.yarn_beta_slow
+    if model.rope_scaling.kind == "yarn" and fast <= slow:
+        yield f"`yarn_beta_fast`={show(fast)}: not above `yarn_beta_slow`={show(slow)}; the paper has 32 and 1"
     if model.window_rotary_base is not None and model.window_size is not None and model.window_attn_skip_freq is None:
         base = show(model.window_rotary_base)
         yield f"`window_rotary_base`={base}: every layer has the window; give `rotary_base`, or `window_attn_skip_freq`"

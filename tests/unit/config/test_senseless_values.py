@@ -30,6 +30,10 @@ LINES = [
         "--norm-placement=post: not with --use-parallel-residual; drop one of them",
     ),
     (
+        ["--position-embedding-type", "rope", "--rope-scaling", "type=yarn", "beta_fast=1"],
+        "--rope-scaling beta_fast=1: not above --yarn-beta-slow=1; the paper has 32 and 1",
+    ),
+    (
         ["--window-rotary-base", "1e4", "--window-size", "4", "--position-embedding-type", "rope"],
         "--window-rotary-base=10000: every layer has the window; give --rotary-base, or --window-attn-skip-freq",
     ),

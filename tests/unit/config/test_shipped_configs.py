@@ -24,6 +24,7 @@ WORLDS = {
     "llama_1b.yaml": (8, None),
     "llama_1b_128k.yaml": (8, None),
     "llama_7b.yaml": (64, None),
+    "olmo3_7b.yaml": (64, None),
     "mixtral_8x7b.yaml": (64, None),
     "gpt3_175b.yaml": (1024, None),
     "qwen3_30b_a3b.yaml": (32, None),

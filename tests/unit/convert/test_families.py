@@ -44,6 +44,7 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -89,6 +90,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         GATED | rope(YARN_ROPE | {"rope_theta": 2.0, "original_max_position_embeddings": 96}),
     ),
+    "llama-yarn-of-another-range": (
+        "Llama",
+        GATED
+        | rope(
+            YARN_ROPE | dict(rope_theta=5.0, beta_fast=1.7, beta_slow=0.3, truncate=False, mscale=1, mscale_all_dim=2)
+        ),
+    ),
     "llama-linear-rope": ("Llama", GATED | rope(LINEAR_ROPE)),
     "mistral-window": ("Mistral", GATED | dict(sliding_window=5, head_dim=16)),
     "mistral": ("Mistral", GATED | dict(sliding_window=None)),
@@ -114,6 +122,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe-normalised": ("Olmoe", GATED | NO_PAD | dict(num_experts=3, num_experts_per_tok=2, norm_topk_prob=True)),
     "olmo2": ("Olmo2", GATED | NO_PAD),
     "olmo2-of-wide-heads": ("Olmo2", GATED | NO_PAD | dict(head_dim=16, rms_norm_eps=1e-3)),
+    "olmo3": ("Olmo3", GATED | NO_PAD | dict(num_hidden_layers=5, sliding_window=5, **ropes({}, 700.0, "default"))),
+    "olmo3-yarn": ("Olmo3", GATED | NO_PAD | dict(num_hidden_layers=4, sliding_window=5, **ropes(YARN, 700.0, "yarn"))),
+    "olmo3-other-yarn": (
+        "Olmo3",
+        GATED
+        | NO_PAD
+        | dict(
+            sliding_window=5,
+            layer_types=["full_attention", "sliding_attention"],
+            **ropes(YARN | dict(beta_fast=3.0, beta_slow=0.2, mscale=0.7, mscale_all_dim=1.5), 20.0, "yarn"),
+        ),
+    ),
     "gemma3": ("Gemma3", GATED | GEMMA3),
     "gemma3-scaled": (
         "Gemma3",
@@ -275,7 +295,23 @@ GEMMA3_4B = GEMMA3_27B | dict(
     num_hidden_layers=34, hidden_size=2560, intermediate_size=10240, num_attention_heads=8, num_key_value_heads=4,
     head_dim=256, query_pre_attn_scalar=256,
 )  # fmt: skip
-PUBLISHED = {3_880_263_168: GEMMA3_4B, 27_009_346_304: GEMMA3_27B}
+OLMO3_32B: dict[str, Any] = dict(
+    model_type="olmo3", num_hidden_layers=64, hidden_size=5120, intermediate_size=27648, num_attention_heads=40,
+    num_key_value_heads=8, vocab_size=100278, max_position_embeddings=65536, rope_theta=5e5, sliding_window=4096,
+    rope_scaling=dict(
+        rope_type="yarn", factor=8.0, original_max_position_embeddings=8192, attention_factor=1.2079441541679836,
+        beta_fast=32, beta_slow=1,
+    ),
+)  # fmt: skip
+OLMO3_7B = OLMO3_32B | dict(
+    num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32
+)
+PUBLISHED = {
+    3_880_263_168: GEMMA3_4B,
+    27_009_346_304: GEMMA3_27B,
+    7_298_011_136: OLMO3_7B,
+    32_233_522_176: OLMO3_32B,
+}
 
 
 @pytest.mark.parametrize("count", PUBLISHED)
@@ -291,6 +327,17 @@ def test_gemma_of_27_billion_as_it_was_published() -> None:
     assert [i for i in range(62) if not model.has_window(i)] == list(range(5, 62, 6))
     assert [model.for_layer(i).rotary_base for i in (4, 5)] == [1e4, 1e6]
     assert family_of(model).name == "gemma3_text"
+
+
+def test_olmo_as_it_was_published() -> None:
+    """YaRN is for the layers without a window."""
+    model = read_model(OLMO3_7B, "c")[1]
+    assert [i for i in range(32) if not model.has_window(i)] == list(range(3, 32, 4))
+    assert [model.for_layer(i).rope_scaling.kind for i in (2, 3)] == [None, "yarn"]
+    assert (model.window_rotary_base, model.rotary_base) == (5e5, 5e5)
+    assert family_of(model).name == "olmo3"
+    with pytest.raises(ConfigError, match=r"^c: rope_scaling: attention_factor '1.3' not supported \(only 1.20794,"):
+        read_model(OLMO3_7B | {"rope_scaling": OLMO3_7B["rope_scaling"] | {"attention_factor": 1.3}}, "c")
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ BASE = (
 TEXT = "--no-mock-data --vocab-size 0 --data-path TEXT --data-cache-path CACHE --split 80,20,0"
 BYTES = "--tokenizer-type ByteTokenizer --vocab-size 0"
 UNTIED, OFFLOADED = "--untie-embeddings-and-output-weights", "--embedding-offload cpu"
+YARN = "--position-embedding-type rope --rotary-base 20 --rope-scaling type=yarn original_length=96"
 EXPERTS = "--num-experts 4"
 TIMES = re.compile(
     r"time|second|tflops|memory|mfu|host|pid|started|goodput|path|save|trace|wall|date|fraction|straggler"
@@ -83,6 +84,11 @@ ROWS = [
     ("--normalization RMSNorm --qk-layernorm", "--qk-layernorm-across-heads"),
     ("", "--norm-placement post"),
     ("", "--apply-layernorm-1p"),
+    (YARN, "--rope-scaling beta_fast=1.5"),
+    (YARN, "--rope-scaling beta_slow=0.01"),
+    (YARN, "--rope-scaling round_to_int=false"),
+    (f"{YARN} mscale=1 mscale_all_dim=1", "--rope-scaling mscale=2"),
+    (f"{YARN} mscale=1 mscale_all_dim=1", "--rope-scaling mscale_all_dim=2"),
     ("", "--softmax-scale 0.1"),
     ("", "--embedding-multiplier 4"),
     ("--position-embedding-type rope --window-size 5 --window-attn-skip-freq 2", "--window-rotary-base 100"),
