@@ -11,7 +11,6 @@ import json
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -24,6 +23,7 @@ from megalite.convert.megatron_names import IMPLEMENTATIONS
 from megalite.extras import EXTRA_OF
 from megalite.testing import run_single
 from tests.cli.core_only import hide_optional_packages
+from tests.cli.typed import run_command
 from tests.unit.inference.tiny_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,33 +38,6 @@ TINY = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 "
     "--float32-matmul-precision highest"
 )
-
-
-def run_file(path: str, argv: list[str]) -> int:
-    """What `python path *argv` does, in this process; its exit status."""
-    sys.argv = [path, *argv]
-    if path == "pretrain_gpt.py":  # which ends its process
-        return int(runpy.run_path(str(ROOT / path))["main"](argv))
-    try:
-        runpy.run_path(str(ROOT / path), run_name="__main__")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def run_command(command: str) -> tuple[int, str]:
-    """Exit status and output of a command that begins with python or torchrun."""
-    words = shlex.split(command)
-    begin = next(place for place, word in enumerate(words) if word.endswith(".py"))
-    argv = words[begin + 1 :] + (["--nprocs", "2"] if words[0] == "torchrun" else [])
-    with open("output", "w+") as output:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(output.fileno(), stream.fileno())
-        status = run_file(words[begin], argv)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        output.seek(0)
-        return status, output.read()
 
 
 def body_commands(world: World, folder: str, commands: list[str]) -> list[tuple[int, str]]:

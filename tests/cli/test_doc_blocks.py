@@ -1,0 +1,219 @@
+"""What README and docs/ print to be typed runs: every command, and every Python block as it is printed.
+
+A page is a session: its commands run in their order in a folder where the names of the docs mean something, and its
+Python blocks are the cells of one notebook. `SHORTER` makes them small, `NOT_RUN` says which stay out, and why.
+README's commands run in test_core_only.py, by the rules of scripts/readme_commands.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.comm import World
+from megalite.testing import run_single
+from tests.cli.typed import ROOT, body_command
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TINY = (
+    "--train-iters 2 --lr-warmup iters=0 --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
+    "--seq-length 16 --micro-batch-size 2 --float32-matmul-precision highest --no-full-validation --eval-iters 1 "
+    "--data-path README.md"
+)
+SEARCH = "which only CI's trial of README (scripts/fresh_machine.sh) and tests/cli/test_plan.py wait for"
+#: What a command that is not run begins with or holds: why it is not.
+NOT_RUN = {
+    r"^pip install": "needs a network",
+    r"^sbatch": "needs SLURM: tests/cli/test_scripts.py runs scripts/slurm.sbatch with DRY_RUN=1",
+    r"evaluate_harness": "needs a network: tests/cli/test_generate_evaluate.py asks it with tasks of its own",
+    r"benchmarks/": "measures for minutes: tests/cli/test_benchmarks.py",
+    r"study_staleness": "trains for days: tests/unit/tools/test_study_staleness.py",
+    r"profile_layers|--profile profile.json": "measures for minutes: tests/cli/test_plan.py",
+    r"gpt3_175b|--what-if|frontier_1t": f"searches layouts for minutes, {SEARCH}",
+}
+LONG = ("conversion.md", "experts.md", "finetuning.md", "library.md", "memory.md", "proving.md")
+#: What is printed, and what is tried of it. The first lines are names that stand for the reader's own.
+SHORTER = (
+    (r'"\$\{YOUR_ARGS\[@\]\}"', "--config configs/quickstart.yaml"),
+    (r'from_pretrained\("gpt2"\)', 'from_pretrained("models/gpt2")'),
+    (r"hidden_size=256", "hidden_size=16"),
+    (r"configs/llama_7b.yaml(?= --seq-length)", f"configs/quickstart.yaml {TINY}"),
+    (r"--seq-length 32768 --global-batch-size 128 --seq-length-schedule '0:4096 500B:32768'", 
+     "--seq-length 32 --global-batch-size 4 --seq-length-schedule '0:8 64:32'"),
+    (r"--nnodes .* 6000", "--standalone --nproc-per-node 2"),
+    (r"(quickstart(_experts)?\.yaml)(?!.*--dry-run)", rf"\1 {TINY}"),
+    (r"--train-iters (8|100|500)\b", "--train-iters 2 --lr-warmup iters=0 --eval-iters 0"),
+    (r"--train-iters 200", "--train-iters 4 --eval-iters 0"),
+    (r"interval=50 prompts=prompts.jsonl tokens=64", "interval=2 prompts=prompts.jsonl tokens=4"),
+    (r"--seq-length (512|256)", "--seq-length 32"),
+    (r"(?<=--grad-reduce-in-bf16) --dry-run", " --ignore-memory-estimate --dry-run"),
+    (r"--global-batch-size 64 ", "--global-batch-size 8 "),
+    (r"--max-new-tokens \d+", "--max-new-tokens 4"),
+    (r"max_new_tokens=100", "max_new_tokens=4"),
+    (r"--vocab-size 4096", "--vocab-size 300"),
+    (r"--iteration 1730", "--iteration 3"),
+    (r"--num-devices 64$", "--num-devices 2"),
+    (r"--nprocs 8$", "--nprocs 2"),
+    (r"--overlap 992", "--overlap 8"),
+)  # fmt: skip
+TRAIN = f"python pretrain_gpt.py --config configs/quickstart.yaml {TINY} --train-iters 4 --save-interval 2"
+CONVERT = "python tools/convert_checkpoint.py --from megalite --load runs/a"
+DIFFER = "--diff runs/b"  # exit status 1, as its page says
+#: What a page reads, and the command that makes it.
+MADE = {
+    "corpus_text_document": "python tools/preprocess_data.py --input corpus.jsonl --output-prefix corpus "
+    "--append-eod --tokenizer-type ByteTokenizer",
+    "runs/a": f"{TRAIN} --save runs/a --log-interval 1",
+    "runs/b": f"{TRAIN} --save runs/b --seed 2",
+    "megatron/run": f"{CONVERT} --to megatron --save megatron/run",
+}
+MINE = """
+model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 64, vocab_size: 256}
+training: {micro_batch_size: 1, global_batch_size: 16, train_iters: 10}
+optimizer: {lr: 1.0e-3}
+data: {mock_data: true}
+"""
+TALKS = [[("user", "1 + 1"), ("assistant", "2")], [("user", "and so "), ("assistant", "on, and so on " * 9)]]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of a page, one a line, without comments."""
+    lines = "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    return [re.sub(r"\s+(#.*)?$|^#.*", "", re.sub(r" +", " ", line)) for line in lines if not re.match(r"#|\s*$", line)]
+
+
+def shorter(text: str) -> str:
+    for pattern, replacement in SHORTER:
+        text = re.sub(pattern, replacement, text, flags=re.M)
+    return text
+
+
+def reason(command: str) -> str:
+    """Why a command is not run; empty: it is."""
+    return next((why for pattern, why in NOT_RUN.items() if re.search(pattern, command)), "")
+
+
+def body_models(world: World, folder: str) -> None:
+    """What a reader has from elsewhere: a Llama with a chat template and a GPT-2, of random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    from tests.unit.data.test_chat import CHATML, tokenizer_with
+
+    sizes = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 1}
+    llama = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=64, **sizes,
+    )  # fmt: skip
+    LlamaForCausalLM(llama).save_pretrained(f"{folder}/models/llama")
+    tokenizer_with(CHATML, Path(folder) / "models/llama")
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=64, **sizes)).save_pretrained(
+        f"{folder}/models/gpt2"
+    )
+
+
+def body_cells(world: World, folder: str, cells: list[str]) -> str:
+    """The blocks of a page as cells of one notebook; what the last one that calls `sys.exit` left is no end."""
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        try:
+            exec(compile(cell, f"block {number}", "exec"), names)  # noqa: S102 (the project's own pages)
+        except SystemExit as end:
+            assert not end.code, f"block {number} ended with status {end.code}"
+    sys.stdout.flush()
+    return "done"
+
+
+@pytest.fixture(scope="module")
+def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("README.md", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+    lines = (ROOT / "README.md").read_text().splitlines()
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 2))
+    talks = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS * 20]
+    (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (folder / "prompts.jsonl").write_text('{"prompt": "def "}\n{"prompt": "class "}\n')
+    (folder / "wiki.valid.tokens").write_text(" = A page = \n\n Some words , and more of them .\n" * 9)
+    (folder / "lambada_test.jsonl").write_text('{"text": "one two three one two three"}\n' * 3)
+    for name in ("mine.yaml", "my_model.yaml"):
+        (folder / name).write_text(MINE)
+    return folder
+
+
+def typed(folder: Path, command: str) -> None:
+    status, output = run_single(body_command, str(folder), command, timeout=300)
+    assert status == (1 if DIFFER in command else 0), f"{command}\n{output}"
+
+
+def make_what_is_read(text: str, folder: Path) -> None:
+    """Of `MADE` and of other people's models what a text names."""
+    if "models/" in text and not (folder / "models").exists():
+        run_single(body_models, str(folder))
+    needed = [name for name in MADE if name in text or any(name in MADE[other] for other in MADE if other in text)]
+    for name in needed:
+        if not list(folder.glob(f"{name}*")):
+            typed(folder, MADE[name])
+
+
+def cases(found: list[Path]) -> list[Any]:
+    """Those that take long run with a landing."""
+    return [pytest.param(p, id=p.name, marks=pytest.mark.landing if p.name in LONG else ()) for p in found]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("page", cases([page for page in PAGES[1:] if not all(map(reason, commands(page)))]))
+def test_every_command(page: Path, readers_folder: Path, tmp_path: Path) -> None:
+    lines = [shorter(line) for line in commands(page) if not reason(line)]
+    make_what_is_read("\n".join(lines), readers_folder)
+    folder = tmp_path / "here"
+    shutil.copytree(readers_folder, folder, symlinks=True)
+    for block in blocks(page, "python"):
+        if named := re.match(r"# (\w+\.py)\n", block):
+            (folder / named[1]).write_text(shorter(block))
+    for line in lines:
+        typed(folder, line)
+
+
+@pytest.mark.parametrize("page", cases([page for page in PAGES if blocks(page, "python")]))
+def test_every_python_block(page: Path, readers_folder: Path, tmp_path: Path) -> None:
+    cells = [shorter(block) for block in blocks(page, "python")]
+    make_what_is_read("\n".join(cells), readers_folder)
+    assert run_single(body_cells, str(readers_folder), cells, timeout=300) == "done"
+
+
+def test_no_command_hides_in_another_block() -> None:
+    """What is to be typed is marked as bash or Python, so that it is run."""
+    for page in PAGES:
+        if page.name == "rooms.md":  # docstrings
+            continue
+        text = re.sub(r"^```(bash|python)\n.*?^```$", "", page.read_text(), flags=re.M | re.S)
+        hidden = re.findall(
+            r"^ *\$? *(?:(?:python3?|torchrun) [^`\n]*\.py|pip install|(?:scripts|benchmarks)/\S+ ).*$", text, re.M
+        )
+        assert not hidden, f"{page.name}: {hidden}"
+
+
+def test_reasons_and_abbreviations_are_needed() -> None:
+    """Each fits something that is printed; a command that is run is a program of ours."""
+    every = [line for page in PAGES[1:] for line in commands(page)]
+    text = "\n".join([*every, *(block for page in PAGES for block in blocks(page, "python"))])
+    for pattern in (*NOT_RUN, *(pattern for pattern, _ in SHORTER)):
+        assert re.search(pattern, text, re.M), f"nothing is printed that {pattern!r} fits"
+    for line in every:
+        words = shlex.split(line)
+        assert reason(line) or any(word.endswith(".py") and (ROOT / word).exists() for word in words), line
