@@ -3,8 +3,6 @@
 python examples/custom_schedule.py
 """
 
-import sys
-
 import torch
 from torch import nn
 
@@ -46,4 +44,4 @@ def train(world: megalite.World) -> None:
 if __name__ == "__main__":
     megalite.validate(PROGRAM)  # raises, and draws the broken rule, where it would hang or compute something else
     print(megalite.render_text(megalite.simulate(PROGRAM)))
-    sys.exit(megalite.run(train, nprocs=2))
+    megalite.run(train, nprocs=2)

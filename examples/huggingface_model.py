@@ -3,7 +3,6 @@
 python examples/huggingface_model.py       # a small GPT-2; for a real one: GPT2LMHeadModel.from_pretrained("gpt2")
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -49,4 +48,4 @@ def train(world: megalite.World) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(megalite.run(train, nprocs=2))
+    megalite.run(train, nprocs=2)

@@ -4,8 +4,6 @@ python examples/pipeline_my_model.py                          # four processes o
 torchrun --nproc-per-node 8 examples/pipeline_my_model.py     # or as many as a launcher starts
 """
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
@@ -44,4 +42,4 @@ def train(world: megalite.World) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(megalite.run(train, nprocs=4))
+    megalite.run(train, nprocs=4)

@@ -3,8 +3,6 @@
 python examples/resnet_pipeline.py
 """
 
-import sys
-
 import torch
 from torch import Tensor, nn
 
@@ -55,4 +53,4 @@ def train(world: megalite.World) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(megalite.run(train, nprocs=4))
+    megalite.run(train, nprocs=4)

@@ -1,6 +1,6 @@
 """megalite as a library: your own layers in its engine. What `import megalite` offers comes from here.
 
-    sys.exit(megalite.run(train, nprocs=4))      train(world) on every rank: here, or under torchrun or srun
+    losses = megalite.run(train, nprocs=4)      train(world) on every rank: here, or under torchrun or srun
 
     def train(world):
         mesh = megalite.ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
@@ -21,7 +21,7 @@
     tensor_cut.py  linear layers of such a module over tensor-parallel ranks, by a table of names; tensor_check.py: is
                    what lies between them right on parts
     modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
-    ranks.py       `run`: processes without a configuration
+    ranks.py       `run`: processes without a configuration; returned.py: what rank 0 returns
     factory.py     a module by its name, for `--model-module` (megalite/train/foreign.py)
 
 Invariant: a step equals the same modules in one process on the whole batch, whatever the schedule and the layout.

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from megalite.comm import World
 from megalite.config import DeviceOptions, ParallelConfig
-from megalite.launch import launch, read_environment
+from megalite.errors import MegaliteError
+from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
+from megalite.library.returned import read_value, write_value
+from megalite.scratch import scratch_folder
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+TRIAL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -18,31 +34,86 @@ class LaunchSettings:
 
 
 def run(
-    function: Callable[[World], int | None],
+    function: Callable[[World], Value],
     nprocs: int | None = None,
     *,
     device: str = "auto",
     timeout_minutes: float = 10.0,
-) -> int:
-    """Runs `function(world)` on every rank and returns the exit status of this process.
+) -> Value:
+    """Runs `function(world)` on every rank and returns what it returned: on rank 0 of those that are started here, on
+    this process's rank otherwise.
 
     nprocs: ranks to start on this machine, one for each GPU or core; None: one. It does not count under torchrun, srun
         or mpirun, which have started the ranks.
     device: 'auto', 'cpu' or 'cuda'.
     timeout_minutes: how long a rank may wait for another.
 
-    Status 0: done; 2: a MegaliteError other than RuntimeFailure, its lines printed once; otherwise the rank that failed
-    first has been named. In a single process exceptions that are no MegaliteError pass through.
+    Of ranks that are started here rank 0 must return None, numbers, strings, tensors (which come back on the CPU), or
+    lists, tuples and dicts of them. A failure ends in SystemExit, once its lines are printed: status 2 for a
+    MegaliteError other than RuntimeFailure, otherwise the rank that failed first has been named. In a single process
+    exceptions that are no MegaliteError pass through.
     """
-    place = read_environment()
+    try:
+        place = read_environment()
+        with scratch_folder() as folder:
+            return _run(function, place, nprocs, device, timeout_minutes, folder)
+    except MegaliteError as error:
+        print_error(error)
+        raise SystemExit(2) from None
+
+
+def _run(
+    function: Callable[[World], Value],
+    place: LaunchEnvironment,
+    nprocs: int | None,
+    device: str,
+    timeout_minutes: float,
+    folder: Path,
+) -> Value:
+    """As `run`. place: who has started this process. folder: where rank 0 leaves what it returns."""
     parallel = ParallelConfig(
         nprocs=None if place.launcher else nprocs,
         hardware=DeviceOptions(device=device),
         distributed_timeout_minutes=timeout_minutes,
     )
+    name = getattr(function, "__name__", "your function")
+    here: list[Value] = []
+    one_thread = (parallel.nprocs or 1) > 1 and not _threads_survive_a_fork()
+    if one_thread:
+        logger.warning(
+            "ranks compute with one thread each: this process has computed with several, which no fork keeps"
+        )
 
-    def begin(_: LaunchSettings, world: World) -> int | None:
-        world.report_phase(getattr(function, "__name__", "your function"))
-        return function(world)
+    def begin(_: LaunchSettings, world: World) -> None:
+        if one_thread:
+            torch.set_num_threads(1)
+        world.report_phase(name)
+        value = function(world)
+        if world.size == 1 or place.launcher:
+            here.append(value)
+        elif world.is_first:
+            write_value(value, folder, name)
 
-    return launch(LaunchSettings(parallel), begin, place)
+    status = launch(LaunchSettings(parallel), begin, place)
+    if status:
+        raise SystemExit(status)
+    value: Value = here[0] if here else read_value(folder)
+    return value
+
+
+def _threads_survive_a_fork() -> bool:
+    """Whether a rank that is forked here can compute with several threads. Where this process has done so (a cell of a
+    notebook, say), it would wait for threads that only its parent has. A child tries."""
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(2)
+        torch.ones(1 << 20).exp()
+        os._exit(0)
+    patience = time.monotonic() + TRIAL_SECONDS
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > patience:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False
+        time.sleep(0.002)
+    return True

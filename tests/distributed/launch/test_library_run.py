@@ -1,0 +1,88 @@
+"""`megalite.run`: what rank 0 returns, what cannot be returned, and ranks of a process that has computed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+import megalite
+from megalite.comm import World
+from megalite.testing import run_single
+
+SHARED = torch.arange(6).bfloat16()
+PLAIN: dict[Any, Any] = {
+    "losses": [1.5, math.inf, -0.0, 0.1 + 0.2],
+    3: (None, True, "é", ()),
+    "tensors": [SHARED, SHARED[1:3], torch.tensor(2.5, dtype=torch.float64), torch.zeros(0, 3)],
+    "dict": {"tensor": 1, "tuple": []},
+}
+
+
+def give(world: World) -> Any:
+    return PLAIN if world.rank == 0 else nn.Linear(1, 1)  # only rank 0's leaves its process
+
+
+def refuse(world: World) -> Any:
+    return [{"model": nn.Linear(1, 1)}]
+
+
+def fail(world: World) -> None:
+    if world.rank == 1:
+        raise ValueError("rank one is unwell")
+
+
+def threads(world: World) -> int:
+    torch.randn(600, 600) @ torch.randn(600, 600)
+    return torch.get_num_threads()
+
+
+def body_returns(world: World) -> bool:
+    found = megalite.run(give, nprocs=2, device="cpu")
+    assert repr(found) == repr(PLAIN)
+    assert [x.dtype for x in found["tensors"]] == [x.dtype for x in PLAIN["tensors"]]
+    alone = megalite.run(lambda world: world, device="cpu")  # nothing has to leave a process
+    return isinstance(alone, World)
+
+
+def ended(function: Any) -> tuple[object, str]:
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        try:
+            megalite.run(function, nprocs=2, device="cpu")
+        except SystemExit as end:
+            return end.code, errors.getvalue()
+    return None, errors.getvalue()
+
+
+def body_fails(world: World) -> list[tuple[object, str]]:
+    return [ended(refuse), ended(fail)]
+
+
+def body_has_computed(world: World) -> int:
+    torch.set_num_threads(2)
+    torch.randn(600, 600) @ torch.randn(600, 600)
+    return megalite.run(threads, nprocs=2, device="cpu", timeout_minutes=0.2)
+
+
+def test_a_run_returns_what_rank_0_returns() -> None:
+    assert run_single(body_returns)
+
+
+def test_what_does_not_leave_its_rank_is_one_line_and_a_failure_ends_with_its_status() -> None:
+    (status, line), (other, text) = run_single(body_fails)
+    assert status == 2
+    assert line.splitlines() == [
+        "error: refuse returns Linear, which does not leave its rank; return numbers, strings, tensors, or lists, "
+        "tuples and dicts of them"
+    ]
+    assert other == 1 and "error: rank 1 failed in phase 'fail': ValueError: rank one is unwell" in text
+
+
+def test_ranks_of_a_process_that_has_computed_do_not_wait_for_its_threads() -> None:
+    """As a cell of a notebook has; with two threads each they would hang (libgomp)."""
+    assert run_single(body_has_computed, env={"OMP_NUM_THREADS": "2"}) == 1
