@@ -64,6 +64,7 @@ SHORTER = (
     (r"--iteration 1730", "--iteration 3"),
     (r"--num-devices 64$", "--num-devices 2"),
     (r"--nprocs 8$", "--nprocs 2"),
+    (r"--save runs/continued", "--finetune --save runs/continued"),  # the Megatron files made here hold no moments
     (r"--overlap 992", "--overlap 8"),
 )  # fmt: skip
 TRAIN = f"python pretrain_gpt.py --config configs/quickstart.yaml {TINY} --train-iters 4 --save-interval 2"
