@@ -360,7 +360,7 @@ def settings(argv: list[str]) -> tuple[argparse.Namespace, Config, list[int]]:
     folder = Path(args.output).absolute().parent
     if Path(args.output).is_dir() or not folder.is_dir():
         raise ConfigError(f"--output={args.output}: cannot be written; name a file in a folder that exists")
-    config, _ = read_unjudged(rest, optional=["micro_batch_size"])
+    config, _ = read_unjudged(rest, optional=["micro_batch_size", "lr"])
     if config.model.vocab_size == 0:
         raise ConfigError("--vocab-size=0: no tokenizer is read here; give the vocabulary's size")
     return args, config, [int(size) for size in sizes]

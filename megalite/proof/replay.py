@@ -184,12 +184,15 @@ class Replay:
         lines = [f"iteration {past.iteration} of {past.run} again, from iteration {begin}, on "
                  f"{describe_layout(config, world.size)}"]  # fmt: skip
         by_iteration = {record["iteration"]: record for record in past.lines}
-        lines.append(f"{'iteration':>9}  {'lm_loss':>10}  {'grad_norm':>10}   metrics.jsonl")
+        lines.append(f"{'':>9}  {'replayed':<22}   in metrics.jsonl")
+        lines.append(
+            f"{'iteration':>9}" + 2 * f"  {'lm_loss':>10}  {'grad_norm':>10}" + f"   (<: iteration {past.iteration})"
+        )
         for iteration, (loss, norm, *_) in list(one.numbers.items())[-8:]:
             record = by_iteration.get(iteration)
-            theirs = "" if record is None else f"{shown(record['lm_loss'])}  {shown(record['grad_norm'])}"
+            theirs = " " * 22 if record is None else f"{shown(record['lm_loss'])}  {shown(record['grad_norm'])}"
             mark = " <" if iteration == past.iteration else ""
-            lines.append(f"{iteration:>9}  {shown(loss)}  {shown(norm)}   {theirs}{mark}")
+            lines.append(f"{iteration:>9}  {shown(loss)}  {shown(norm)}  {theirs}{mark}")
         middle = middle_of(one.documents)
         documents = "1 document" if len(one.documents) == 1 else f"{len(one.documents)} documents"
         lines.append(f"{documents}, median loss {middle:.4f}; the dearest:")

@@ -80,6 +80,8 @@ def test_the_documents_of_a_spike_are_named_at_another_layout(spiked: tuple[Path
     named = {int(word.rstrip(",;")) for word in verdict.split() if word.rstrip(",;").isdigit()}
     assert named and named <= set(PLANTED)
     before = (directory / "metrics.jsonl").read_text()
+    (marked,) = [line for line in done.stdout.splitlines() if line.endswith(" <")]
+    assert marked.split()[0] == str(iteration) and f"(<: iteration {iteration})" in done.stdout
     assert str(iteration) in done.stdout and before == (directory / "metrics.jsonl").read_text()
 
 

@@ -151,3 +151,10 @@ def test_what_is_a_file_for_every_rank(tmp_path: Path) -> None:
     assert input_problem(str(tmp_path / "a"), 1) is None and input_problem(str(tmp_path / "a"), 0) is not None
     for name in ("/dev/null", "/dev/tty0", str(tmp_path / "loop"), "a\0b", "", str(tmp_path / ("n" * 300))):
         assert input_problem(name) is not None
+
+
+def test_layers_are_timed_without_a_learning_rate(tmp_path: Path) -> None:
+    from profile_layers import settings
+
+    argv = f"{PROFILE} --vocab-size 300 --output {tmp_path / 'p.json'}".replace("--lr 1 ", "").split()[1:]
+    assert settings(argv)[2] == [1, 2, 4]
