@@ -172,31 +172,38 @@ def _embedding(model: ModelConfig) -> Layer:
 
 @lru_cache(maxsize=256)
 def _block(model: ModelConfig) -> Layer:
-    h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
-    qkv = q + 2 * model.kv_size
+    h, before, behind = model.hidden_size, model.norm_placement != "post", model.norm_placement != "pre"
+    mixer, mixer_products = _attention(model)
     mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
-    sinks = model.softmax_type == "learnable"
-    head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
-    before, behind = model.norm_placement != "post", model.norm_placement != "pre"
     parameters = [
         *(_norm("input_norm", h, model) if before else []),
-        *([Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if sinks else []),
-        *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
-        *_row("attention.proj", h, q, model, bias),
-        *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
+        *mixer,
         *(_norm("post_attention_norm", h, model) if behind else []),
         *(_norm("mlp_norm", h, model) if before else []),
         *mlp,
         *(_norm("post_mlp_norm", h, model) if behind else []),
     ]
-    products = (
+    products = (*mixer_products, *mlp_products)
+    return Layer("block", model, tuple(with_adapters(parameters, model)), products, gathers=2, sums=2)
+
+
+def _attention(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
+    """Projections, norms of queries and keys, sinks."""
+    h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
+    qkv, sinks = q + 2 * model.kv_size, model.softmax_type == "learnable"
+    head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
+    parameters = [
+        *([Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if sinks else []),
+        *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
+        *_row("attention.proj", h, q, model, bias),
+        *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
+    ]
+    return parameters, [
         Product("qkv", qkv, h, "n"),
         Product("scores", s, q, "k", core=True),
         Product("context", q, s, "n", core=True),
         Product("proj", h, q, "k"),
-        *mlp_products,
-    )
-    return Layer("block", model, tuple(with_adapters(parameters, model)), products, gathers=2, sums=2)
+    ]
 
 
 def _mlp(name: str, model: ModelConfig, f: int) -> tuple[list[Parameter], list[Product]]:
