@@ -41,7 +41,8 @@ if TYPE_CHECKING:  # torch comes with what the functions import: not before the 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
 TOLERANCE = 1e-3
 TOKENS = 64
-SIDES = ("hf", "megalite", "megatron")
+SIDES = ("hf", "megalite", "megatron", "dcp")
+PICKLED = {"megatron": "Megatron-LM's", "dcp": "torch.distributed's"}
 TARGET_SIDES = (*SIDES, "peft")
 # Arguments of write_megatron -> flags.
 TARGETS = {
@@ -74,12 +75,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="to hf, peft: name on the Hub of the model that was trained further; unset: known of one from Hugging "
         "Face's cache",
     )  # fmt: skip
+    parser.add_argument(
+        "--model-config", metavar="FILE",
+        help="from dcp: a config.json of Hugging Face's that says what model it is; unset: the one in --load",
+    )  # fmt: skip
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights; unset: as they are stored")
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
     group = parser.add_argument_group("Megatron-LM")
     group.add_argument(
-        "--trust-pickle", action="store_true", help="from megatron: open its pickles, without running them"
+        "--trust-pickle", action="store_true", help="from megatron or dcp: open its pickles, without running them"
     )
     group.add_argument(
         "--true-vocab-size", type=int, help="from megatron: tokens without padding; unset: as stated, or all"
@@ -112,6 +117,8 @@ def _check(flags: argparse.Namespace) -> None:
     """Raises ConfigError for flags that do not belong together."""
     if flags.ckpt_step is not None and flags.source == "hf":
         raise ConfigError(f"--ckpt-step={flags.ckpt_step}: a Hugging Face model has no steps; drop it")
+    if flags.ckpt_step is not None and flags.source == "dcp":
+        raise ConfigError(f"--ckpt-step={flags.ckpt_step}: with --from dcp name the step's folder in --load; drop it")
     if flags.base is not None and flags.source != "megalite":
         raise ConfigError(f"--base={flags.base}: only with --from megalite; drop it")
     if flags.base_hub_id is not None:
@@ -123,7 +130,9 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
         raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
     for side, chosen, names in (
-        ("--from megatron", flags.source == "megatron", ("trust_pickle", "true_vocab_size")),
+        ("--from megatron", flags.source == "megatron", ("true_vocab_size",)),
+        ("--from megatron or dcp", flags.source in PICKLED, ("trust_pickle",)),
+        ("--from dcp", flags.source == "dcp", ("model_config",)),
         ("--to megatron", flags.target == "megatron", (*TARGETS.values(), "ckpt_format")),
     ):
         for name in names:
@@ -141,10 +150,10 @@ def _check(flags: argparse.Namespace) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')}={size}: torch_dist is loaded at any layout; drop it")
         if flags.target_transformer_impl == "legacy":
             raise ConfigError("--target-transformer-impl=legacy: has no torch_dist; use --ckpt-format torch")
-    if flags.source == "megatron" and not flags.trust_pickle:
+    if flags.source in PICKLED and not flags.trust_pickle:
         raise ConfigError(
-            f"--load={flags.load}: Megatron-LM's checkpoints are pickles, which can carry programs; if you know where "
-            "this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it is executed)"
+            f"--load={flags.load}: {PICKLED[flags.source]} checkpoints are pickles, which can carry programs; if you "
+            "know where this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it is executed)"
         )
 
 
@@ -218,8 +227,10 @@ class Watched:
 
 
 def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
-    from megalite.convert import AdaptedSource, HuggingFaceSource, open_checkpoint, open_megatron
+    from megalite.convert import AdaptedSource, DcpSource, HuggingFaceSource, open_checkpoint, open_megatron
 
+    if flags.source == "dcp":
+        return DcpSource(load, flags.model_config)
     if flags.source == "megatron":
         return open_megatron(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
     if flags.source == "hf":
@@ -255,7 +266,14 @@ def _kept_of(flags: argparse.Namespace, source: ModelSource) -> KeptState | None
 def _write(
     flags: argparse.Namespace, source: ModelSource, save: Path, run: TrainedRun | None, kept: KeptState | None
 ) -> Path:
-    from megalite.convert import write_checkpoint, write_huggingface, write_megatron, write_peft, write_torch_dist
+    from megalite.convert import (
+        write_checkpoint,
+        write_dcp,
+        write_huggingface,
+        write_megatron,
+        write_peft,
+        write_torch_dist,
+    )
 
     dtype = _dtype(flags)
     if flags.target == "peft":
@@ -266,6 +284,8 @@ def _write(
         if flags.ckpt_format == "torch_dist":
             return write_torch_dist(source, save, dtype=dtype, run=kept, **chosen)
         return write_megatron(source, save, dtype=dtype, **chosen)
+    if flags.target == "dcp":
+        return write_dcp(source, save, dtype=dtype)
     if flags.target == "hf":
         return write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
     return write_checkpoint(source, save, dtype=dtype, run=run)

@@ -15,7 +15,8 @@
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
-    dcp_files.py        directories of torch.distributed.checkpoint; megatron_dist.py: Megatron's torch_dist, one
+    dcp_files.py        directories of torch.distributed.checkpoint; dcp_model.py: torchtitan's models;
+                        megatron_dist.py: Megatron's torch_dist, one
                         of them; megatron_dist_writing.py: written
     megatron_state.py   what a run has left there beside its weights: masters, moments, schedules;
                         megatron_state_writing.py: the same of ours, to be continued there
@@ -30,6 +31,7 @@ one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/
 """
 
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
+from megalite.convert.dcp_model import DcpSource, write_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint

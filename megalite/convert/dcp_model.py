@@ -1,0 +1,158 @@
+"""Models in torch.distributed.checkpoint's plain form: torchtitan's Llama, or Hugging Face's names of any family.
+
+step-1000/.metadata, __0_0.distcp, ...      layers.0.attention.wq.weight, or model.layers.0.self_attn.q_proj.weight
+config.json                                 what model it is, in Hugging Face's words; torchtitan keeps it elsewhere
+
+torchtitan's Llama rotates neighbouring channels, Hugging Face's (and ours) the two halves: rows of wq and wk are put in
+the other order, head by head. Optimizer, data and schedules in such a directory are not read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.convert.dcp_files import METADATA, DcpFiles, Rectangle
+from megalite.convert.family import HuggingFaceFamily
+from megalite.convert.hf_files import CONFIG, read_json
+from megalite.convert.hf_tokenizer import read_tokenizer
+from megalite.convert.llama import LLAMA
+from megalite.convert.model_card import TrainingFacts
+from megalite.convert.origin import Origin
+from megalite.convert.registry import family_of, read_model
+from megalite.convert.source import ModelSource, converted, staged
+from megalite.data import Tokenizer
+from megalite.errors import CheckpointError
+from megalite.inventory import parameter_shapes
+
+# torchtitan's name of a layer of Llama -> Hugging Face's; `{}` is the number of a block.
+TITAN = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
+    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
+    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
+    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
+    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
+    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
+    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
+    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
+}
+ROTATED = (".attention.wq.weight", ".attention.wk.weight")
+
+
+class DcpSource:
+    """A model in a directory of torch.distributed.checkpoint.
+
+    config: a config.json of Hugging Face's that says what model it is, beside its tokenizer; None: the one in the
+    directory. The caller has
+    asked whether its pickles are trusted. Raises ConfigError for a model that we do not have, CheckpointError for files
+    that are missing, damaged or hostile.
+    """
+
+    facts: TrainingFacts | None = None
+
+    def __init__(self, directory: Path | str, config: Path | str | None = None) -> None:
+        self.directory = Path(directory)
+        path = self.directory / CONFIG if config is None else Path(config)
+        if not path.is_file():
+            what = "does not say what model it is; give `model_config`" if config is None else "no such file"
+            raise CheckpointError(f"{path if config is not None else self.directory}: {what}")
+        self._home, raw = path.parent, read_json(path)
+        self.family, self.model = read_model(raw, str(path))
+        self.origin = Origin.of_folder(path.parent, raw, None)
+        self._files = DcpFiles(self.directory)
+        self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
+        self._shapes = parameter_shapes(self.model)
+        names = [name for pair in self._pairs.values() for name in pair.theirs]
+        if missing := [name for name in names if self._stored(name) not in self._files.tensors]:
+            raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return read_tokenizer(self._home, self.model.vocab_size)
+
+    @cached_property
+    def _titan(self) -> bool:
+        return "tok_embeddings.weight" in self._files.tensors
+
+    def _stored(self, name: str) -> str:
+        return titan_name(name) if self._titan else name
+
+    def read(self, name: str) -> Tensor:
+        pair = self._pairs[name]
+        like = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
+        parts = [self._tensor(n, tuple(part.shape)) for n, part in zip(pair.theirs, like, strict=True)]
+        return pair.form.to_ours(self.model, parts)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        stored = self._stored(name)
+        if (found := self._files.tensors[stored].shape) != shape:
+            what = f"shape {list(found)}, {CONFIG} says {list(shape)}"
+            raise CheckpointError(f"{self.directory / METADATA}: {stored}: {what}")
+        values = self._files.read(stored)
+        return halves(self.model, values) if stored.endswith(ROTATED) else values
+
+
+def titan_name(name: str) -> str:
+    """Hugging Face's name of a tensor of Llama -> torchtitan's."""
+    layer, kind = name.rsplit(".", 1)
+    index = re.search(r"\.layers\.(\d+)\.", layer)
+    plain = layer if index is None else layer.replace(f".{index[1]}.", ".{}.", 1)
+    there = {theirs: titan for titan, theirs in TITAN.items()}.get(plain, plain)
+    return f"{there if index is None else there.replace('{}', index[1])}.{kind}"
+
+
+def halves(model: ModelConfig, rows: Tensor) -> Tensor:
+    """Of every head's rows those with even numbers first, then the odd ones: pairs of neighbours become two halves."""
+    return rows.reshape(-1, model.head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def neighbours(model: ModelConfig, rows: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return rows.reshape(-1, 2, model.head_dim // 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def write_dcp(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
+    """A directory that torch.distributed.checkpoint loads, with config.json beside it; returns it.
+
+    Llama gets torchtitan's names, other families Hugging Face's. dtype: of the stored weights; None keeps each as it
+    is. Raises ConfigError where no family is this model, CheckpointError where it cannot be written.
+    """
+    from megalite.convert.dcp_writing import write_rectangles  # with it comes torch.distributed.checkpoint
+
+    family = family_of(source.model, source.origin.model_type)
+    with staged(directory, model=source.model, dtype=dtype) as staging:
+        write_rectangles(staging, list(_rectangles(source, family, dtype)), {})
+        config = {"architectures": [family.architecture], "model_type": family.name, **family.write(source.model)}
+        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return directory
+
+
+def _rectangles(source: ModelSource, family: HuggingFaceFamily, dtype: torch.dtype | None) -> Iterator[Rectangle]:
+    model = source.model
+    titan = family.name == LLAMA.name
+    shapes = parameter_shapes(model)
+
+    def part(ours: str, number: int, turned: bool) -> Tensor:
+        values = converted(ours, source.read(ours), dtype)
+        found = pairs[ours].form.to_theirs(model, values)[number]
+        return neighbours(model, found) if turned else found
+
+    pairs = {pair.ours: pair for pair in family.pairs(model)}
+    for ours, pair in pairs.items():
+        stored = dtype or source.read(ours).dtype
+        like = pair.form.to_theirs(model, torch.empty(shapes[ours], device="meta"))
+        for number, (theirs, one) in enumerate(zip(pair.theirs, like, strict=True)):
+            name, shape = titan_name(theirs) if titan else theirs, tuple(one.shape)
+            values = partial(part, ours, number, titan and name.endswith(ROTATED))
+            yield Rectangle(name, shape, (0,) * len(shape), shape, stored, values)

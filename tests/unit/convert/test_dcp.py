@@ -1,0 +1,127 @@
+"""Plain directories of torch.distributed.checkpoint: torchtitan's Llama and Hugging Face's names, in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megalite import strangers
+from megalite.convert import (
+    CheckpointSource,
+    DcpSource,
+    HuggingFaceSource,
+    write_checkpoint,
+    write_dcp,
+    write_huggingface,
+)
+from megalite.errors import CheckpointError
+from tests.unit.convert.dcp_layout import random_cuts
+from tests.unit.convert.dcp_layout import write_dcp as written_by_torch
+from tests.unit.convert.megatron_layout import HereInstead
+from tests.unit.convert.test_megatron import assert_same, peer
+
+HEADS, GROUPS, D = 4, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "Popen", HereInstead)
+
+
+def turned(rows: Tensor) -> Tensor:
+    """Rows whose two halves are rotated together -> rows whose neighbours are, one by one."""
+    found = torch.empty_like(rows)
+    for head in range(len(rows) // D):
+        for i in range(D // 2):
+            found[head * D + 2 * i] = rows[head * D + i]
+            found[head * D + 2 * i + 1] = rows[head * D + D // 2 + i]
+    return found
+
+
+def titan(model: Any) -> dict[str, Tensor]:
+    """The tensors that torchtitan has of a Llama of transformers."""
+    sd, found = dict(model.state_dict()), {}
+    names = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
+    found = {f"{ours}.weight": sd[f"{theirs}.weight"] for theirs, ours in names.items()}
+    layers = {
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(model.config.num_hidden_layers):
+        for theirs, ours in layers.items():
+            values = sd[f"model.layers.{i}.{theirs}.weight"]
+            found[f"layers.{i}.{ours}.weight"] = turned(values) if ours[-2:] in ("wq", "wk") else values
+    return found
+
+
+def test_the_order_of_rows_is_that_of_the_rotation() -> None:
+    """Scores with neighbours rotated as complex numbers = scores with halves rotated."""
+    q, k = torch.randn(2, D, dtype=torch.float64)
+    angles = torch.tensor([3.0, 7.0], dtype=torch.float64)[:, None] * 10000.0 ** -(torch.arange(0, D, 2) / D)
+
+    def halves(x: Tensor, at: Tensor) -> Tensor:
+        a, b = x.chunk(2)
+        return torch.cat([a * at.cos() - b * at.sin(), b * at.cos() + a * at.sin()])
+
+    def neighbours(x: Tensor, at: Tensor) -> Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.view(-1, 2)) * torch.polar(torch.ones_like(at), at)).flatten()
+
+    expected = halves(q, angles[0]) @ halves(k, angles[1])
+    q, k = turned(q[:, None]).flatten(), turned(k[:, None]).flatten()
+    assert (neighbours(q, angles[0]) @ neighbours(k, angles[1]) - expected).abs() < 1e-12
+
+
+@pytest.mark.parametrize("form", ["titan", "hf", "gpt2"])
+def test_from_dcp_to_hugging_face(form: str, tmp_path: Path) -> None:
+    model = peer("gpt" if form == "gpt2" else "llama")
+    state: dict[str, Any] = titan(model) if form == "titan" else {n: t.clone() for n, t in model.state_dict().items()}
+    more = {"optimizer.state.norm.weight.exp_avg": torch.ones(3), "train_state": {"step": 4}}
+    written_by_torch(tmp_path / "step-4", state | more, random_cuts(state, 1))
+    model.config.save_pretrained(tmp_path / "config")
+    source = DcpSource(tmp_path / "step-4", tmp_path / "config" / "config.json")
+    write_checkpoint(source, tmp_path / "ours")
+    write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
+    again = type(model).from_pretrained(tmp_path / "back", attn_implementation="eager", dtype="auto")
+    assert_same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_what_is_written_is_read_by_torch(kind: str, tmp_path: Path) -> None:
+    model = peer(kind)
+    model.save_pretrained(tmp_path / "hf")
+    write_dcp(HuggingFaceSource(tmp_path / "hf"), tmp_path / "dcp")
+    expected = (
+        titan(model) if kind == "llama" else {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}
+    )
+    found = {name: torch.empty_like(values) for name, values in expected.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp")
+    assert_same(found, {name: values.contiguous() for name, values in expected.items()})
+    source, back = HuggingFaceSource(tmp_path / "hf"), DcpSource(tmp_path / "dcp")
+    names = CheckpointSource(write_checkpoint(source, tmp_path / "ours")).read
+    for name in back._pairs:
+        assert torch.equal(back.read(name), names(name)), name
+
+
+def test_what_does_not_fit(tmp_path: Path) -> None:
+    model = peer("llama")
+    state = titan(model)
+    written_by_torch(tmp_path / "a", state)
+    with pytest.raises(CheckpointError, match="does not say what model it is; give --model-config"):
+        DcpSource(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="none.json: no such file"):
+        DcpSource(tmp_path / "a", tmp_path / "none.json")
+    model.config.save_pretrained(tmp_path / "a")
+    state["layers.1.attention.wk.weight"] = torch.ones(8, 32)
+    missing = state.pop("norm.weight")
+    written_by_torch(tmp_path / "b", state)
+    with pytest.raises(CheckpointError, match="tensors are missing: model.norm.weight"):
+        DcpSource(tmp_path / "b", tmp_path / "a" / "config.json")
+    written_by_torch(tmp_path / "c", {**state, "norm.weight": missing})
+    with pytest.raises(CheckpointError, match=r"attention.wk.weight: shape \[8, 32\], config.json says \[16, 32\]"):
+        write_checkpoint(DcpSource(tmp_path / "c", tmp_path / "a" / "config.json"), tmp_path / "x")
