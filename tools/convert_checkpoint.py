@@ -153,7 +153,8 @@ def _check(flags: argparse.Namespace) -> None:
     if flags.source in PICKLED and not flags.trust_pickle:
         raise ConfigError(
             f"--load={flags.load}: {PICKLED[flags.source]} checkpoints are pickles, which can carry programs; if you "
-            "know where this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it is executed)"
+            "know where this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it "
+            "is executed)"
         )
 
 
