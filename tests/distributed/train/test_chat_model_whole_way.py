@@ -33,7 +33,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model in Hugging Face's cache, conversations, and two runs: adapters at tp2 x pp2, all weights in one process."""
+    """The model in Hugging Face's cache, conversations, and two runs: adapters at tp2 x pp2, all weights in one."""
     home = tmp_path_factory.mktemp("chat")
     source = home / "models--someone--tiny-chat" / "snapshots" / "0a1b"
     save_model(source)
