@@ -57,6 +57,13 @@ class Meta:
             raise self.wrong(key, "a list of whole numbers >= 0")
         return tuple(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        value = self.raw.get(key)
+        if not isinstance(value, list):
+            raise self.wrong(key, "a list of numbers")
+        return tuple(Meta({key: item}, self.where).number(key) for item in value)
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key, default)
         if type(value) not in (int, float) or not abs(value) <= 1e300 or not math.isfinite(value):

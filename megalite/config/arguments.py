@@ -103,6 +103,10 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
             "max_skipped": "max_skipped_updates",
         },
     ),
+    "spikes": ArgumentFlag(
+        "updates whose gradient norm is far above those before",
+        {"action": "on_spike", "sigma": "spike_sigma", "window": "spike_window"},
+    ),
     "lr_decay": ArgumentFlag(
         "length of the decay to `min_lr`; without it that of the training",
         {"iters": "lr_decay_iters", "samples": "lr_decay_samples"},

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
 from megalite.config.schema import OneOf, Spelled, option, required
+from megalite.config.spikes import Spikes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +135,7 @@ class TrainingConfig:
     calculate_per_token_loss: bool = option(
         False, "divide the summed loss by the tokens of the global batch, not micro-batch by micro-batch"
     )
+    spikes: Spikes = Spikes()
     nonfinite: str = option(
         "stop",
         "a non-finite loss or gradient (fp16 overflow apart): stop before the update, or skip the update",

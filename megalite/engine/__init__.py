@@ -9,6 +9,7 @@
     older_weights.py   the weight versions before the newest, in checkpoints
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
+    spikes.py      which gradient norms are out of proportion
     late_reading.py    numbers of the device, read when they have long arrived
 
 `megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
@@ -23,6 +24,7 @@ from megalite.engine.late_reading import LateReading
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
 from megalite.engine.rules import rule_maker, sharded_maker
 from megalite.engine.scale_history import ScaleHistory
+from megalite.engine.spikes import SpikeGuard
 from megalite.engine.update import Hyperparameters, Updater
 from megalite.engine.versioned import VersionedState
 from megalite.engine.weights import BufferOptions, BuiltStages, Ties, Weights, build_weights, norm_axis

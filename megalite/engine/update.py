@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megalite.comm import Handle
 from megalite.engine.late_reading import LateReading
+from megalite.engine.spikes import SpikeGuard
 from megalite.engine.weights import Weights
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
@@ -69,11 +70,12 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class _PendingUpdate:
-    """An update whose outcome the host has not read yet. reading: of its gradient norm."""
+    """An update whose outcome the host has not read yet. overflow: 0-dim, 1 where its norm is not finite. reading: of
+    its gradient norm, and of the limit above which that is a spike, if spikes are looked for."""
 
     update: int
     samples: int
-    found_inf: Tensor
+    overflow: Tensor
     reading: LateReading
 
 
@@ -87,6 +89,7 @@ class Updater(Events):
     max_skipped      number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
     version          number of updates that the newest weights have seen
     update_of        global id of a micro-batch -> the update that its gradient belongs to
+    spikes           looks for gradient norms that are out of proportion; None: nobody does
     """
 
     def __init__(
@@ -101,13 +104,14 @@ class Updater(Events):
         version: int,
         update_of: Callable[[int], int],
         late: bool,
+        spikes: SpikeGuard | None = None,
     ) -> None:
         self._buffers_of, self._all_buffers = weights.buffers, weights.families
         self._weights, self._policy, self._scaler = weights, policy, scaler
         self._count_iteration = count_iteration
         self._nonfinite, self._max_skipped = nonfinite, max_skipped
         self.stuck = 0
-        self._late = late
+        self._late, self._spikes = late, spikes
         self._pending: _PendingUpdate | None = None
         self._skipped_here = False  # whether an update of the iteration so far was skipped
         self._version, self._update_of = version, update_of
@@ -173,9 +177,15 @@ class Updater(Events):
         self.resolve_pending()
         numbers = self._policy(update)
         norm = pending_norm.wait() / numbers.loss_scale
-        found_inf = 1.0 - norm.isfinite().float()
-        reading = LateReading(norm[None])
-        self._pending = _PendingUpdate(update, numbers.samples, found_inf, reading)
+        overflow = found_inf = 1.0 - norm.isfinite().float()
+        read = norm[None]
+        if self._spikes is not None:
+            limit = self._spikes.limit(norm)
+            read = torch.stack([norm, limit])
+            if self._spikes.withholds:
+                found_inf = torch.maximum(found_inf, (norm > limit).float())
+        reading = LateReading(read)
+        self._pending = _PendingUpdate(update, numbers.samples, overflow, reading)
         self._weights.optimizer.finish_step()  # it may still read what comes now
         self._weights.follow(None)
         delay = self._weights.delay
@@ -246,16 +256,18 @@ class Updater(Events):
         if self._pending is None:
             return False
         latest, self._pending = self._pending, None
-        (norm,) = latest.reading.read()
-        skipped = not math.isfinite(norm)
+        norm, *limit = latest.reading.read()
+        overflow = not math.isfinite(norm)
+        spikes = self._spikes
+        skipped = spikes is not None and spikes.resolve(latest.update, norm, *limit) and spikes.withholds or overflow
         self._weights.optimizer.count_step(skipped=skipped)
         self._skipped_here |= skipped
         if latest.samples:
             self._count_iteration(latest.samples, self._skipped_here)
             self._skipped_here = False
-        self.stuck = self.stuck + self._scaler.at_minimum if skipped else 0
-        self._scaler.update(found_non_finite=skipped)
-        if skipped and not self._scaler.skips_non_finite and self._nonfinite == "stop":
+        self.stuck = self.stuck + self._scaler.at_minimum if overflow else 0
+        self._scaler.update(found_non_finite=overflow)
+        if overflow and not self._scaler.skips_non_finite and self._nonfinite == "stop":
             where = where_not_finite(self._all_buffers, overwritten=self._late)
             raise RuntimeFailure(
                 f"update {latest.update + 1}: the gradient norm is {norm} ({where}); stopped before "
@@ -273,8 +285,8 @@ class Updater(Events):
         taken, skipped = scaler.foresee()
         if previous or taken == skipped:
             return scaler.scale if previous else taken
-        low, high = (latest.found_inf.new_full((), scale, dtype=torch.float64) for scale in (skipped, taken))
-        return torch.where(latest.found_inf > 0, low, high)
+        low, high = (latest.overflow.new_full((), scale, dtype=torch.float64) for scale in (skipped, taken))
+        return torch.where(latest.overflow > 0, low, high)
 
     def describe_skips(self) -> str:
         """Why the latest updates were skipped, as text."""

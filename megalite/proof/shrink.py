@@ -24,6 +24,7 @@ from megalite.config import (
     OptimizerConfig,
     ParallelConfig,
     Precision,
+    Spikes,
     StageLayout,
     TrainingLength,
     config_problems,
@@ -83,6 +84,7 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
         seq_length_schedule=None if own is None else f"0:{model.seq_length // 2} 1:{model.seq_length}",
         length=TrainingLength(train_iters=steps),
         nonfinite="skip" if branches.skipped else "stop",
+        spikes=Spikes(),
         precision=Precision(fp64=True),
         loss_scaling=type(config.training.loss_scaling)(),
         float32_matmul_precision="highest",
@@ -98,6 +100,8 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
     )
     if config.training.compile:
         changes.lines.append("--compile: left out")
+    if config.training.spikes.on_spike is not None:
+        changes.lines.append("--spikes: left out, a few iterations fill no window")
     small = Config(
         model=model,
         parallel=_parallel(parallel, changes),

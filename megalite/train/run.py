@@ -19,7 +19,7 @@ from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_a
 from megalite.config import Config
 from megalite.convert import Origin
 from megalite.data import Survey, survey_differences
-from megalite.engine import Hyperparameters, Updater
+from megalite.engine import Hyperparameters, SpikeGuard, Updater
 from megalite.errors import DataError
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
@@ -107,8 +107,9 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
         model = build_model(config, mesh, program, cuts, world.device, foreign, plan)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
         origin = start.origin if start is not None else Origin()
+        guard = make_spike_guard(config, world)
         state = RunState(
-            config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base, origin
+            config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base, origin, guard
         )
         arithmetic = arithmetic_of(world, mesh.world, matmul)
         progress, facts = TrainingProgress(), arithmetic
@@ -252,6 +253,14 @@ def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Upd
     return Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
 
 
+def make_spike_guard(config: Config, world: World) -> SpikeGuard | None:
+    """What looks for spikes of the gradient norm, if somebody asks for it."""
+    settings, most = config.training.spikes, config.training.loss_scaling.max_skipped_updates
+    if settings.on_spike is None:
+        return None
+    return SpikeGuard(settings, world.device, max_skipped=most, speaks=world.is_first)
+
+
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:
     """The updater, whose learning rate and weight decay come from their schedules."""
     config, model, schedules = state.config, state.model, state.schedules
@@ -276,4 +285,5 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         version=progress.microbatches if model.update_per_microbatch else progress.updates,
         update_of=update_of,
         late=late,
+        spikes=state.spikes,
     )

@@ -5,10 +5,10 @@
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
               largest magnitudes of updates before `optimizer/fp8/<layer>`, where scales are made of them
-    meta      format, configuration, progress, loss scaler, schedules of learning rate and weight decay, training
-              samples asked for, surveys of the data, the precision of fp32 matmuls; the model beside adapters; the
-              Hugging Face model that the run began with;
-              where memory lay (for readers: a run that resumes decides anew)
+    meta      format, configuration, progress, loss scaler, latest gradient norms (`--spikes`), schedules of learning
+              rate and weight decay, training samples asked for, surveys of the data, the precision of fp32 matmuls; the
+              model beside adapters; the Hugging Face model that the run began with; where memory lay (for readers: a
+              run that resumes decides anew)
     files     the tokenizer, config.yaml
 
 A run of another framework's becomes one of ours by writing the same (`convert/megatron_state.py`).
@@ -21,13 +21,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint import Checkpointer, Meta, read_manifest
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.engine import OLDER, complete_older, older_shards
+from megalite.engine import OLDER, SpikeGuard, complete_older, older_shards
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -41,6 +42,8 @@ from megalite.train.trainer import TrainingProgress, progress_from_meta, progres
 logger = logging.getLogger(__name__)
 
 STEPS = f"optimizer/{LAST_STEP}/"
+SPIKES = "spikes"
+"""Where a checkpoint keeps the gradient norms that the next one is compared with."""
 NEWEST = "newest_update"
 """Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
@@ -59,6 +62,7 @@ class RunState:
     products: MatmulChoice
     base: BaseModel | None = None
     origin: Origin = field(default_factory=Origin)
+    spikes: SpikeGuard | None = None
 
     def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
@@ -75,6 +79,7 @@ class RunState:
             "config": to_dict(self.config),
             "memory_plan": self.model.plan.to_meta(),
             **({} if self.origin == Origin() else {ORIGIN_META: self.origin.to_meta()}),
+            **({} if self.spikes is None else {SPIKES: _spikes_to_meta(self.spikes)}),
             **({} if self.base is None else {BASE_META: self.base.to_meta()}),
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }
@@ -128,6 +133,9 @@ class RunState:
             )
         if with_state:
             self.scaler.load_state_dict(_scaler_state(meta.section("loss_scaler")))
+            if self.spikes is not None and SPIKES in meta.raw:
+                window = meta.section(SPIKES)
+                self.spikes.restore(window.numbers("norms"), window.integer("in_a_row"))
         return progress, self._taken(progress, start, with_state=with_state, older=bool(stored))
 
     def _taken(self, progress: TrainingProgress, start: StartingPoint, *, with_state: bool, older: bool) -> list[str]:
@@ -171,6 +179,10 @@ class RunState:
         if meta is not None and NEWEST in meta.raw:
             newest = meta.section(NEWEST)
             delay.learning_rate, delay.weight_decay = newest.number("learning_rate"), newest.number("weight_decay")
+
+
+def _spikes_to_meta(spikes: SpikeGuard) -> dict[str, Any]:
+    return {"norms": spikes.window(), "in_a_row": spikes.in_a_row}
 
 
 def _scaler_state(meta: Meta) -> dict[str, float | int]:

@@ -44,7 +44,7 @@ def command(folder: Path, *more: str) -> list[str]:
     ]
     argv[argv.index("--train-iters") + 1] = str(STEPS)
     (files := folder.parent / "files").mkdir(exist_ok=True)
-    more = tuple(str(files) if flag == "FILES" else flag for flag in more)
+    more = tuple(flag.replace("FILES", str(files)) for flag in more)
     argv += ["--save", str(folder), "--save-interval", "2", "--data-cache-path", str(folder.parent / "c")]
     argv += (flag for flag in more if flag != "BUDGET")
     return [*argv, *least_budget(argv, 2)] if "BUDGET" in more else argv
@@ -89,7 +89,7 @@ def kill_and_compare(folder: Path, flags: Sequence[str], rng: random.Random, kil
     """Tensors of a run that is not stopped, and of as many that are killed at drawn places and started again."""
     run_ranks(whole_run, 2, command(folder / "whole", *flags))
     expected, killed = saved_tensors(folder / "whole"), 0
-    points = (*POINTS, *["opt_bucket"] * 2 * ("FILES" in flags), *MOVING * ("BUDGET" in flags))
+    points = (*POINTS, *["opt_bucket"] * 2 * any("FILES" in flag for flag in flags), *MOVING * ("BUDGET" in flags))
     most = {"action": 120, "iteration": STEPS, "opt_bucket": 70, **dict.fromkeys(MOVING, 6)}
     for trial in count():
         again = folder / f"killed{trial}"

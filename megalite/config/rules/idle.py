@@ -94,7 +94,7 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
     warmup, style = optimizer.lr_warmup, optimizer.lr_decay_style
     warms = warmup.lr_warmup_iters or warmup.lr_warmup_samples or warmup.lr_warmup_fraction
     ramp = optimizer.weight_decay_ramp.weight_decay_incr_style
-    skips = training.precision.fp16 or training.nonfinite == "skip"
+    skips = training.precision.fp16 or "skip" in (training.nonfinite, training.spikes.on_spike)
     return (
         ("min_lr lr_decay_iters lr_decay_samples", style == "constant", "with `lr_decay_style`=constant"),
         ("lr_wsd_decay_style", style != "WSD", f"with `lr_decay_style`={style}"),
@@ -110,7 +110,11 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
             scaling.loss_scale is not None and training.precision.fp16,
             "with `loss_scale`, which is constant",
         ),
-        ("max_skipped_updates", not skips, "without `fp16` or `nonfinite`=skip, where no update is skipped"),
+        (
+            "max_skipped_updates",
+            not skips,
+            "without `fp16`, `nonfinite`=skip or `on_spike`=skip, where no update is skipped",
+        ),
         ("eval_interval full_validation", training.eval_iters == 0, "with `eval_iters`=0"),
         (
             "eval_iters",

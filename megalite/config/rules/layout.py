@@ -143,6 +143,8 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         yield f"`pipeline_flush_steps`={parallel.pipeline_flush_steps}: {name} {why}; drop it, or use 2bw"
     if schedule.update_per_microbatch and size > 1:
         why = f"{name} takes a step on each stage after each micro-batch"
+        if (action := config.training.spikes.on_spike) is not None:
+            yield f"`on_spike`={action}: {why}, so there is no global norm; drop it, or use 2bw"
         if config.optimizer.clip_grad > 0:
             yield f"`clip_grad`={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
         if training.precision.fp16:

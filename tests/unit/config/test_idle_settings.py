@@ -39,7 +39,10 @@ TOLD = [
     ("--fp16 --loss-scale 8 --initial-loss-scale 2", "--initial-loss-scale=2: has no effect with --loss-scale"),
     ("--fp16 --loss-scale 8 --hysteresis 3", "--hysteresis=3: has no effect with --loss-scale"),
     ("--fp16 --loss-scale 8 --loss-scale-window 3", "--loss-scale-window=3: has no effect with --loss-scale"),
-    ("--max-skipped-updates 3", "--max-skipped-updates=3: has no effect without --fp16 or --nonfinite=skip"),
+    (
+        "--max-skipped-updates 3",
+        "--max-skipped-updates=3: has no effect without --fp16, --nonfinite=skip or --on-spike=skip, where no update",
+    ),
     ("--eval-interval 10 --eval-iters 0", "--eval-interval=10: has no effect with --eval-iters=0"),
     ("--full-validation --eval-iters 0", "--full-validation: has no effect with --eval-iters=0"),
     ("--full-validation --eval-iters 7", "--eval-iters=7: has no effect with --full-validation"),

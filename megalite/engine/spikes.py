@@ -1,0 +1,101 @@
+"""Spikes: updates whose gradient norm is far above those of the updates before (after OLMo-core's `SkipStepOptimizer`).
+
+    norm > mean + sigma x deviation of the window   ->  a spike: logged, skipped, or the end of the run
+
+The window holds the norms of the latest updates. It is the same on all ranks, as the norm is, and so is the decision,
+which the device makes; the host reads it with the norm. A spike enters the window as the limit that it exceeded: one
+spike does not hide the next, and a new level is not a spike for ever. The deviation counts as at least a hundredth of
+the mean, so that norms that hardly differ make no spikes of rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalite.config import WITHHELD, Spikes
+from megalite.errors import RuntimeFailure
+
+logger = logging.getLogger(__name__)
+
+_LEAST_DEVIATION = 0.01
+
+
+class SpikeGuard:
+    """The window, and what is done about a spike.
+
+    settings: with `on_spike`. max_skipped: spikes skipped in a row that end the run. speaks: whether this rank logs.
+    in_a_row: spikes since the latest update that was none.
+    """
+
+    def __init__(self, settings: Spikes, device: torch.device, *, max_skipped: int, speaks: bool) -> None:
+        self._settings, self._max_skipped, self._speaks = settings, max_skipped, speaks
+        self._norms = torch.zeros(settings.spike_window, dtype=torch.float64, device=device)
+        self._places = torch.arange(settings.spike_window, device=device)
+        self._entered = torch.zeros((), dtype=torch.int64, device=device)
+        self.in_a_row = 0
+
+    @property
+    def withholds(self) -> bool:
+        """Whether the update of a spike is left out."""
+        return self._settings.on_spike in WITHHELD
+
+    def limit(self, norm: Tensor) -> Tensor:
+        """What the norm of this update may be, infinite before half of the window is there; then takes the norm into
+        the window. norm: 0-dim fp64; one that is not finite does not enter."""
+        window = len(self._norms)
+        held = self._entered.clamp(max=window)
+        known = self._places < held
+        count = held.clamp(min=1)
+        mean = self._norms.where(known, 0.0).sum() / count
+        deviation = ((self._norms - mean).where(known, 0.0).square().sum() / count).sqrt()
+        limit = mean + self._settings.spike_sigma * torch.maximum(deviation, _LEAST_DEVIATION * mean)
+        limit = torch.where(2 * held >= window, limit, math.inf)
+        here = (self._places == self._entered % window) & norm.isfinite()
+        self._norms = torch.where(here, torch.minimum(norm, limit), self._norms)
+        self._entered = self._entered + norm.isfinite()
+        return limit
+
+    def resolve(self, update: int, norm: float, limit: float) -> bool:
+        """The host's part, once it knows both: whether the update was a spike. Raises RuntimeFailure where the run
+        ends."""
+        if not limit < norm < math.inf:
+            self.in_a_row = 0
+            return False
+        settings = self._settings
+        what = (
+            f"update {update + 1}: the gradient norm of {norm:.4g} is above {limit:.4g}, the mean of those before and "
+            f"{settings.spike_sigma:g} deviations"
+        )
+        if settings.on_spike == "stop":
+            raise RuntimeFailure(
+                f"{what}; stopped before the update, the weights are as they were; look at the data and `lr`, or "
+                "continue with `on_spike`=skip"
+            )
+        if self._speaks:
+            logger.warning("%s%s", what, ": skipped" if self.withholds else "")
+        self.in_a_row += self.withholds
+        if self.in_a_row >= self._max_skipped:
+            raise RuntimeFailure(
+                f"{what}; the last {self.in_a_row} were skipped (`max_skipped_updates`={self._max_skipped}): these are "
+                "no spikes; continue from a checkpoint before them with a lower `lr` or a larger `spike_sigma`"
+            )
+        return True
+
+    def window(self) -> list[float]:
+        """The norms in the window, oldest first."""
+        entered, norms = int(self._entered), self._norms.tolist()
+        start = entered % len(norms) if entered > len(norms) else 0
+        return (norms[start:] + norms[:start])[: min(entered, len(norms))]
+
+    def restore(self, norms: Sequence[float], in_a_row: int) -> None:
+        """Goes on with the window of a run before, or the newest of it that fit, and its spikes in a row."""
+        newest = norms[-len(self._norms) :]
+        self._norms.zero_()
+        self._norms[: len(newest)] = torch.tensor(newest, dtype=torch.float64)
+        self._entered.fill_(len(newest))
+        self.in_a_row = in_a_row
