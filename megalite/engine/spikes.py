@@ -4,7 +4,7 @@
 
 The window holds the norms of the latest updates. It is the same on all ranks, as the norm is, and so is the decision,
 which the device makes; the host reads it with the norm. A spike enters the window as the limit that it exceeded: one
-spike does not hide the next, and a new level is not a spike for ever. The deviation counts as at least a hundredth of
+spike does not hide the next, and a new level soon is the usual one. The deviation counts as at least a hundredth of
 the mean, so that norms that hardly differ make no spikes of rounding.
 """
 
@@ -93,7 +93,7 @@ class SpikeGuard:
         return (norms[start:] + norms[:start])[: min(entered, len(norms))]
 
     def restore(self, norms: Sequence[float], in_a_row: int) -> None:
-        """Goes on with the window of a run before, or the newest of it that fit, and its spikes in a row."""
+        """Continues with the window of a run before, or the newest of it that fit, and its spikes in a row."""
         newest = norms[-len(self._norms) :]
         self._norms.zero_()
         self._norms[: len(newest)] = torch.tensor(newest, dtype=torch.float64)

@@ -70,7 +70,7 @@ def test_another_size_of_window_takes_the_newest() -> None:
 
 
 def test_a_new_level_becomes_the_usual_one() -> None:
-    """Norms that rise for good are spikes for some updates, not for ever: what enters the window grows with them."""
+    """Norms that have risen are spikes for some updates, then no longer: what enters the window grows with them."""
     made = guard(sigma=6.0, window=8)
     for update in range(8):
         made.resolve(update, 1.0, limit(made, 1.0))
