@@ -154,8 +154,10 @@ class Trainer:
             evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
-            stats = self.train_step(drain=stops or evaluates or saves or samples)
-            if stops or evaluates or saves or samples or number % self.config.logging.log_interval == 0:
+            drains = stops or evaluates or saves or samples
+            reads = drains or number % self.config.logging.log_interval == 0
+            stats = self.train_step(drain=drains, reads=reads)
+            if reads:
                 self.updater.resolve_pending()
             self.hooks.after_step(self, stats)
             gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
@@ -171,8 +173,9 @@ class Trainer:
                 return str(reason.value)
         return COMPLETED
 
-    def train_step(self, *, drain: bool) -> StepStats:
-        """One iteration; with `drain` nothing of the next batch is begun."""
+    def train_step(self, *, drain: bool, reads: bool = True) -> StepStats:
+        """One iteration; with `drain` nothing of the next batch is begun. reads: its loss is read before the next one;
+        otherwise the sum over the ranks may stay in flight until then."""
         self.mesh.waits.take()  # waiting between two iterations belongs to neither
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
@@ -194,7 +197,7 @@ class Trainer:
         self._drained = batch.next_size == 0 or not program.asynchronous
         if self._drained:
             self.executor.finish()
-        loss = self._batch_loss(batch.iteration)
+        loss = self._batch_loss(batch.iteration, reads=reads)
         self.batch_reader.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1
         progress.consumed_samples += samples
@@ -260,15 +263,15 @@ class Trainer:
             # in fp32 a thousand micro-batches, one by one, would lose 1e-5
             self._losses[batch] = self._losses.get(batch, 0.0) + loss.to(torch.float64) * share
 
-    def _batch_loss(self, number: int) -> Tensor:
-        """The batch's loss, the same on all ranks. The sum may stay in flight until the next step or log line."""
+    def _batch_loss(self, number: int, *, reads: bool) -> Tensor:
+        """The batch's loss, the same on all ranks."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
         total = torch.zeros((), dtype=torch.float64, device=self.device) if mine is None else mine
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
-        if self.device.type == "cpu" or (self.iteration + 1) % self.config.logging.log_interval == 0:
+        if reads or self.device.type == "cpu":
             self._loss_handle.wait()
         return total
 
