@@ -1,0 +1,215 @@
+"""While it is open, this process has a GPU: tensors that are made there say so and take its paths, on CPU memory.
+
+`Tensor.device` and its kin are replaced on the class, not by a mode: modes are off inside hooks of autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megalite.testing.races.messages import messages
+from megalite.testing.races.order import Clock, where
+from megalite.testing.races.streams import DEVICE, Event, Gpu, Stream
+from megalite.testing.races.watch import Watch
+
+
+@contextmanager
+def watched_gpu() -> Iterator[Gpu]:
+    """A GPU that finds races. Process groups are made before or inside; they say nccl."""
+    gpu = Gpu()
+    with ExitStack() as stack:
+        for owner, names in (
+            (torch.cuda, _cuda(gpu)),
+            (Tensor, _tensor(gpu)),
+            (torch.UntypedStorage, _storage(gpu)),
+            (ThreadPoolExecutor, {"submit": _submit(gpu)}),
+            (torch, {"tensor": _made(gpu, torch.tensor)}),
+            (torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": _grouped(gpu)}),
+        ):
+            for name, value in names.items():
+                stack.enter_context(patch.object(owner, name, value, create=True))
+        stack.enter_context(messages(gpu))
+        stack.enter_context(Watch(gpu))
+        yield gpu
+
+
+def _cuda(gpu: Gpu) -> dict[str, Any]:
+    """Names of torch.cuda."""
+
+    @contextmanager
+    def entered(stream: Stream | None) -> Iterator[None]:
+        with nullcontext() if stream is None else gpu.state(current=stream):
+            yield
+
+    def lock(at: int, size: int, flags: int) -> int:
+        gpu.ledger.locked.add(at)
+        return 0
+
+    driver = SimpleNamespace(cudaHostRegister=lock, cudaHostUnregister=gpu.ledger.locked.discard)
+    return {
+        "Stream": lambda device=None, **_: Stream(gpu, f"the stream that {where().partition(' < ')[0]} made"),
+        "Event": lambda **_: Event(gpu),
+        "stream": entered,
+        "current_stream": lambda device=None: gpu.current,
+        "default_stream": lambda device=None: gpu.compute,
+        "synchronize": lambda device=None: gpu.host_waits(),
+        "cudart": lambda: driver,
+        "device": lambda device: nullcontext(),
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "get_device_name": lambda device=None: "bookkeeping",
+        "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
+        "get_device_properties": lambda device=None: SimpleNamespace(uuid="0", total_memory=1 << 40),
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "max_memory_allocated": lambda device=None: gpu.ledger.peak,
+        "memory_allocated": lambda device=None: gpu.ledger.allocated,
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+    }
+
+
+def _tensor(gpu: Gpu) -> dict[str, Any]:
+    """Names of torch.Tensor."""
+    device_of, really_to = Tensor.device.__get__, Tensor.to
+
+    def device(x: Tensor) -> torch.device:
+        true: torch.device = device_of(x)
+        return DEVICE if not gpu.true_device and true.type == "cpu" and gpu.on_device(x) else true
+
+    def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        values = [*args, *kwargs.values()]
+        wanted = [torch.device(v) for v in values if isinstance(v, (torch.device, str))]
+        wanted += [v.device for v in values if isinstance(v, Tensor)]
+        if gpu.true_device or gpu.quiet or not wanted or device_of(x).type != "cpu" or wanted[0].type == "meta":
+            return really_to(x, *args, **kwargs)
+        dtypes = [v.dtype if isinstance(v, Tensor) else v for v in values if isinstance(v, (Tensor, torch.dtype))]
+        dtype = dtypes[0] if dtypes else x.dtype
+        if wanted[0].type == device(x).type:
+            return really_to(x, dtype, copy=bool(kwargs.get("copy")))
+        free = bool(kwargs.get("non_blocking") or any(v is True for v in args[-2:]))
+        with gpu.state(on_its_way=True):
+            moved: Tensor = torch.ops.aten._to_copy(x, dtype=dtype, device=wanted[0], non_blocking=free)
+        return moved
+
+    def pinned(x: Tensor, *_: Any) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x)
+
+    def record_stream(x: Tensor, stream: Stream) -> None:
+        gpu.ledger.of(x).recorded.add(stream.line.number)
+
+    return {
+        "device": property(device),
+        "is_cuda": property(lambda x: device(x).type == "cuda"),
+        "is_cpu": property(lambda x: device(x).type == "cpu"),
+        "to": to,
+        "cpu": lambda x: to(x, "cpu"),
+        "cuda": lambda x, *_, non_blocking=False: to(x, DEVICE, non_blocking=non_blocking),
+        "pin_memory": pinned,
+        "is_pinned": lambda x, *_: gpu.ledger.of(x).pinned,
+        "record_stream": record_stream,
+        "numpy": _read(gpu, Tensor.numpy),
+        "tolist": _read(gpu, Tensor.tolist),
+        "new_tensor": lambda x, data, **_: torch.tensor(data, dtype=x.dtype, device=x.device),
+    }
+
+
+def _read(gpu: Gpu, real: Callable[..., Any]) -> Callable[..., Any]:
+    """What reads a tensor without a kernel."""
+
+    def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not gpu.quiet and not gpu.true_device:
+            if gpu.on_device(x):
+                assert real.__name__ != "numpy", "numpy() of a tensor on the device"
+                gpu.current.synchronize()
+            gpu.ledger.work(gpu.ledger.host, real.__name__, [x], [])
+        return real(x, *args, **kwargs)
+
+    return read
+
+
+def _storage(gpu: Gpu) -> dict[str, Any]:
+    """Names of torch.UntypedStorage."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        memory = gpu.ledger.find(storage)
+        if memory is not None and not gpu.quiet:
+            gpu.ledger.resized(memory, gpu.current.line, nbytes)
+        return resize(storage, nbytes)
+
+    def there(storage: torch.UntypedStorage) -> bool:
+        memory = gpu.ledger.find(storage)
+        return memory is not None and memory.on_device
+
+    return {
+        "resize_": resized,
+        "is_cuda": property(there),
+        "device": property(lambda storage: DEVICE if there(storage) else torch.device("cpu")),
+    }
+
+
+def _made(gpu: Gpu, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor`, which copies below the modes."""
+
+    def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = real(data, **kwargs)
+        made = made.pin_memory() if pin_memory else made
+        return made if device is None else made.to(device)
+
+    return tensor
+
+
+def _grouped(gpu: Gpu) -> Any:
+    """What torch's optimizers ask for devices, in C++."""
+    real = torch.optim.Optimizer._group_tensors_by_device_and_dtype
+
+    def group(lists: Any, with_indices: bool = False) -> Any:
+        made = real(lists, with_indices)
+        return {(lists[0][0].device, dtype): value for (_, dtype), value in made.items()}
+
+    return staticmethod(group)
+
+
+def _submit(gpu: Gpu) -> Callable[..., Any]:
+    """Work of a thread of the host begins with what its caller knows; who asks for its end knows what it knew."""
+    real = ThreadPoolExecutor.submit
+
+    def learning(ask: Callable[..., Any], known: Clock) -> Callable[..., Any]:
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            answer = ask(*args, **kwargs)
+            gpu.ledger.host.learn(known)
+            return answer
+
+        return asked
+
+    def submit(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        given, known = dict(gpu.ledger.host.clock), Clock()
+
+        def run() -> Any:
+            gpu.ledger.host.learn(given)
+            with Watch(gpu):
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    known.update(gpu.ledger.host.clock)
+
+        future = real(pool, run)
+        for name in ("result", "exception", "done"):
+            setattr(future, name, learning(getattr(future, name), known))
+        return future
+
+    return submit

@@ -1,0 +1,315 @@
+"""Who uses memory when, and what is known to be over by then: vector clocks (Lamport, 1978; Fidge, 1988).
+
+    line      a stream of the device, or a thread of the host: its work runs in order
+    clock     of a line: how much of every line's work is over when its next piece of work begins
+    access    a piece of work reads or writes a region of a memory
+
+Two accesses of which one writes race where neither line's clock has the other: nothing orders them.
+
+Memory of the device that is freed goes back to the pool of the stream that it was allocated on, whose next allocation
+may be the same memory, while another stream still uses it. Here every allocation is taken to be all the memory that its
+pool has: it begins with the last access of every line to anything that was freed there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).resolve().parents[3])
+FRAMES = 3
+"""Calls of the product that a place names, innermost first."""
+EXACT = 1 << 16
+"""Elements up to which two strided regions are compared element by element."""
+
+Clock = dict[int, int]
+
+
+def where() -> str:
+    """The product's lines that are being executed: `zero/unshard.py:45 start_gather < ...`."""
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(lines) < FRAMES:
+        name = frame.f_code.co_filename
+        if name.startswith(ROOT) and not name.startswith(HERE) and "/site-packages/" not in name:
+            path = Path(name)
+            lines.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+class Line:
+    """A stream of the device or a thread of the host."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self.clock: Clock = {}
+
+    def tick(self) -> int:
+        """Begins the next piece of work; returns its time."""
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return self.clock[self.number]
+
+    def learn(self, clock: Clock) -> None:
+        """What comes next begins when all of that is over."""
+        for number, time in clock.items():
+            if self.clock.get(number, 0) < time:
+                self.clock[number] = time
+
+    def knows(self, access: Access) -> bool:
+        return self.clock.get(access.line.number, 0) >= access.time
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements of a storage, in bytes."""
+
+    begin: int
+    end: int
+    dense: bool
+    width: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor) -> Region:
+        width = x.element_size()
+        begin = int(x.storage_offset()) * width
+        end = begin + width * (1 + sum((n - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True)))
+        return cls(begin, end, is_dense(x), width, tuple(x.shape), x.stride())
+
+    def covers(self, other: Region) -> bool:
+        return self.dense and self.begin <= other.begin and other.end <= self.end
+
+    def meets(self, other: Region) -> bool:
+        """Whether they share a byte."""
+        if self.end <= other.begin or other.end <= self.begin:
+            return False
+        if self.dense and other.dense:
+            return True
+        if max(self.end - self.begin, other.end - other.begin) > EXACT * self.width:
+            return True
+        return not self._bytes().isdisjoint(other._bytes())
+
+    def _bytes(self) -> set[int]:
+        starts = [self.begin]
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            starts = [start + i * stride * self.width for start in starts for i in range(n)]
+        return {start + i for start in starts for i in range(self.width)}
+
+
+EVERYTHING = Region(0, sys.maxsize, True, 1, (), ())
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    reach = 1
+    for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride != reach:
+            return False
+        reach *= n
+    return True
+
+
+@dataclass(frozen=True)
+class Access:
+    """freed: where its memory was freed, of an access to what the memory was before."""
+
+    line: Line
+    time: int
+    writes: bool
+    region: Region
+    op: str
+    place: str
+    freed: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.op} on {self.line.name} at {self.place}"
+
+
+@dataclass(frozen=True)
+class Race:
+    """second runs while first may still run, or before it has begun."""
+
+    kind: str
+    first: Access
+    second: Access
+
+    def __str__(self) -> str:
+        freed = "" if self.first.freed is None else f"\n    (that memory was freed at {self.first.freed})"
+        return f"{self.kind}: {self.second}\n    does not wait for {self.first}{freed}"
+
+
+@dataclass
+class Memory:
+    """A storage. line: the stream whose pool it comes from; None: on the host. registered: page-locked in place, so
+    that its owner, not torch, sees to it that no copy still uses it when it goes. recorded: numbers of the lines that
+    the allocator knows to use it."""
+
+    line: Line | None
+    pinned: bool
+    nbytes: int
+    registered: bool = False
+    seen: list[Access] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+
+    @property
+    def on_device(self) -> bool:
+        return self.line is not None
+
+
+class Ledger:
+    """All lines, all memory, and the races that were found.
+
+    allocated, peak: bytes on the device, now and at most. locked: addresses of memory that was page-locked in place.
+    """
+
+    def __init__(self) -> None:
+        self._numbers, self._lock = count(), threading.RLock()
+        self._memory: dict[int, Memory] = {}
+        self._pools: dict[int, dict[int, Access]] = {}
+        self._local = threading.local()
+        self.lines: list[Line] = []
+        self.locked: set[int] = set()
+        self._races: dict[tuple[str, str, str], Race] = {}
+        self.accesses = self.allocated = self.peak = 0
+
+    @property
+    def races(self) -> list[str]:
+        """What was found, each pair of source lines once."""
+        return [str(race) for race in self._races.values()]
+
+    def line(self, name: str) -> Line:
+        """A new line."""
+        with self._lock:
+            self.lines.append(Line(name, next(self._numbers)))
+            return self.lines[-1]
+
+    @property
+    def host(self) -> Line:
+        """The line of this thread."""
+        if not hasattr(self._local, "host"):
+            thread = threading.current_thread()
+            main = thread is threading.main_thread()
+            self._local.host = self.line("the host" if main else f"the host's thread {thread.name}")
+        found: Line = self._local.host
+        return found
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def of(self, x: Tensor) -> Memory:
+        """Its memory; what nobody has announced is on the host."""
+        storage = x.untyped_storage()
+        memory = self._memory.get(storage._cdata) or self.enter(storage, None)
+        if not memory.pinned and not memory.on_device and storage.data_ptr() in self.locked:
+            memory.pinned = memory.registered = True
+        return memory
+
+    def find(self, storage: torch.UntypedStorage) -> Memory | None:
+        return self._memory.get(storage._cdata)
+
+    def enter(self, storage: torch.UntypedStorage, line: Line | None, *, pinned: bool = False) -> Memory:
+        """New memory, of the pool of `line` (None: on the host)."""
+        key = storage._cdata
+        with self._lock:
+            memory = self._memory[key] = Memory(line, pinned, storage.nbytes())
+            self._allocated(memory)
+        weakref.finalize(storage, self._gone, key, memory).atexit = False
+        return memory
+
+    def _gone(self, key: int, memory: Memory) -> None:
+        with self._lock:
+            self.free(memory)
+            if self._memory.get(key) is memory:
+                del self._memory[key]
+
+    def free(self, memory: Memory) -> None:
+        """It goes back to its pool. Torch's own page-locked memory goes back when its copies have ended."""
+        pending = [access for access in memory.seen if not self.host.knows(access)]
+        memory.seen = []
+        if memory.line is None:
+            used = [access for access in pending if memory.registered]
+            for access in used[:1]:
+                now = Access(self.host, 0, True, EVERYTHING, "freeing host memory", where())
+                self._note(Race("FREED IN USE", access, now))
+            return
+        self.allocated -= memory.nbytes
+        memory.nbytes = 0
+        pool = self._pools.setdefault(memory.line.number, {})
+        for access in pending:
+            number = access.line.number
+            if number not in memory.recorded and (number not in pool or pool[number].time <= access.time):
+                pool[number] = replace(access, writes=True, region=EVERYTHING, freed=access.freed or where())
+        memory.recorded.clear()
+
+    def resized(self, memory: Memory, line: Line, nbytes: int) -> None:
+        """Its bytes go, and where there are new ones they come from the pool of `line`."""
+        with self._lock:
+            self.free(memory)
+            if nbytes:
+                memory.line, memory.nbytes = line if memory.on_device else None, nbytes
+                self._allocated(memory)
+
+    def _allocated(self, memory: Memory) -> None:
+        if memory.line is None:
+            return
+        self.allocated += memory.nbytes
+        self.peak = max(self.peak, self.allocated)
+        pool = self._pools.get(memory.line.number, {})
+        memory.seen = [access for access in pool.values() if not self.host.knows(access)]
+
+    # ---- work --------------------------------------------------------------------------------------------------------
+
+    def work(self, line: Line, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
+        """A piece of work of a line: of a stream, one that this thread launches."""
+        with self._lock:
+            line.learn(self.host.clock)
+            time, place = line.tick(), where()
+            for x in reads:
+                self._access(x, Access(line, time, False, Region.of(x), op, place))
+            for x in writes:
+                self._access(x, Access(line, time, True, Region.of(x), op, place))
+
+    def _access(self, x: Tensor, new: Access) -> None:
+        if x.numel() == 0:
+            return
+        self.accesses += 1
+        memory, kept = self.of(x), []
+        for old in memory.seen:
+            known = new.line.knows(old)
+            if (new.writes or old.writes) and not known and new.region.meets(old.region):
+                self._note(Race(_kind(old, new), old, new))
+            if not (known and new.region.covers(old.region) and (new.writes or not old.writes)):
+                kept.append(old)
+        memory.seen = [*kept, new]
+
+    def _note(self, race: Race) -> None:
+        self._races.setdefault((race.kind, race.first.place, race.second.place), race)
+
+    def lines_behind(self) -> Iterator[Clock]:
+        """The clocks of all lines: all work that has been given to anybody."""
+        return (line.clock for line in list(self.lines))
+
+
+def _kind(old: Access, new: Access) -> str:
+    if old.freed is not None:
+        return "FREED IN USE"
+    if not new.writes:
+        return "READ BEFORE WRITTEN"
+    return "TWO WRITERS" if old.writes else "OVERWRITTEN WHILE READ"
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in nested arguments."""
+    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor)]

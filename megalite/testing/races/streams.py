@@ -1,0 +1,119 @@
+"""Stand-ins for torch.cuda's streams and events, and what a thread of the host has as its current stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megalite.testing.races.order import Clock, Ledger, Line
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Gpu:
+    """A device that is bookkeeping: its streams, and what it has been seen to do. unwaited: handles that nobody has
+    waited for. Of a thread: quiet: nothing is recorded; true_device: tensors say where they really are (inside torch's
+    own kernels); on_its_way: a copy between the places was asked for."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.compute = Stream(self, "the compute stream")
+        self.unwaited: dict[int, Any] = {}
+        self._local = threading.local()
+
+    @property
+    def races(self) -> list[str]:
+        """Pairs of accesses that nothing orders: what, both lines of the source, both streams."""
+        return self.ledger.races
+
+    @property
+    def current(self) -> Stream:
+        """The stream that this thread gives work to."""
+        found: Stream = getattr(self._local, "current", self.compute)
+        return found
+
+    @property
+    def quiet(self) -> bool:
+        return getattr(self._local, "quiet", False)
+
+    @property
+    def true_device(self) -> bool:
+        return getattr(self._local, "true_device", False)
+
+    @property
+    def on_its_way(self) -> bool:
+        return getattr(self._local, "on_its_way", False)
+
+    @contextmanager
+    def state(self, **values: Any) -> Iterator[None]:
+        """Sets `current`, `quiet` or `true_device` of this thread for a while."""
+        before = dict(vars(self._local))
+        vars(self._local).update(values)
+        try:
+            yield
+        finally:
+            for name in values:
+                vars(self._local).pop(name, None)
+            vars(self._local).update({name: before[name] for name in values if name in before})
+
+    def on_device(self, x: torch.Tensor) -> bool:
+        return self.ledger.of(x).on_device
+
+    def host_waits(self) -> None:
+        """For all that any stream has been given."""
+        for clock in self.ledger.lines_behind():
+            self.ledger.host.learn(clock)
+
+
+class Stream:
+    """In place of `torch.cuda.Stream`."""
+
+    def __init__(self, gpu: Gpu, name: str) -> None:
+        self._gpu = gpu
+        self.line: Line = gpu.ledger.line(name)
+        self.device, self.cuda_stream = DEVICE, self.line.number
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event(self._gpu) if event is None else event
+        event.clock = dict(self.line.clock)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.line.learn(event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.line.learn(other.line.clock)
+
+    def synchronize(self) -> None:
+        self._gpu.ledger.host.learn(self.line.clock)
+
+    def query(self) -> bool:
+        """Whether all its work is over: never, as long as nobody has waited."""
+        return False
+
+
+class Event:
+    """In place of `torch.cuda.Event`. One that was not recorded is over."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        (stream or self._gpu.current).record_event(self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._gpu.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._gpu.ledger.host.learn(self.clock)
+
+    def query(self) -> bool:
+        return not self.clock
+
+    def elapsed_time(self, other: Event) -> float:
+        return 0.0

@@ -1,0 +1,154 @@
+"""Sees every kernel: where it would run on a GPU, what it reads and writes, and whether the host waits for it.
+
+Copies between the places, as torch makes them (aten/src/ATen/native/cuda/Copy.cu):
+
+    page-locked, non_blocking, dense, one dtype    a stream reads and writes both ends
+    not page-locked                                the host reads its end at once, or waits until it is written
+    strided, or of another dtype                   the host makes a copy of its end first, at once
+    not non_blocking                               the host waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.testing.races.order import is_dense, tensors_in
+from megalite.testing.races.streams import Gpu
+
+ALLOCATE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "detach", "alias", "lift_fresh",
+    "_unsafe_view", "resize_",
+}  # fmt: skip
+OVERWRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"}
+"""In-place kernels that read nothing of their target."""
+HOST_WAITS = {
+    "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", "unique_dim",
+    "equal", "is_nonzero",
+}  # fmt: skip
+MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_fused_adamw_", "_foreach_add_"}
+"""Kernels of the device that may be given tensors of the host that are not numbers."""
+
+
+class Watch(TorchDispatchMode):
+    """Tells the ledger of `gpu` of this thread's kernels."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._gpu, self._ledger = gpu, gpu.ledger
+
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._gpu.quiet:
+            return function(*args, **kwargs)
+        name = function._schema.name.removeprefix("aten::")
+        given = tensors_in((args, kwargs))
+        known = {x.untyped_storage()._cdata for x in given}
+        there = any(self._gpu.on_device(x) for x in given)
+        goes_there, pinned = self._place(name, there, kwargs)
+        device = torch.device("cpu") if _says_cuda(kwargs.get("device")) else kwargs.get("device")
+        real = kwargs | {key: value for key, value in {"device": device, "pin_memory": None}.items() if key in kwargs}
+        with self._gpu.state(true_device=True):
+            out = _compute(function, args, real)
+        outs = tensors_in(out)
+        fresh = [x for x in outs if x.untyped_storage()._cdata not in known]
+        for x in fresh:
+            if function.is_view or self._ledger.find(x.untyped_storage()) is None:
+                line = self._gpu.current.line if goes_there else None
+                self._ledger.enter(x.untyped_storage(), line, pinned=pinned)
+        if not (function.is_view or name in ALLOCATE):
+            self._record(function, name, args, kwargs, fresh, there or goes_there)
+        return out
+
+    def _place(self, name: str, there: bool, kwargs: dict[str, Any]) -> tuple[bool, bool]:
+        """Whether new memory of the kernel is on the device, and if not, whether it is page-locked."""
+        wanted, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
+        if wanted is None or (name == "_to_copy" and not self._gpu.on_its_way):
+            return there or _says_cuda(wanted), pinned  # of a copy that autograd makes, the device is the true one
+        goes_there = _says_cuda(wanted)
+        if name == "_to_copy" and there and not goes_there and kwargs.get("non_blocking"):
+            pinned = True
+        return goes_there, pinned
+
+    def _record(
+        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], fresh: list[Tensor], device: bool
+    ) -> None:
+        written = _written(function, args, kwargs)
+        ids = {id(x) for x in written}
+        reads = [x for x in tensors_in((args, kwargs)) if id(x) not in ids]
+        if name not in OVERWRITE:
+            reads += written
+        writes = written + fresh
+        if not device:
+            self._ledger.work(self._ledger.host, name, reads, writes)
+        elif name in ("copy_", "_to_copy"):
+            source, target = (args[1], args[0]) if name == "copy_" else (args[0], fresh[0] if fresh else args[0])
+            free = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            self._copy(name, target, source, free=free)
+        else:
+            self._kernel(name, args, reads, writes)
+
+    def _kernel(self, name: str, args: Sequence[Any], reads: list[Tensor], writes: list[Tensor]) -> None:
+        """Of the device; numbers that are on the host are read when it is launched."""
+        at_launch = [x for x in reads if not self._gpu.on_device(x)]
+        if any(x.dim() for x in at_launch) and name not in MAY_MIX:
+            raise RuntimeError(f"{name}: some tensors are on the device and some on the host")
+        if at_launch:
+            self._ledger.work(self._ledger.host, f"{name}, as it is launched,", at_launch, [])
+        on_host = [x for x in writes if not self._gpu.on_device(x)]
+        stream = self._gpu.current
+        self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes)
+        bools = name in MAY_MIX and any(x.dtype == torch.bool for x in reads) and name == "index"
+        if name in HOST_WAITS or on_host or bools or (name == "repeat_interleave" and len(args) == 1):
+            stream.synchronize()
+
+    def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:
+        ledger, stream = self._ledger, self._gpu.current
+        to, of = ledger.of(target), ledger.of(source)
+        if to.on_device and of.on_device:
+            ledger.work(stream.line, name, [source], [target])
+            return
+        whole = source.dtype == target.dtype and is_dense(source) and is_dense(target)
+        plain = whole and source.stride() == target.stride()
+        if to.on_device:
+            if plain and of.pinned:
+                ledger.work(stream.line, name, [source], [target])
+            else:
+                ledger.work(ledger.host, f"{name}, packing for the device,", [source], [])
+                ledger.work(stream.line, name, [], [target])
+        elif plain:
+            ledger.work(stream.line, name, [source], [target])
+        else:
+            ledger.work(stream.line, name, [source], [])
+            stream.synchronize()
+            ledger.work(ledger.host, f"{name}, unpacking on the host,", [], [target])
+        if not free or (not to.on_device and not to.pinned):
+            stream.synchronize()
+
+
+def _says_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that a kernel writes."""
+    arguments = function._schema.arguments
+    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    written = [v for a, v in zip(arguments, values, strict=True) if a.alias_info is not None and a.alias_info.is_write]
+    return tensors_in(written)
+
+
+def _compute(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the kernel computes. Products with sums in a wider dtype exist on CUDA alone."""
+    wide = (torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out)
+    if function not in wide:
+        return function(*args, **kwargs)
+    a, b, dtype = args[-3:]
+    product = torch.mm(a.to(dtype), b.to(dtype)) * kwargs.get("alpha", 1)
+    return kwargs["out"].copy_(product + args[0] * kwargs.get("beta", 1) if len(args) == 4 else product)

@@ -1,0 +1,109 @@
+"""No two accesses of a run race on a GPU: whole runs on a GPU of bookkeeping (`megalite.testing.races`), with logs,
+evaluation and checkpoints. The losses are those of the same run without it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from equivalence.layouts import TINY
+from megalite.comm import World
+from megalite.config import parse
+from megalite.parallel.tiers import Arrival, Mover
+from megalite.parallel.zero import host_exchange
+from megalite.testing import run_ranks
+from megalite.testing.races import DEVICE, watched_gpu
+from megalite.train.run import run_training
+
+BRIEF = (
+    "--num-layers 2 --global-batch-size 4 --micro-batch-size 1 --train-iters 3 --log-interval 2 --eval-iters 1 "
+    "--eval-interval 2 --save-interval 2 --num-workers 1"
+).split()
+ZERO_3, ZERO_1 = (
+    "--offload params --zero-stage 3",
+    "--offload params --zero-stage 1 --model-type llama --ddp-bucket-size 500",
+)
+
+
+@contextmanager
+def gather_that_nobody_waits_for() -> Iterator[None]:
+    """Weights from the host, of which a layer waited for the collective's handle alone: a synchronous one has none."""
+    right = Mover.to_device
+
+    def to_device(mover: Mover, pairs: Any, *, after: Any = None, start: Any = None) -> Arrival:
+        if start is None:
+            return right(mover, pairs, after=after)
+        stream = mover._streams[True]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            mover.move(pairs)
+            return Arrival(started=start())
+
+    with patch.object(Mover, "to_device", to_device):
+        yield
+
+
+@contextmanager
+def rows_that_have_not_arrived() -> Iterator[None]:
+    """Gradients on the host, packed for the exchange while copies to them are on their way."""
+    with patch.object(Mover, "settle", lambda mover: None), patch.object(host_exchange, "PIECE", 512):
+        yield
+
+
+PLANTED = {
+    "gather": (
+        ZERO_3,
+        gather_that_nobody_waits_for,
+        "embedding on the compute stream",
+        "on the stream that tiers/mover.py",
+    ),
+    "rows": (ZERO_1, rows_that_have_not_arrived, "clone on the host at tiers/mover.py", "zero/host_exchange.py"),
+}
+
+
+def body(world: World, argv: list[str], watched: bool, planted: str | None) -> tuple[list[float], list[str]]:
+    """The losses that were logged, and the races."""
+    with PLANTED[planted][1]() if planted else nullcontext():
+        if not watched:
+            run_training(parse(argv, world_size=world.size), world)
+            races = []
+        else:
+            with watched_gpu() as gpu:
+                run_training(parse(argv, world_size=world.size), replace(world, device=DEVICE))
+            assert gpu.ledger.accesses > 1000
+            races = gpu.races
+    folder = Path(argv[argv.index("--save") + 1])
+    records = [json.loads(line) for path in sorted(folder.rglob("metrics.jsonl")) for line in path.open()]
+    return [record["lm_loss"] for record in records if record.get("lm_loss") is not None], races
+
+
+def train(layout: str, ranks: int, *, watched: bool = True, planted: str | None = None) -> tuple[list[float], set[str]]:
+    given = layout.split()
+    base = [word for word in TINY if word != "--fp64" or "--bf16" not in given]
+    with tempfile.TemporaryDirectory() as folder:
+        cache = ["--save", folder, "--data-cache-path", str(Path(folder).parent / "megalite-test-cache")]
+        results = run_ranks(body, ranks, [*base, *BRIEF, *given, *cache], watched, planted)
+    return results[0][0], {race for _, races in results for race in races}
+
+
+@pytest.mark.parametrize("layout", [ZERO_3, ZERO_1])
+def test_an_offloaded_run_has_no_race(layout: str) -> None:
+    losses, races = train(layout, 2)
+    assert races == set()
+    assert losses == pytest.approx(train(layout, 2, watched=False)[0], rel=1e-12) and len(losses) >= 4
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_was_once_wrong_is_found(name: str) -> None:
+    layout, _, what, where = PLANTED[name]
+    _, races = train(layout, 2, planted=name)
+    assert any(what in race and where in race for race in races), races
