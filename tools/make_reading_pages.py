@@ -63,7 +63,7 @@ HEAD = """\
 # The rooms
 
 Written by `python tools/make_reading_pages.py` from the rooms' own descriptions (`__init__.py`); do not edit. Their
-order is that of [the picture](architecture.svg), from the ground up.
+order is alphabetical; [the picture](architecture.svg) shows which stands on which.
 """
 
 

@@ -2,6 +2,10 @@
 
 The optimizer is stepped first; what else there is (biases of experts, scales of fp8) are instances of `VersionedState`
 in the list `Weights.states`. A model without them has an empty list.
+
+Adding one: a file in this room with such a class, and its place in `_states` of `megalite/train/build.py`; what it
+reads of the weights it is given there. Numbers that the optimizer keeps for each parameter, its moments, are of the
+update rule instead (`megalite/optim/`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     run             the composition root: `open_run` is the one place that knows all rooms
     build           the model, its pipeline and its optimizer on this rank
     trainer         the loop: decide, step, report
-    batch_reader, update    micro-batches by number and the factors of their losses; what REDUCE, NORM and STEP mean
+    batch_reader    micro-batches by number and the factors of their losses
     run_data, validation    the run's data; evaluation through the same pipeline
     starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
     memory_check    predicted memory against what hosts and GPUs have free

@@ -10,6 +10,9 @@
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
 with tiles. The choice is logged.
+
+Adding one: its file in this room, a row of `KERNELS` before those that it is faster than, and its call in `core.py`
+(`context.py`, where parts of a ring are meant).
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ logger = logging.getLogger(__name__)
 FLASH, BLOCKED, FUSED, VARLEN, FLEX, TILED = "flash", "blocked", "fused", "varlen", "flex", "tiled"
 WIDEST_HEAD = 256
 CLOSE = 0.02
-"""Largest difference to tiles, in those of the largest value: 16 bits round more than this never."""
+"""Largest difference from tiles, as a part of the largest value; rounding to 16 bits stays below it."""
 
 
 @dataclass(frozen=True)

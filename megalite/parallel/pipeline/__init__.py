@@ -1,7 +1,7 @@
 """Pipeline parallelism: runs one rank's list of actions.
 
     program (megalite.schedule) ──> executor.py ──F──> stage.py: consecutive layers ──SEND──> the next stage's rank
-                                         └──REDUCE, NORM, STEP──> handed to the caller, megalite.train
+                                         └──REDUCE, NORM, STEP──> handed to megalite.engine's `Updater`
 
     executor.py         one interpreter of actions for every schedule
     stage.py            consecutive layers, run forward and backward one micro-batch at a time

@@ -17,6 +17,9 @@ The objects themselves belong to other rooms, which call the mover: weights and 
 (`zero/host_weights.py`, `zero/host_gradient.py`), the optimizer's states (`zero/host_optimizer.py`,
 `zero/delayed_optimizer.py`), rows of the embedding (`rows/cached_rows.py`).
 
+Adding one: a file in the room that owns the tensors, which asks `Mover.to_host` and `Mover.to_device`; the program's
+EVICT and PREFETCH, or a plan of the chunks, say when. Its bytes belong to `MemoryPlan` (`megalite/inventory`).
+
 Invariant: no other file starts a copy on a stream of its own. Proof: `tests/unit/parallel/tiers/test_mover.py` (streams
 that keep clocks: a wait that is left out is a race), `tests/equivalence/test_tiers.py` (copies run beside
 computations), `test_memory_places.py`, `test_param_offload.py`, `test_embedding_offload.py` (no bit changes).

@@ -7,14 +7,15 @@
 
 The rules of lifetime, which are kept here and nowhere else:
 
-    ends      Both are dense and of one dtype: of others torch makes a copy on the host first, and waits for nobody.
+    ends      Both are dense and of one dtype. Others torch would copy on the host first, without waiting for the
+              copy that fills them.
     order     A copy begins behind what the current stream has been given so far, and behind `after`; copies in one
               direction follow one another. So a target may be overwritten, and a source has been written.
-    arrival   `Arrival.wait` orders the current stream behind a copy, `Arrival.synchronize` the host. Nobody reads a
-              target before, nor writes a source or lets go of it.
+    arrival   `Arrival.wait` orders the current stream behind a copy, `Arrival.synchronize` the host. Until one
+              of them has returned nobody may read the target, or write or free the source.
     source    The mover itself holds the host's end of a copy until it has ended, and the device's until a stream waits
               for it: from then on the memory goes back in that stream's order.
-    memory    New memory on the device is of the stream that is current when the copy starts; any other stream that
+    memory    New memory on the device belongs to the stream that is current when the copy starts; any other stream that
               waits for it is recorded as its user, so that the allocator gives it to nobody else too early.
     reuse     Page-locked memory is written again only behind `Arrival.synchronize` of the copy that reads it.
 """
