@@ -23,6 +23,7 @@ echo "== the model continues 'def '"
 python tools/generate_text.py --load "$SAVE" --prompt "def " --max-new-tokens 200 --temperature 0.7 --top-k 40 --seed 1
 echo
 echo "saved in $SAVE: config.yaml, metrics.jsonl and the checkpoint"
+echo "its curves, as a page: python tools/report.py --load $SAVE --output report.html"
 if [[ ${VIRTUAL_ENV:-} == "$PWD/.venv" ]]; then
     echo "to continue in the same environment: source .venv/bin/activate"
 fi

@@ -60,6 +60,7 @@ RULES = (
     Rule("pretrain_gpt.py", add=SHORT),
     Rule("generate_text.py", (("tokens 100", "tokens 10"),)),
     Rule("evaluate.py"),
+    Rule("report.py"),
     Rule("train_tokenizer.py", (("32000", "1000"),)),
     Rule("preprocess_data.py", (("workers 8", "workers 2"),)),
     Rule("--plot", extra="plot"),
