@@ -212,6 +212,7 @@ def _run_rank(
 
     from megalite.comm import World
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch's profiler writes raw lines on standard error
     if config.parallel.hardware.deterministic_mode:
         be_deterministic()
     device = choose_device(config.parallel, place)

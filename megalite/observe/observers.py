@@ -26,6 +26,7 @@ from megalite.observe.live_memory import MemoryCheckHook
 from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
 from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
+from megalite.parallel.pipeline import Executor
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -38,11 +39,13 @@ def make_hooks(
     flops_per_sample: float | None = None,
     first: Sequence[Hook] = (),
     plan: MemoryPlan | None = None,
+    executor: Executor | None = None,
 ) -> Hooks:
     """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
 
     start_facts: what the start line of metrics.jsonl says besides the usual. flops_per_sample: of a model not ours.
-    first: hooks that add to records what the others write. plan: where the run's memory lies.
+    first: hooks that add to records what the others write. plan: where the run's memory lies. executor: its actions are
+    named in profiles.
     """
     hooks: list[Hook] = [*first, SlowRankHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
     logging, save = config.logging, config.checkpoint.save
@@ -59,7 +62,7 @@ def make_hooks(
         if logging.wandb.wandb_project is not None:
             hooks.append(guarded(WandbHook(), "wandb"))
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
-        profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile")
+        profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile", executor)
         hooks.append(guarded(profiler, "the profiler"))
     return Hooks(hooks, flops_per_sample=flops_per_sample)
 
@@ -193,11 +196,13 @@ def _end_torn_line(path: Path) -> None:
 class ProfileHook(Hook):
     """Traces iterations `--profile-step-start` to `--profile-step-end` (exclusive) with torch's profiler.
 
-    Writes a Chrome trace, `trace_rank0_iterations_10-11.json`, for a browser's tracing page or ui.perfetto.dev.
+    Writes a Chrome trace, `trace_rank0_iterations_10-11.json`, for a browser's tracing page or ui.perfetto.dev. Each
+    action of `executor` is a span of the trace by its `words`, e.g. `forward s1 mb3`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, executor: Executor | None = None) -> None:
         self._directory = directory
+        self._executor = executor
         self._profiler: torch.profiler.profile | None = None
         self._first = 0
 
@@ -222,9 +227,13 @@ class ProfileHook(Hook):
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiler.start()
+            if self._executor is not None:
+                self._executor.mark = torch.profiler.record_function
 
     def _stop(self, rank: int, last: int) -> None:
         assert self._profiler is not None
+        if self._executor is not None:
+            self._executor.mark = None
         self._profiler.stop()
         self._directory.mkdir(parents=True, exist_ok=True)
         name = f"trace_rank{rank}_iterations_{self._first}-{last}.json"

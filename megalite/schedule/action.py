@@ -57,6 +57,17 @@ FETCH = "FETCH"
 OVERLAP = "OVERLAP"
 """Two computations that may run at the same time, as one action."""
 
+_WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward of the input",
+    BACKWARD_WEIGHT: "backward of the weights",
+    SEND_F: "send forward",
+    RECV_F: "receive forward",
+    SEND_B: "send backward",
+    RECV_B: "receive backward",
+}
+
 StageKey = tuple[int, int]
 """(stage, replica)"""
 
@@ -99,6 +110,16 @@ class Action(NamedTuple):
         version = f"v{self.version}" if self.version != NONE else ""
         peer = "" if self.peer == NONE else (">" if self.kind in SEND_KINDS else "<") + str(self.peer)
         return f"{stage}{self.kind}{self.microbatch}{version}{peer}"
+
+    @property
+    def words(self) -> str:
+        """What a profiler's trace calls it: `forward s1 mb3`, `send forward s0 mb3 to pp1`, `step s1 update 4`."""
+        stage = f"s{self.stage}.{self.replica}" if self.replica else f"s{self.stage}"
+        number = f"mb{self.microbatch}"
+        if self.kind in UPDATE_KINDS:
+            number = f"{'batch' if self.kind in (UNSHARD, RESHARD) else 'update'} {self.microbatch}"
+        peer = "" if self.peer == NONE else f" {'to' if self.kind in SEND_KINDS else 'from'} pp{self.peer}"
+        return f"{_WORDS.get(self.kind, self.kind.lower())} {stage} {number}{peer}"
 
     @property
     def stage_key(self) -> StageKey:

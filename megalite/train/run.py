@@ -213,7 +213,7 @@ def assemble_trainer(
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
     executor = make_executor(config, model, mesh, updater, world.device)
-    channel = executor.channel
+    channel, traffic = executor.channel, traffic_hooks(config, model.rows)
     train_iters = config.train_iterations(world.size)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
     traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
@@ -230,7 +230,7 @@ def assemble_trainer(
         lengths=config.length_schedule,
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
-        hooks=make_hooks(config, world.rank, start_facts, flops, traffic_hooks(config, model.rows), model.plan),
+        hooks=make_hooks(config, world.rank, start_facts, flops, traffic, model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,

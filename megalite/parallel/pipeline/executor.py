@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -83,6 +84,8 @@ class Executor:
     rank: pipeline rank.
     stages: this rank's stages by (stage, replica).
     synchronize: called before clocks are read while tracing, so that a GPU's stream has caught up; None on the CPU.
+
+    A profiler may set `mark`: each action then runs inside `mark(action.words)`.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class Executor:
         self.stages = dict(stages)
         self.placement = placement
         self.trace: list[ActionTiming] | None = None
+        self.mark: Callable[[str], AbstractContextManager[object]] | None = None
+        self._no_mark = nullcontext()
         self.channel = channel
         self._events = events
         self._synchronize = synchronize
@@ -130,10 +135,11 @@ class Executor:
                     last = part is action and part.kind == BACKWARD and _reduces_next(actions, index)
                     self._events.before_backward(part.stage_key, part.microbatch, last=last)
                 start = self._clock()
-                if (handler := self._handlers.get(part.kind)) is not None:
-                    handler(part, source)
-                else:
-                    yield part
+                with self._no_mark if self.mark is None else self.mark(part.words):
+                    if (handler := self._handlers.get(part.kind)) is not None:
+                        handler(part, source)
+                    else:
+                        yield part
                 if self.trace is not None:
                     self.trace.append(ActionTiming(part, max(start, self._arrival), self._clock()))
 
