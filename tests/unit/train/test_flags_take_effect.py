@@ -68,7 +68,7 @@ ROWS = [
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-type yarn"),
     (YARN, "--yarn-beta-fast 8"),
     (YARN, "--yarn-beta-slow 4"),
-    (YARN, "--rope-scaling round_to_int=no"),
+    (YARN, "--no-yarn-correction-range-round-to-int"),
     ("", "--window-size 4"),
     ("--window-size 4", "--window-attn-skip-freq 2"),
     ("--position-embedding-type rope", "--no-rope-freq 1,0"),
