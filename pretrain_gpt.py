@@ -48,6 +48,9 @@ def main(argv: list[str]) -> int:
     if not parsed.config.training.exit_signal_handler:
         replace_handlers(signal.SIG_DFL)
     configure_logging(place.rank)
+    if parsed.ignored:
+        flags = ", ".join(parsed.ignored)
+        logging.getLogger("megalite").info(f"of Megatron-LM, without effect here (docs/megatron_flags.md): {flags}")
     for warning in parsed.warnings:
         logging.getLogger("megalite").warning(warning)
     if parsed.config.training.dry_run:

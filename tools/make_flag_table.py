@@ -1,4 +1,4 @@
-"""Write docs/flags.md from the schema of the configuration, or check that it is up to date (--check)."""
+"""Write docs/flags.md and docs/megatron_flags.md from the configuration, or check them (--check)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ import sys
 from pathlib import Path
 
 from megalite import schedule as schedules
-from megalite.config import NOT_NEEDED, SECTIONS, Option, accepted_spellings, all_options, listing, show
+from megalite.config import (
+    SECTIONS,
+    MegatronFlag,
+    Option,
+    accepted_spellings,
+    all_options,
+    listing,
+    megatron_flags,
+    show,
+)
 from megalite.errors import flag_of, in_flags
 from megalite.schedule import SCHEDULES
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 _HEAD = """\
 # Flags
@@ -43,10 +52,49 @@ def flag_table() -> str:
                 name, value = "", f"`{each.name}{_cell(each.value)}`"
             parts.append(f"| {name} | {value} | {_default(each.option)} | {_cell(each.help)} |\n")
     parts += [_spellings(), _combinations()]
-    parts.append("\n## Flags of Megatron-LM that are refused\n\nEach gives one line that says this.\n\n")
-    parts.append("| flag | reason |\n| --- | --- |\n")
-    parts += [f"| `{flag_of(name)}` | {in_flags(reason)} |\n" for name, reason in sorted(NOT_NEEDED.items())]
+    parts.append("\nEvery flag of Megatron-LM, and what becomes of it: [megatron_flags.md](megatron_flags.md).\n")
     return "".join(parts)
+
+
+_MEGATRON_HEAD = """\
+# Every flag of Megatron-LM
+
+Written by `python tools/make_flag_table.py` from `megalite/config/megatron_flags.txt`; do not edit. These are all flags
+of the arguments file of Megatron-LM's main at `d98e8a64dd`, and a few that older scripts have. What the more common
+ones mean here: [from_megatron.md](from_megatron.md).
+
+- *same*: same name and meaning; where a flag stands, Megatron's name is read as that.
+- *ignored*: accepted, without effect: it tunes how Megatron-LM does something, asks for what is always so here, or for
+  a line of a log. A run names those that were given, in one line at its start. With the values in brackets only, where
+  there are any; with others it is refused.
+- *refused*: an error says the reason, before anything starts.
+"""
+
+
+def megatron_table() -> str:
+    """The page of all flags of Megatron-LM, Markdown."""
+    parts, flags = [_MEGATRON_HEAD], megatron_flags().values()
+    for verdict in ("same", "ignored", "refused"):
+        rows = sorted((flag for flag in flags if flag.verdict == verdict), key=lambda flag: flag.name.lower())
+        what = "here" if verdict == "same" else "why"
+        parts.append(f"\n## {verdict.capitalize()} ({len(rows)})\n\n| flag | {what} |\n| --- | --- |\n")
+        for flag in rows:
+            values = f" ({', '.join(flag.values)})" if flag.values else ""
+            parts.append(f"| `{flag_of(flag.name)}`{values} | {_becomes(flag)} |\n")
+    return "".join(parts)
+
+
+def _becomes(flag: MegatronFlag) -> str:
+    if flag.verdict == "same":
+        other = accepted_spellings().get(flag.name)
+        return "same" if other is None else f"`{other}`"
+    other_values = f"; else refused: {flag.otherwise}" if flag.otherwise and flag.otherwise != flag.reason else ""
+    return _cell(in_flags(flag.reason + other_values))
+
+
+def pages() -> dict[Path, str]:
+    """The text of each page."""
+    return {DOCS / "flags.md": flag_table(), DOCS / "megatron_flags.md": megatron_table()}
 
 
 def _default(option: Option | None) -> str:
@@ -92,18 +140,18 @@ def _combinations() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0, or 1 where --check finds the page out of date."""
+    """Return 0, or 1 where --check finds a page out of date."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
     options = parser.parse_args(argv)
-    if options.check:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == flag_table():
-            return 0
-        print(f"{PAGE.name}: out of date; run python tools/make_flag_table.py", file=sys.stderr)
-        return 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(flag_table(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    for page, text in pages().items():
+        if not options.check:
+            page.parent.mkdir(exist_ok=True)
+            page.write_text(text, encoding="utf-8")
+            print(f"wrote {page}")
+        elif not page.is_file() or page.read_text(encoding="utf-8") != text:
+            print(f"{page.name}: out of date; run python tools/make_flag_table.py", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -7,10 +7,10 @@ Picture::
                          parse(argv) -> Config(model, parallel, training, optimizer, data, checkpoint, logging)
 
 Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`, `checkpoint`, `logging`), made of
-`schema.option`; `root` puts them together; `reader`, `yaml_file`, `names` and `values` read what users type, `cli`
-merges it; `legal` judges it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back;
-`batch_size` has what
-changes with the tokens consumed: batch size, sequence length; `sampling` is how generation chooses.
+`schema.option`; `root` puts them together; `reader`, `yaml_file`, `names`, `megatron_flags` and `values` read what
+users type, `cli` merges it, `worked_out` turns names that are no field into fields; `legal` judges it by `rules/`,
+`files` looks whether files exist; `saved` writes and reads it back; `batch_size` has what changes with the tokens
+consumed: batch size, sequence length; `sampling` is how generation chooses.
 
 Names are Megatron-LM's flag names with underscores; a field that several flags spell is a small dataclass of them
 (`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with
@@ -19,7 +19,8 @@ Names are Megatron-LM's flag names with underscores; a field that several flags 
 A new flag: one field with its help and bounds; a rule if it is tied to others; a row in `test_flags_take_effect.py`;
 `python tools/make_flag_table.py`.
 
-Invariant: nothing is accepted and ignored, and every problem is reported in one pass, one line each.
+Invariant: nothing is accepted and ignored but flags that only tune Megatron-LM, which a run names;
+every problem is reported in one pass, one line each.
 Proof: `tests/unit/config/test_bad_input.py` (exact lines), `tests/unit/train/test_flags_take_effect.py`.
 """
 
@@ -36,8 +37,8 @@ from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems
 from megalite.config.logging import LoggingConfig
 from megalite.config.lora import Lora
+from megalite.config.megatron_flags import MegatronFlag, megatron_flags
 from megalite.config.model import LAYER_PATTERNS, ModelConfig, RopeScaling
-from megalite.config.names import NOT_NEEDED
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size

@@ -28,6 +28,7 @@ from megalite.config.rules.foreign import not_with_module
 from megalite.config.schema import Option, build_section
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
+from megalite.config.worked_out import work_out, work_out_level
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
 
@@ -38,11 +39,13 @@ class Parsed:
 
     origins: field name -> `default`, `llama family`, `file.yaml:7`, `command line` or `derived`.
     warnings: lines about legal but doubtful settings.
+    ignored: flags of Megatron-LM that were given and have no effect here, as they were typed.
     """
 
     config: Config
     origins: Mapping[str, str]
     warnings: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
 
 def parse(
@@ -103,7 +106,7 @@ def parse_with_origins(
     for name in options:
         origins.setdefault(name, "default")
     doubts = tuple(in_flags(_as_given(line, merged)) for line in config_warnings(config, world))
-    return Parsed(config, {name: origins[name] for name in options}, doubts)
+    return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored))
 
 
 def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -208,7 +211,7 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
             if before is not None and _spelling(before) != _spelling(given) and before.value != given.value:
                 reader.problems.append(f"{_typed(given)}: contradicts {_typed(before)}; give one of them")
             here[given.name] = given
-        _work_out_groups(here, merged)
+        reader.problems += work_out_level(here, merged)
         if "virtual_pipeline_model_parallel_size" in here and "num_layers_per_virtual_pipeline_stage" in here:
             reader.problems.append(
                 "`num_layers_per_virtual_pipeline_stage`: excludes `virtual_pipeline_model_parallel_size`; give one"
@@ -220,7 +223,7 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
             if name in reader.options and any(each.excludes(reader.options[name]) for each in spoken):
                 del merged[name]
         merged |= here
-    _work_out_chunks(merged, reader)
+    reader.problems += work_out(merged, reader.broken)
     return merged
 
 
@@ -253,34 +256,6 @@ def _as_given(line: str, merged: Mapping[str, GivenOption]) -> str:
         return _typed(given)
 
     return re.sub(r"`([a-z0-9_]+)`(?:=([^\s:;,()]+))?", spelling, line)
-
-
-def _work_out_groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> None:
-    """`--group-query-attention` alone is Megatron's way to say one group; its `--no-` form undoes groups of a file."""
-    switch = here.pop("group_query_attention", None)
-    if switch is None or "num_query_groups" in here:
-        return
-    if not switch.value:
-        here["num_query_groups"] = replace(switch, name="num_query_groups", value=None)
-    elif "num_query_groups" not in below:
-        here["num_query_groups"] = replace(switch, name="num_query_groups", value=1)
-
-
-def _work_out_chunks(merged: dict[str, GivenOption], reader: Reader) -> None:
-    given = merged.pop("num_layers_per_virtual_pipeline_stage", None)
-    if given is None or "num_layers" not in merged or {"num_layers", "pipeline_model_parallel_size"} & reader.broken:
-        return
-    layers = merged["num_layers"].value
-    pipeline = merged["pipeline_model_parallel_size"].value if "pipeline_model_parallel_size" in merged else 1
-    per_chunk = given.value
-    if per_chunk < 1 or pipeline < 1 or layers % (per_chunk * pipeline):
-        reader.problems.append(
-            f"`num_layers_per_virtual_pipeline_stage`={per_chunk}: `num_layers`={layers} is not a multiple of it times "
-            f"`pipeline_model_parallel_size`={pipeline}; use `virtual_pipeline_model_parallel_size`, which balances"
-        )
-        return
-    name = "virtual_pipeline_model_parallel_size"
-    merged[name] = replace(given, name=name, value=layers // (per_chunk * pipeline))
 
 
 def _build(reader: Reader, merged: Mapping[str, GivenOption]) -> tuple[Config, dict[str, str], list[str]]:

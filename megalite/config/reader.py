@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.arguments import ARGUMENT_FLAGS, argument_words
-from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, nearest
+from megalite.config.megatron_flags import megatron_flags
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, nearest
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import Scalar, YamlEntry
@@ -60,11 +61,13 @@ def known_options(options: Mapping[str, Option]) -> set[str]:
 
 @dataclass
 class Reader:
-    """Converts what users typed; mistakes are collected in `problems`, their fields in `broken`."""
+    """Converts what users typed; mistakes are collected in `problems`, their fields in `broken`, and flags of
+    Megatron-LM that have no effect here in `ignored`."""
 
     options: Mapping[str, Option]
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    ignored: dict[str, None] = field(default_factory=dict)
 
     def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[GivenOption]]:
         """Scan a command line: the files named by `--config`, in order, and what the flags set."""
@@ -82,7 +85,8 @@ class Reader:
                     self.problems.append("--config: expected a file name")
                 continue
             if self._target(name) is None:
-                self._refuse(f"unknown flag --{name.replace('_', '-')}", name, "--")
+                if not self._ignore(_Typed(name, (), COMMAND_LINE), [*attached, *values]):
+                    self._refuse(f"unknown flag --{name.replace('_', '-')}", name, "--")
                 continue
             taken = self._take_values(name, attached, values)
             givens += self._convert(_Typed(name, tuple(Scalar(text, "text") for text in taken), COMMAND_LINE))
@@ -105,6 +109,9 @@ class Reader:
                 hint = f"; did you mean '{guess}'?" if guess else f"; sections are {', '.join(sorted(sections))}"
                 self.problems.append(f"{entry.where}: unknown section '{entry.section}'{hint}")
             elif target is None:
+                values = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+                if self._ignore(_Typed(entry.key, (), entry.where), [scalar.text for scalar in values]):
+                    continue
                 self._refuse(f"{entry.where}: unknown key '{entry.key}'", entry.key, "")
             elif entry.section is not None and (right := self._section(target) or entry.section) != entry.section:
                 self.problems.append(
@@ -152,7 +159,7 @@ class Reader:
         return target in ARGUMENT_FLAGS or (option is not None and option.many)
 
     def _is_switch(self, name: str) -> bool:
-        if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and not EXTRA_OPTIONS[name]):
+        if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and EXTRA_OPTIONS[name] is None):
             return True
         if name in ARGUMENT_FLAGS:
             return ARGUMENT_FLAGS[name].switch is not None
@@ -170,6 +177,8 @@ class Reader:
         if self._is_switch(name) or self._is_negation(name):
             self._unexpected(values)
             return attached
+        if target is not None and target in self.options and self.options[target].facts.get("words"):
+            return [" ".join(texts)] if texts else []
         self._unexpected(texts[1:])
         return texts[:1]
 
@@ -238,7 +247,7 @@ class Reader:
         return value if on else self.options[target].default
 
     def _value(self, typed: _Typed, target: str) -> Any:
-        option = self.options.get(target) or Option("", target, int, False, False, None, {})
+        option = self.options.get(target) or Option("", target, EXTRA_OPTIONS[target] or bool, False, False, None, {})
         if len(typed.scalars) == 1 and typed.scalars[0].tag == "null":
             if option.many and not option.optional:
                 return ()
@@ -262,13 +271,36 @@ class Reader:
     def _unexpected(self, values: list[str]) -> None:
         self.problems += [f"unexpected argument '{value}'; flags begin with --" for value in values]
 
+    def _ignore(self, typed: _Typed, texts: list[str]) -> bool:
+        """Whether it is a flag of Megatron-LM that is accepted without effect; wrong values of it are reported."""
+        flag = megatron_flags().get(typed.name)
+        if flag is None or flag.verdict != "ignored":
+            return False
+        if typed.where == COMMAND_LINE and flag.takes != "=*":
+            wanted = len(flag.takes)
+            self._unexpected(texts[wanted:])
+            texts = texts[:wanted]
+        objection = flag.objection(texts)
+        if flag.takes == "=" and not texts:
+            objection = "expected a value"
+        if objection is not None:
+            self.problems.append(f"{typed.label(' '.join(texts) or None)}: {objection}")
+        else:
+            self.ignored[typed.label()] = None
+        return True
+
     def _refuse(self, what: str, name: str, dashes: str) -> None:
         """Report a name that sets nothing: known from Megatron-LM, or misspelled."""
-        known_there = next((key for key in (name, f"no_{name}", name.removeprefix("no_")) if key in NOT_NEEDED), None)
-        if known_there is not None:
-            shown = what.replace("unknown flag ", "").replace("unknown key ", "")
-            self.problems.append(f"{shown}: {NOT_NEEDED[known_there]}")
+        if " " in name and dashes:
+            self.problems.append(f"{what}: a flag and its value in one word; leave out the quotes around them")
             return
+        for key in (name, f"no_{name}", name.removeprefix("no_")):
+            known_there = megatron_flags().get(key)
+            if known_there is not None and known_there.verdict != "same":
+                shown = what.replace("unknown flag ", "").replace("unknown key ", "")
+                drop = "drop it: " if known_there.verdict == "ignored" else ""
+                self.problems.append(f"{shown}: {drop}{known_there.reason}")
+                return
         guess = nearest(name, known_options(self.options) | ({"config"} if dashes else set()))
         shown_guess = guess.replace("_", "-") if guess and dashes else guess
         quote = "" if dashes else "'"

@@ -28,8 +28,9 @@ def option(default: Any, help: str, **facts: Any) -> Any:
     help: one sentence for `--help` and the flag table.
     facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a broken
         bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a saved
-        config.yaml), `way` (of a `OneOf`: flags of one way go together, one of none with all), `needs` (a flag of the
-        same section without which this one is refused), `only_with` (one without which it has no effect, a warning),
+        config.yaml), `words` (one value of several words, which a shell may have taken apart), `way` (of a `OneOf`:
+        flags of one way go together, one of none with all), `needs` (a flag of the same section without which this one
+        is refused), `only_with` (one without which it has no effect, a warning),
         `only_for` (the choices of `--optimizer` that read it).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})

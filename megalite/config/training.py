@@ -23,6 +23,7 @@ class BatchRamp(OneOf):
         None,
         "sizes from given token counts on, instead of `global_batch_size`: '0:768 250B:1536' (K, M, B, T)",
         metavar="STEPS",
+        words=True,
     )
 
     def sizes(self, full: int, seq_length: int) -> BatchSizeSchedule:
@@ -119,6 +120,7 @@ class TrainingConfig:
         "shorter sequences first, cut out of the samples, so that a batch keeps its tokens: '0:4096 500B:32768' is "
         "4,096 until 500 billion tokens are consumed (K, M, B, T), then `seq_length`, the longest",
         metavar="STEPS",
+        words=True,
     )
     length: TrainingLength = TrainingLength()
     seed: int = option(1234, "seed of initial weights, dropout and data order", ge=0, le=2**32 - 1)

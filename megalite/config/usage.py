@@ -122,4 +122,8 @@ def accepted_spellings() -> dict[str, str]:
     return found | {
         "num_layers_per_virtual_pipeline_stage": flag_of("virtual_pipeline_model_parallel_size"),
         "group_query_attention": flag_of("num_query_groups") + " 1",
+        "no_position_embedding": flag_of("position_embedding_type") + " rope",
+        "use_torch_fsdp2": flag_of("zero_stage") + " 3",
+        "use_megatron_fsdp": flag_of("zero_stage") + " 3",
+        "data_parallel_sharding_strategy": flag_of("zero_stage"),
     }

@@ -6,6 +6,7 @@ The text of both is read by one set of rules, so that `lr: 1e-3` (a string to YA
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -48,8 +49,12 @@ def as_typed(flag: str, value: Any) -> str:
 
 def convert(option: Option, text: str) -> Any:
     """Read one value (or item). Raises BadValue where it is not of the field's type, or not one of its choices."""
+    if text[:1] in ("'", '"'):
+        raise BadValue("the quotation marks are part of the value; leave them out where the script keeps its flags")
     if option.kind is bool:
         return _boolean(text)
+    if option.name == "window_size" and (pair := re.fullmatch(r"\(?(\d+),0\)?", text.replace(" ", ""))):
+        return int(pair[1]) + 1  # Megatron-LM's: tokens before and after
     if option.kind is int:
         return _integer(text)
     if option.kind is float:

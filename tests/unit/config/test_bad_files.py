@@ -102,8 +102,8 @@ YAML = [
     ("- 1\n", "run.yaml:1: expected 'key: value' lines"),
     ("model:\n  a:\n    b: 1\n", "run.yaml:2: 'a' is not a section; expected a plain value"),
     (
-        "use_flash_attn: true\n",
-        "run.yaml:1: 'use_flash_attn': not needed, drop it: torch's attention picks flash where the device has it",
+        "exit_signal: 15\n",
+        "run.yaml:1: 'exit_signal': SIGTERM, SIGUSR1 and SIGHUP save and end the run",
     ),
     ("bf16: true\nfp16: true\n", "--fp16: contradicts --bf16; give one of them [run.yaml:2]"),
     (

@@ -252,9 +252,9 @@ ONE_LINE = [
     ("--num-layer 512", 1, "unknown flag --num-layer; did you mean --num-layers?"),
     ("--xyzzy 512", 1, "unknown flag --xyzzy; see --help"),
     (
-        "--use-flash-attn",
+        "--no-use-flash-attn",
         1,
-        "--use-flash-attn: not needed, drop it: torch's attention picks flash where the device has it",
+        "--no-use-flash-attn: drop it: torch's attention takes the fastest kernel that the device has",
     ),
     (
         "--data-parallel-size 2",
@@ -264,7 +264,7 @@ ONE_LINE = [
     (
         "--local-rank 2",
         1,
-        "--local-rank: not needed, drop it: ranks are read from the launcher's environment; start them by torchrun",
+        "--local-rank: ranks are read from the launcher's environment; start them by torchrun",
     ),
     ("stray", 1, "unexpected argument 'stray'; flags begin with --"),
     ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),

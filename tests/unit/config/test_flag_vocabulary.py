@@ -9,14 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from config_arguments import argv
 from source_tree import literals
 
-from megalite.config import accepted_spellings, parse
-from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, NOT_NEEDED, RENAMED, SHORT_FORMS
+from megalite.config import accepted_spellings
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, SHORT_FORMS
 from megalite.config.reader import known_options
 from megalite.config.root import all_options
-from megalite.errors import SETTING, ConfigError, in_flags
+from megalite.errors import SETTING
 from tools.make_flag_table import flag_table, main
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +60,13 @@ def test_no_text_names_a_flag_that_does_not_exist() -> None:
             known |= own | {f"no_{name}" for name in own}
     known |= {name.replace("-", "_") for names in OTHERS.values() for name in names.split()}
     # Tests misspell on purpose; the page for Megatron's users and the table of refused flags have tests of their own.
-    apart = (Path("tests"), Path("docs/from_megatron.md"), Path("docs/flags.md"), Path("CHANGELOG.md"))
+    apart = (
+        Path("tests"),
+        Path("docs/from_megatron.md"),
+        Path("docs/flags.md"),
+        Path("docs/megatron_flags.md"),
+        Path("CHANGELOG.md"),
+    )
     unknown = [
         f"{path}:{number}: --{name}"
         for path, text in texts.items()
@@ -97,14 +102,8 @@ def megatron_rows() -> list[tuple[str, str, str]]:
 def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str) -> None:
     name = flag[2:].replace("-", "_")
     known = known_options(all_options())
-    if here == "no":
-        assert name not in known and name in NOT_NEEDED, "no: the parser refuses it with a reason"
-        with pytest.raises(ConfigError) as caught:
-            parse([*argv(), flag])
-        assert caught.value.problems == [in_flags(f"{flag}: {NOT_NEEDED[name]}")]
-    else:
-        assert name in known
-        assert here == "same" or name in accepted_spellings()
+    assert name in known
+    assert here == "same" or name in accepted_spellings()
     for other in FLAG.findall(f"{here} {note}"):
         assert other.replace("-", "_") in known | {"config"}
 
@@ -115,7 +114,3 @@ def test_tables_of_names_point_at_fields() -> None:
         assert target in options, target
     for name in [*RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS]:
         assert name not in options, name
-    assert not set(NOT_NEEDED) & known_options(options)
-    for reason in NOT_NEEDED.values():
-        for other in FLAG.findall(in_flags(reason)):
-            assert other.replace("-", "_") in options or other == "config", reason

@@ -1,0 +1,165 @@
+"""Every flag of Megatron-LM is read, ignored or refused with a reason; NVIDIA's scripts parse but for what is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from config_arguments import argv
+from megatron_scripts import SCRIPTS
+
+from megalite.config import all_options, megatron_flags, parse, parse_with_origins
+from megalite.config.megatron_flags import MegatronFlag
+from megalite.config.reader import known_options
+from megalite.errors import SETTING, ConfigError, flag_of, in_flags
+
+FLAGS = megatron_flags()
+WORLD = {"gpt3 175b": 128, "mixtral 8x7b": 32, "deepseek v3 fsdp": 256}
+QUOTED = "--split='99,1,0': the quotation marks are part of the value; leave them out where the script keeps its flags"
+RATES = "--decoupled-lr --decoupled-min-lr"
+# Flags of each script that are refused because the feature is not here; other lines, whole.
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    # Megatron-LM's own check refuses this one too.
+    "gpt3 175b": ("", ("--global-batch-size=1536: excludes --step-batch-size-schedule; give one of them",)),
+    "llama3 8b fp8": (RATES, (QUOTED,)),
+    "llama3 8b fsdp": (RATES, (QUOTED,)),
+    "mixtral 8x7b": ("", ()),
+    "deepseek v3 fsdp": (
+        "--recompute-modules --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
+        "--v-head-dim --rotary-scaling-factor --mtp-num-layers --mtp-loss-scaling-factor "
+        "--moe-router-force-load-balancing --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype",
+        ("--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",),
+    ),
+    "gpt-oss": (
+        "--quick-geglu --glu-linear-offset --activation-func-clamp-value --disable-bf16-reduced-precision-matmul",
+        (QUOTED, "--no-load-optim: needs --load", "--no-load-rng: needs --load"),
+    ),
+    "sc21 figures": ("--activations-checkpoint-method", ()),
+    "detoxify gpt 1.3b": ("--data-path2 --checkpoint-activations", ()),
+}
+
+
+def problems_of(words: list[str], world: int = 8) -> list[str]:
+    try:
+        parse(words, world_size=world, check_files=False)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_of_nvidia_parses_or_each_flag_gets_its_reason(script: str) -> None:
+    features, others = REFUSED[script]
+    problems = problems_of(SCRIPTS[script].split(), WORLD.get(script, 8))
+    refused = {line.partition(":")[0].partition("=")[0] for line in problems if line not in others}
+    assert refused == set(features.split()) and set(others) <= set(problems), "\n".join(problems)
+    for line in problems:
+        flag = FLAGS.get(line.partition(":")[0].partition("=")[0][2:].replace("-", "_"))
+        if flag is not None and flag.verdict != "same":
+            assert line.endswith(in_flags(flag.otherwise or flag.reason))
+
+
+def test_what_is_left_of_the_llama_script_is_the_run_that_it_asks_for() -> None:
+    words = (
+        SCRIPTS["llama3 8b fsdp"]
+        .replace("'", "")
+        .replace("--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5", "")
+        .split()
+    )
+    parsed = parse_with_origins(words, world_size=8, check_files=False)
+    assert parsed.config.parallel.zero_stage == 3 and parsed.config.model.activation == "swiglu"
+    assert parsed.ignored[:3] == ("--use-mcore-models", "--attention-backend", "--cross-entropy-loss-fusion")
+    assert "--manual-gc" in parsed.ignored and "--overlap-grad-reduce" not in parsed.ignored
+
+
+def test_the_table_agrees_with_the_parser() -> None:
+    options = all_options()
+    known = known_options(options)
+    for flag in FLAGS.values():
+        assert (flag.name in known) == (flag.verdict == "same"), flag.name
+        assert bool(flag.reason) == (flag.verdict != "same"), flag.name
+        assert bool(flag.otherwise) == bool(flag.values), flag.name
+        for other in SETTING.findall(flag.reason + flag.otherwise):
+            assert other in options or other == "config", flag.reason
+    assert {"decoupled_lr", "tiktoken_pattern", "use_megatron_fsdp", "rerun_mode", "moe_permute_fusion"} <= FLAGS.keys()
+    assert sum(not flag.older for flag in FLAGS.values()) == 878 - 2  # two of main are spelled with - and with _
+
+
+def _with_value(flag: MegatronFlag) -> list[str]:
+    return [flag_of(flag.name), *([flag.values[0] if flag.values else "1"] if flag.takes else [])]
+
+
+def test_every_ignored_flag_is_accepted_and_named() -> None:
+    ignored = [flag for flag in FLAGS.values() if flag.verdict == "ignored"]
+    words = [word for flag in ignored for word in _with_value(flag)]
+    parsed = parse_with_origins([*argv(), *words])
+    assert parsed.ignored == tuple(flag_of(flag.name) for flag in ignored)
+    assert parsed.config == parse(argv())
+
+
+def test_every_refused_flag_gives_its_reason() -> None:
+    refused = [flag for flag in FLAGS.values() if flag.verdict == "refused"]
+    problems = problems_of([*argv(), *(flag_of(flag.name) for flag in refused)])
+    assert problems == [in_flags(f"{flag_of(flag.name)}: {flag.reason}") for flag in refused]
+
+
+WRONG = {
+    "--rerun-mode validate_results": "--rerun-mode=validate_results: results are not computed twice",
+    "--recompute-modules core_attn mlp": "--recompute-modules=core_attn mlp: selective recomputation",
+    "--manual-gc yes": "unexpected argument 'yes'",
+    "--attention-backend": "--attention-backend: expected a value",
+    "--manual-gc-interval 1 2": "unexpected argument '2'",
+    "--use-megatron-fsdp --zero-stage 1": "--zero-stage=1: contradicts --use-megatron-fsdp, which is stage 3",
+    "--data-parallel-sharding-strategy optim": "--data-parallel-sharding-strategy: goes with --use-megatron-fsdp",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy all": "--data-parallel-sharding-strategy=all: choose from",
+    "--no-position-embedding": "--no-position-embedding: say which instead",
+    "--no-manual-gc": "--no-manual-gc: drop it: memory and collection of garbage",
+    "--lr '1e-3'": "--lr='1e-3': the quotation marks are part of the value",
+    "--bf16='true'": "--bf16='true': the quotation marks are part of the value",
+    '--tokenizer-model "a': '--tokenizer-model="a: the quotation marks are part of the value',
+    "--no-mmap-bin-file": "unknown flag --no-mmap-bin-file; see --help",
+    "--moe-token-drop-policy probs": "--moe-token-drop-policy=probs: the last tokens of a sequence are dropped",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_said(words: str) -> None:
+    problems = problems_of([*argv("--lr 1e-3"), *words.split()], 1)
+    assert any(line.startswith(WRONG[words]) for line in problems), problems
+
+
+def test_a_flag_and_its_value_in_one_word_are_named() -> None:
+    (line,) = problems_of([*argv(), "--fp8-format hybrid"], 1)
+    assert (
+        line == "unknown flag --fp8-format hybrid: a flag and its value in one word; leave out the quotes around them"
+    )
+
+
+SAME = {
+    "--use-megatron-fsdp --use-distributed-optimizer": "--zero-stage 3",
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": "--zero-stage 2",
+    "--use-torch-fsdp2": "--zero-stage 3",
+    "--openai-gelu": "--activation gelu-tanh",
+    "--no-position-embedding --position-embedding-type rope": "--position-embedding-type rope",
+    "--window-size 3,0": "--window-size 4",
+    "--window-size (3,0)": "--window-size 4",
+    "--persistent-save-interval 5 --save x": "--save-interval 5 --save x",
+}
+
+
+@pytest.mark.parametrize("words", SAME)
+def test_what_is_spelled_otherwise_means_the_same(words: str) -> None:
+    assert parse([*argv(), *words.split()]) == parse([*argv(), *SAME[words].split()])
+
+
+def test_a_schedule_that_a_shell_took_apart_is_read() -> None:
+    config = parse([*argv(), "--step-batch-size-schedule", "0:2", "1K:4"])
+    assert config.training.batch_ramp.step_batch_size_schedule == "0:2 1K:4"
+
+
+def test_ignored_keys_of_a_file_are_named_with_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("manual_gc: true\nrerun_mode: disabled\nmanual_gc_interval: 5\n")
+    assert parse_with_origins([*argv(), "--config", str(file)]).ignored == tuple(
+        f"{file}:{line}: {key}" for line, key in enumerate(("manual_gc", "rerun_mode", "manual_gc_interval"), 1)
+    )
