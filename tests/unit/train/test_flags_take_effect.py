@@ -66,9 +66,6 @@ ROWS = [
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-factor 32"),
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-original-length 16"),
     ("--position-embedding-type rope --kv-channels 16 --use-rope-scaling", "--rope-scaling-type yarn"),
-    (YARN, "--yarn-beta-fast 8"),
-    (YARN, "--yarn-beta-slow 4"),
-    (YARN, "--no-yarn-correction-range-round-to-int"),
     ("", "--window-size 4"),
     ("--window-size 4", "--window-attn-skip-freq 2"),
     ("--position-embedding-type rope", "--no-rope-freq 1,0"),
@@ -87,9 +84,9 @@ ROWS = [
     ("--normalization RMSNorm --qk-layernorm", "--qk-layernorm-across-heads"),
     ("", "--norm-placement post"),
     ("", "--apply-layernorm-1p"),
-    (YARN, "--rope-scaling beta_fast=1.5"),
-    (YARN, "--rope-scaling beta_slow=0.01"),
-    (YARN, "--rope-scaling round_to_int=false"),
+    (YARN, "--yarn-beta-fast 1.5"),
+    (YARN, "--yarn-beta-slow 0.01"),
+    (YARN, "--no-yarn-correction-range-round-to-int"),
     (f"{YARN} mscale=1 mscale_all_dim=1", "--rope-scaling mscale=2"),
     (f"{YARN} mscale=1 mscale_all_dim=1", "--rope-scaling mscale_all_dim=2"),
     ("", "--softmax-scale 0.1"),
@@ -330,7 +327,9 @@ def test_every_flag_has_a_row_or_a_test_elsewhere() -> None:
     untested = []
     for name, option in all_options().items():
         flag = re.compile(re.escape(option.flag) + r"(?![\w-])")
-        known = flag.search(own.replace("--disable-bias", "--add-bias").replace("--no-load", "--load"))
+        known = flag.search(
+            own.replace("--disable-bias", "--add-bias").replace("--no-load", "--load").replace("--no-yarn", "--yarn")
+        )
         if not known and option.flag not in ELSEWHERE and not re.search(rf"\b{name}\b|{flag.pattern}", others):
             untested.append(option.flag)
     assert not untested, "\n".join(untested)
