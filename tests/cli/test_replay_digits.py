@@ -52,7 +52,7 @@ def with_fault(world: World, flags: list[str], fault: str) -> None:
     """Trains; before iteration 7 the last rank has a bit flipped in a tensor of its own."""
     right, add, armed = Trainer.train_step, GradSink.addmm, []
 
-    def train_step(self: Trainer, *, drain: bool) -> object:
+    def train_step(self: Trainer, *, drain: bool, **more: bool) -> object:
         here = self.iteration + 1 == WHEN and world.rank == world.size - 1
         if here and fault == "gradient":
             armed.append(True)
@@ -63,7 +63,7 @@ def with_fault(world: World, flags: list[str], fault: str) -> None:
         elif here and fault:
             optimizer = self.updater._weights.optimizer
             flip(next(s.local for s in optimizer.shards() if s.name.startswith(fault) and s.local.numel() > 2000))
-        return right(self, drain=drain)
+        return right(self, drain=drain, **more)
 
     def addmm(self: GradSink, a: Tensor, b: Tensor) -> None:
         add(self, a, b)
