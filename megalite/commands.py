@@ -47,5 +47,10 @@ def script_of(name: str) -> Path:
     return (packed if packed.is_dir() else here.parent) / COMMANDS[name]
 
 
+def typed(name: str) -> str:
+    """What a user types to run a command: `megalite-report`, or in a clone `python tools/report.py`."""
+    return f"megalite-{name}" if script_of(name).parent.name == "scripts" else f"python {COMMANDS[name]}"
+
+
 if __name__ == "__main__":
     main()

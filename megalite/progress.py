@@ -49,7 +49,7 @@ class ProgressBar:
     ) -> None:
         self._what, self._unit, self._lines, self._clock = what, unit, lines, clock
         self._stream = sys.stderr if stream is None else stream
-        self._terminal = self._stream.isatty()
+        self._terminal = is_terminal(self._stream)
         self._begin = clock()
         self._next = self._begin + SILENT if lines else float("inf")
         self._drawn = False
@@ -109,6 +109,14 @@ class ProgressBar:
             self._next = float("inf")
 
 
+def is_terminal(stream: TextIO) -> bool:
+    """Whether somebody reads along; a stream that is closed is no terminal."""
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False
+
+
 def amount(value: float, unit: str) -> str:
     """`1.02 GB`, `35 tensors`, `0.8 samples`."""
     if unit == "B":
@@ -126,9 +134,12 @@ def of(done: float, total: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`54 s`, `3 min 20 s`, `2 h 05 min`."""
+    """`54 s`, `3 min 20 s`, `2 h 05 min`, `3 d 04 h`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
-    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02} min"
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours < 48 else f"{hours // 24:,} d {hours % 24:02} h"

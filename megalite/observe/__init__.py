@@ -5,14 +5,17 @@
     observers       metrics.jsonl, samples, the profiler; which rank has which hooks
     slow_ranks      the search for a rank that is slower than its stage, and for uneven stages
     loggers         the console, TensorBoard and Weights & Biases
+    pace            time left and device hours
+    curves          curves as SVG: the picture of the loss, the report
     live_memory     the measured peak next to the predicted one
     pipeline_trace  timelines of the pipeline as it ran, in the forms of planned ones
 
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 """
 
+from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, Curve, render_chart, series
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
-from megalite.observe.observers import METRICS_FILE, SAMPLES_FILE, make_hooks, read_metrics
+from megalite.observe.observers import METRICS_FILE, RUN_FILES, make_hooks, read_metrics
 from megalite.observe.pipeline_trace import PipelineTracer
 from megalite.observe.stats import ExpertStats, Record, StepStats, evaluation_record, perplexity

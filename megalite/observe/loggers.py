@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megalite.config import to_dict
-from megalite.errors import DataError
+from megalite.errors import DataError, flag_of
 from megalite.extras import optional_package
+from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record
+from megalite.progress import duration, is_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,11 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("tokens per second", "tokens_per_second", ",.0f"),
     ("MFU (%)", "mfu", ".1f"),
     ("sequence length", "seq_length", "d"),
+    ("device hours", "device_hours", ",.3g"),
 )
+
+COLUMNS = 100
+"""Width that a line on a terminal keeps to."""
 
 #: Record key -> tag, as Megatron-LM names it where it has one.
 _TRAIN_TAGS = {
@@ -77,7 +83,8 @@ _TRAIN_TAGS = {
 
 
 class ConsoleHook(Hook):
-    """Prints a line per log interval and evaluation, and one at the end.
+    """Prints a line per log interval and evaluation, and one at the end: on a terminal a short one, elsewhere
+    Megatron-LM's.
 
     Args:
         stream: where to; the standard output of the moment by default.
@@ -89,7 +96,12 @@ class ConsoleHook(Hook):
         self._now = now
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        self._print(train_line(record, trainer.train_iters, self._now()))
+        short = is_terminal(self._stream or sys.stdout)
+        self._print(
+            progress_line(record, trainer.train_iters)
+            if short
+            else train_line(record, trainer.train_iters, self._now())
+        )
         if (rank := record.get("slowest_rank")) is not None:
             ratio, host = record["slowest_rank_ratio"], record.get("slowest_rank_host", "")
             self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the others of its stage")
@@ -119,12 +131,74 @@ class ConsoleHook(Hook):
         stream.flush()
 
 
+class LogFileHook(ConsoleHook):
+    """What the console would print elsewhere than on a terminal, appended to a file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._stream = self._path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        super().on_end(trainer, summary)
+        if self._stream is not None:
+            self._stream.close()
+
+
+class PictureHook(ConsoleHook):
+    """At the end: a picture of the loss beside metrics.jsonl, and the last line, which names it and the report.
+
+    Args:
+        metrics: the run's metrics.jsonl. read: its records. command: that makes the report.
+    """
+
+    def __init__(self, metrics: Path, picture: str, read: Callable[[Path], list[Record]], command: str) -> None:
+        super().__init__()
+        self._metrics, self._picture, self._read, self._command = metrics, picture, read, command
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None: ...
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None: ...
+
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None: ...
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        picture = loss_picture(self._metrics.parent.name, self._read(self._metrics))
+        if picture is not None:
+            path = self._metrics.with_name(self._picture)
+            path.write_text(picture, encoding="utf-8")
+            self._print(f" loss: {path}; all curves: {self._command} {flag_of('load')} {self._metrics.parent}")
+
+
+def progress_line(record: Record, train_iters: int) -> str:
+    """The line of a `"train"` record on a terminal, at most `COLUMNS` wide; less important parts are dropped first."""
+    parts = [f" iteration {record['iteration']:,} of {train_iters:,}"]
+    if (loss := record.get("lm_loss")) is not None:
+        parts.append(f"loss {loss:.4f}")
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if (left := record.get("eta_s")) is not None:
+        parts.append(f"{duration(left)} left" if record["iteration"] < train_iters else "done")
+    for key, what in (("nan_iterations", "not finite"), ("skipped_iterations", "skipped")):
+        if record.get(key):
+            parts.append(f"{record[key]} {what}")
+    if (norm := record.get("grad_norm")) is not None:
+        parts.append(f"grad norm {norm:.3g}")
+    while len(" | ".join(parts)) > COLUMNS:
+        parts.pop()
+    return " | ".join(parts)
+
+
 def train_line(record: Record, train_iters: int, now: datetime) -> str:
     """The line of a `"train"` record, e.g. ` [2026-01-01 00:00:00.000000] iteration 1/ 10 | consumed samples: ...`."""
     parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record['iteration']:8d}/{train_iters:8d}"]
     for name, key, spec in _FIELDS:
         if (value := record.get(key)) is not None:
             parts.append(f"{name}: {format(100 * value if '(%)' in name else value, spec)}")
+    if (left := record.get("eta_s")) is not None:
+        parts.append(f"ETA: {duration(left)}")
     return " | ".join(parts) + " |"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,18 +19,25 @@ from typing import Any, TextIO
 import torch
 
 from megalite import __version__
+from megalite.commands import typed
 from megalite.config import Config
 from megalite.errors import DataError
 from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
-from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
+from megalite.observe.loggers import ConsoleHook, LogFileHook, PictureHook, TensorBoardHook, WandbHook
+from megalite.observe.pace import PaceHook
 from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
 from megalite.parallel.pipeline import Executor
+from megalite.progress import is_terminal
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+PICTURE_FILE = "loss.svg"
+LOG_FILE = "train.log"
+RUN_FILES = (METRICS_FILE, SAMPLES_FILE, PICTURE_FILE, LOG_FILE)
+"""What observers write into `save`."""
 
 
 def make_hooks(
@@ -50,10 +58,13 @@ def make_hooks(
     hooks: list[Hook] = [*first, SlowRankHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
     logging, save = config.logging, config.checkpoint.save
     if rank == 0:
-        hooks.append(ConsoleHook())
-        if save is not None:
-            path = Path(save) / METRICS_FILE
-            hooks.append(guarded(JsonlHook(path, start_facts), str(path)))
+        metrics = None if save is None else Path(save) / METRICS_FILE
+        hooks += [PaceHook(metrics), ConsoleHook()]
+        if metrics is not None:
+            hooks.append(guarded(JsonlHook(metrics, start_facts), str(metrics)))
+            if is_terminal(sys.stdout):
+                path = metrics.with_name(LOG_FILE)
+                hooks.append(guarded(LogFileHook(path), str(path)))
         if save is not None and logging.samples.sample_interval is not None:
             path = Path(save) / SAMPLES_FILE
             hooks.append(guarded(SamplesHook(path), str(path)))
@@ -61,6 +72,8 @@ def make_hooks(
             hooks.append(guarded(TensorBoardHook(logging.tensorboard_dir), "TensorBoard"))
         if logging.wandb.wandb_project is not None:
             hooks.append(guarded(WandbHook(), "wandb"))
+        if metrics is not None:  # the last line of the run
+            hooks.append(guarded(PictureHook(metrics, PICTURE_FILE, read_metrics, typed("report")), PICTURE_FILE))
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile", executor)
         hooks.append(guarded(profiler, "the profiler"))

@@ -16,7 +16,7 @@ from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
-from megalite.observe import METRICS_FILE, SAMPLES_FILE
+from megalite.observe import RUN_FILES
 from megalite.planner import checkpoint_bytes, format_table, within_budget
 from megalite.progress import ProgressBar, amount
 from megalite.schedule import Program, render_text, simulate
@@ -174,6 +174,6 @@ def check_writable(save: str) -> None:
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(f"`save`={save}: no permission to write in {existing}; choose another `save`")
     RunLock(save).check()
-    problem = in_the_way(save, (CONFIG_FILE, METRICS_FILE, SAMPLES_FILE))
+    problem = in_the_way(save, (CONFIG_FILE, *RUN_FILES))
     if problem:
         raise CheckpointError(problem)

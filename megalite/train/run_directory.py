@@ -22,7 +22,7 @@ from megalite.comm import Axis, all_gather_json
 from megalite.config import Config, dump_yaml
 from megalite.convert import BaseModel
 from megalite.errors import CheckpointError, ConfigError
-from megalite.observe import METRICS_FILE, SAMPLES_FILE
+from megalite.observe import RUN_FILES
 from megalite.train.starting_point import StartingPoint, open_start, settle_base
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class RunDirectory:
         if self._lock is not None:
             try:
                 self._lock.acquire()
-                problem = in_the_way(str(self._save), (CONFIG_FILE, METRICS_FILE, SAMPLES_FILE))
+                problem = in_the_way(str(self._save), (CONFIG_FILE, *RUN_FILES))
                 if problem:
                     self._lock.release()
             except CheckpointError as error:

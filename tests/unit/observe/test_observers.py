@@ -114,6 +114,7 @@ def test_who_writes_what(tmp_path: Path) -> None:
 
     everywhere = ["SlowRankHook None", "MemoryCheckHook None"]
     metrics = f"JsonlHook {tmp_path / 'metrics.jsonl'}"
-    assert names(0) == [*everywhere, "ConsoleHook None", metrics, "TensorBoardHook TensorBoard"]
+    first = ["PaceHook None", "ConsoleHook None", metrics, "TensorBoardHook TensorBoard"]
+    assert names(0) == [*everywhere, *first, "PictureHook loss.svg"]
     assert names(1) == [*everywhere, "ProfileHook the profiler"]
     assert names(2) == everywhere

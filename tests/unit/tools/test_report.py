@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.report_page import Curve, expert_loads, render_chart, render_loads, render_report, series, ticks
+from megalite.observe.curves import Curve, render_chart, series, ticks
+from tools.report_page import expert_loads, render_loads, render_report
 
 
 def _records(losses: list[float | None]) -> list[dict]:
