@@ -73,6 +73,10 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
             "softcapping": "attn_logit_softcapping_skip_freq",
         },
     ),
+    "glu": ArgumentFlag(
+        "what is done to gate and value of a gated MLP before they are multiplied",
+        {"linear_offset": "glu_linear_offset", "clamp_value": "activation_func_clamp_value"},
+    ),
     "moe_router": ArgumentFlag(
         "how the router chooses and weighs experts",
         {
@@ -81,6 +85,7 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
             "num_groups": "moe_router_num_groups",
             "group_topk": "moe_router_group_topk",
             "topk_scaling_factor": "moe_router_topk_scaling_factor",
+            "bias": "moe_router_bias",
             "expert_bias": "moe_router_enable_expert_bias",
             "bias_update_rate": "moe_router_bias_update_rate",
         },

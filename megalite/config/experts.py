@@ -59,6 +59,7 @@ class Experts(Spelled):
     moe_router_topk_scaling_factor: float | None = option(
         None, "the weights of a token's experts are multiplied by it", gt=0, needs="num_experts"
     )
+    moe_router_bias: bool = option(False, "a bias in the router's logits (gpt-oss)", needs="num_experts")
     moe_router_enable_expert_bias: bool = option(
         False,
         "a bias of each expert helps to choose, and every update moves it towards even loads",

@@ -13,8 +13,8 @@ from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
 from megalite.config.schema import Spelled, option, required
 
-ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh", "squared-relu")
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-tanh")
+ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh", "quick-geglu", "squared-relu")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-tanh", "quick-geglu")
 #: Pattern of layers -> what those layers do without.
 SKIPPED: Mapping[str, str] = {
     "window_attn_skip_freq": "window_size",
@@ -167,8 +167,13 @@ class ModelConfig:
     norm_epsilon: float = option(1e-5, "epsilon of the normalisation layers", gt=0)
     activation: str = option(
         "gelu",
-        "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses, geglu-tanh Gemma's gate",
+        "MLP activation; gelu is exact, gelu-tanh the approximation GPT-2 uses, geglu-tanh Gemma's gate, quick-geglu "
+        "that of gpt-oss, x sigmoid(1.702 x)",
         choices=ACTIVATIONS,
+    )
+    glu_linear_offset: float = option(0.0, "added to the value that the gate of an MLP multiplies (gpt-oss: 1)")
+    activation_func_clamp_value: float | None = option(
+        None, "the gate of an MLP is at most this, its value between minus this and this (gpt-oss: 7); unset: any", gt=0
     )
     experts: Experts = Experts()
     lora: Lora = Lora()

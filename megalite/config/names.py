@@ -19,6 +19,7 @@ CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
     "disable_bias_linear": ("add_bias_linear", False),
     "swiglu": ("activation", "swiglu"),
     "squared_relu": ("activation", "squared-relu"),
+    "quick_geglu": ("activation", "quick-geglu"),
     "openai_gelu": ("activation", "gelu-tanh"),
     "recompute_activations": ("recompute_granularity", "selective"),
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),

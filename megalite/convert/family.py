@@ -64,7 +64,7 @@ GROUPED_TRANSPOSED = TensorForm(_split_groups_transposed, _join_groups_transpose
 
 @dataclass(frozen=True)
 class LayerRule:
-    """The layer `ours` is `theirs` in `form`; both without `.weight` or `.bias`."""
+    """The layer `ours` is `theirs` in `form`; both without `.weight` or `.bias`, or one tensor by its whole names."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -72,7 +72,8 @@ class LayerRule:
 
     def of(self, index: str, kind: str, experts: int) -> TensorPair:
         """The pair of block `index`; a name with `{e}` stands for a tensor of each expert, in their order."""
-        names = [f"{name}.{kind}".replace("{i}", index) for name in (self.ours, *self.theirs)]
+        ending = f".{kind}" if kind else ""
+        names = [(name + ending).replace("{i}", index) for name in (self.ours, *self.theirs)]
         count = experts if any("{e}" in name for name in names) else 1
         theirs = [name.replace("{e}", str(e)) for e in range(count) for name in names[1:]]
         return TensorPair(names[0], tuple(theirs), self.form)
@@ -108,9 +109,9 @@ class HuggingFaceFamily:
         """Every tensor of this model, in its order."""
         rules = {rule.ours: rule for rule in self.rules}
         for name in parameter_shapes(model):
-            layer, kind = name.rsplit(".", 1)
             index = ""
-            if layer.startswith("layers."):
-                _, index, rest = layer.split(".", 2)
-                layer = "layers.{i}." + rest
+            if name.startswith("layers."):
+                _, index, rest = name.split(".", 2)
+                name = "layers.{i}." + rest
+            layer, kind = (name, "") if name in rules else name.rsplit(".", 1)
             yield rules[layer].of(index, kind, model.experts.num_experts or 1)

@@ -23,6 +23,7 @@ from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import Origin
+from megalite.convert.quantized import Quantized, quantized_tensors
 from megalite.convert.registry import config_of_weights, family_of, read_model
 from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
@@ -51,6 +52,9 @@ class HuggingFaceSource:
         generation = self.directory / GENERATION
         self.origin = Origin.of_folder(self.directory, raw, read_json(generation) if generation.exists() else None)
         self._files = self._where_tensors_are()
+        self._quantized: dict[str, Quantized] = {}
+        if settings := raw.get("quantization_config"):
+            self._quantized = quantized_tensors(settings, self._files, CONFIG)
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
         self._check_names()
@@ -80,14 +84,28 @@ class HuggingFaceSource:
         return pair.form.to_ours(self.model, parts)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._quantized:
+            return self._stored(name, shape, tuple(DTYPES))
+        stored = self._quantized[name]
+        parts = [self._stored(part, None, (dtype,)) for part, dtype in zip(stored.parts, stored.dtypes, strict=True)]
+        try:
+            whole = stored.decode(*parts)
+        except ValueError as error:
+            raise CheckpointError(f"{self.directory}: {name}: {error}") from None
+        if tuple(whole.shape) != shape:
+            raise CheckpointError(f"{self.directory}: {name}: shape {list(whole.shape)}, {CONFIG} says {list(shape)}")
+        return whole
+
+    def _stored(self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...]) -> Tensor:
+        """A tensor as it is in a file; shape: None: any."""
         file, stored_name = self._files[name]
         path = self.directory / file
         try:
             with safe_open(path, framework="pt") as opened:
                 there = opened.get_slice(stored_name)
-                if there.get_dtype() not in DTYPES:
-                    raise CheckpointError(f"{path}: {stored_name}: dtype {there.get_dtype()} ({', '.join(DTYPES)})")
-                if (found := tuple(there.get_shape())) != shape:
+                if there.get_dtype() not in dtypes:
+                    raise CheckpointError(f"{path}: {stored_name}: dtype {there.get_dtype()} ({', '.join(dtypes)})")
+                if (found := tuple(there.get_shape())) != shape and shape is not None:
                     raise CheckpointError(f"{path}: {stored_name}: shape {list(found)}, {CONFIG} says {list(shape)}")
                 tensor: Tensor = opened.get_tensor(stored_name)
                 return tensor
@@ -124,7 +142,10 @@ class HuggingFaceSource:
         raise CheckpointError(f"{self.directory}: neither {SINGLE} nor {INDEX} found{hint}")
 
     def _check_names(self) -> None:
-        wanted = {name for pair in self._pairs.values() for name in pair.theirs}
+        whole = {name for pair in self._pairs.values() for name in pair.theirs}
+        wanted = {
+            part for name in whole for part in (self._quantized[name].parts if name in self._quantized else (name,))
+        }
         missing = sorted(wanted - self._files.keys())
         if missing:
             raise CheckpointError(f"{self.directory}: tensors are missing: {_some(missing)}")

@@ -217,13 +217,13 @@ def read_qwen3(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_balance(fields: Fields, layers: int, default: float) -> float:
+def read_balance(fields: Fields, layers: int, default: float) -> float:
     """Our coefficient of the balancing loss. layers: how many have experts; default: the family's."""
     theirs = fields.number(COEFFICIENT, default) if fields.get(COEFFICIENT, default) != 0 else 0.0
     return _carried(theirs * fields.integer("num_experts_per_tok"), layers)
 
 
-def _write_balance(model: ModelConfig) -> dict[str, Any]:
+def write_balance(model: ModelConfig) -> dict[str, Any]:
     given = model.experts
     return {COEFFICIENT: _carried(given.moe_aux_loss_coeff * sum(model.sparse_layers), given.moe_router_topk)}
 
@@ -233,7 +233,7 @@ def _carried(coefficient: float, divisor: int) -> float:
     return float(f"{coefficient / divisor:.14g}")
 
 
-def _numbers(fields: Fields, number: str | None = None) -> dict[str, Any]:
+def read_experts(fields: Fields, number: str | None = None) -> dict[str, Any]:
     """How many experts, and how many of them for a token. number: the key of the former; None: either of two."""
     number = number or ("num_experts" if "num_experts" in fields.raw else "num_local_experts")
     experts = fields.integer(number)
@@ -247,8 +247,8 @@ def _numbers(fields: Fields, number: str | None = None) -> dict[str, Any]:
 
 def _read_mixtral(fields: Fields) -> ModelConfig:
     fields.only("router_jitter_noise", 0, 0.0)
-    coefficient = _read_balance(fields, fields.integer("num_hidden_layers"), 0.001)
-    experts = Experts(**_numbers(fields, "num_local_experts"), moe_aux_loss_coeff=coefficient)
+    coefficient = read_balance(fields, fields.integer("num_hidden_layers"), 0.001)
+    experts = Experts(**read_experts(fields, "num_local_experts"), moe_aux_loss_coeff=coefficient)
     return read_shape(fields, window_size=read_window(fields), experts=experts)
 
 
@@ -258,7 +258,7 @@ def _write_mixtral(model: ModelConfig) -> Mapping[str, Any]:
         "num_local_experts": model.experts.num_experts,
         "num_experts_per_tok": model.experts.moe_router_topk,
         "sliding_window": model.window_size,
-        **_write_balance(model),
+        **write_balance(model),
     }
 
 
@@ -271,11 +271,11 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     if not any(layers):
         raise fields.wrong("mlp_only_layers", dense, "leaves no layer with experts")
     experts = Experts(
-        **_numbers(fields),
+        **read_experts(fields),
         moe_ffn_hidden_size=fields.integer("moe_intermediate_size"),
         moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
         moe_layer_freq=pattern_text(layers),
-        moe_aux_loss_coeff=_read_balance(fields, sum(layers), 0.001),
+        moe_aux_loss_coeff=read_balance(fields, sum(layers), 0.001),
     )
     return dataclasses.replace(model, experts=experts)
 
@@ -289,7 +289,7 @@ def _write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
         "norm_topk_prob": not given.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [index for index, sparse in enumerate(model.sparse_layers) if not sparse],
-        **_write_balance(model),
+        **write_balance(model),
     }
 
 
@@ -299,9 +299,9 @@ def _read_olmoe(fields: Fields) -> ModelConfig:
     if fields.get("clip_qkv") is not None:
         raise fields.wrong("clip_qkv", fields.get("clip_qkv"), "not supported (only null)")
     experts = Experts(
-        **_numbers(fields),
+        **read_experts(fields),
         moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
-        moe_aux_loss_coeff=_read_balance(fields, fields.integer("num_hidden_layers"), 0.01),
+        moe_aux_loss_coeff=read_balance(fields, fields.integer("num_hidden_layers"), 0.01),
     )
     raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}  # 1e-6 elsewhere
     return read_shape(Fields(raw, fields.where), qk_layernorm=True, qk_layernorm_across_heads=True, experts=experts)
@@ -315,7 +315,7 @@ def _write_olmoe(model: ModelConfig) -> Mapping[str, Any]:
         "norm_topk_prob": not model.experts.moe_router_pre_softmax,
         "attention_bias": False,
         "clip_qkv": None,
-        **_write_balance(model),
+        **write_balance(model),
     }
 
 

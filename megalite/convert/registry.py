@@ -23,12 +23,17 @@ from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.gemma import GEMMA3
 from megalite.convert.gpt import GPT2, GPT_NEOX
+from megalite.convert.gpt_oss import GPT_OSS
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.convert.olmo import OLMO2, OLMO3
+from megalite.convert.quantized import quantized_tensors
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
-    f.name: f for f in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3)
+    f.name: f
+    for f in (
+        *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3, GPT_OSS),
+    )
 }
 
 # Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.
@@ -41,8 +46,8 @@ def read_model(raw: Mapping[str, Any], where: str) -> tuple[HuggingFaceFamily, M
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{where}: model_type {str(kind)[:40]!r} not supported ({', '.join(FAMILIES)})")
-    if fields.get("quantization_config") is not None:
-        raise ConfigError(f"{where}: quantization_config: quantised weights are not supported; take the full model")
+    if settings := fields.section("quantization_config").raw:
+        quantized_tensors(settings, (), where)
     model = FAMILIES[kind].read(fields)
     model = dataclasses.replace(model, seq_length=min(model.max_positions, USUAL_SEQ_LENGTH))
     check_shape(model, where)

@@ -220,7 +220,11 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     given, h, f = model.experts, model.hidden_size, model.expert_ffn_size
     number, k, bias = given.num_experts or 1, given.moe_router_topk, model.add_bias_linear
     up = (2, f) if model.gated else (f,)
-    router = Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=model.init_method_std, wide=True)
+    router = [
+        Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=model.init_method_std, wide=True)
+    ]
+    if given.moe_router_bias:
+        router.append(Parameter("mlp.router.bias", (number,), partial="sequence", decay=False, wide=True))
     columns = _column("mlp.experts.fc1", (number, *up), h, model, bias)
     std = model.init_method_std / math.sqrt(2 * model.num_layers)
     rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=std)]
@@ -233,7 +237,7 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     ]
     shared = given.moe_shared_expert_intermediate_size
     beside = ([], []) if shared is None else _mlp("mlp.shared_experts", model, shared)
-    return [router, *experts, *beside[0]], [*products, *beside[1]]
+    return [*router, *experts, *beside[0]], [*products, *beside[1]]
 
 
 def _head(model: ModelConfig) -> Layer:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config import ModelConfig
+
 aten = torch.ops.aten
 
 
@@ -70,6 +72,22 @@ def geglu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return torch.cat([dgate, dy * F.gelu(gate, approximate="tanh")], -1)
 
 
+QUICK = 1.702
+
+
+def quick_geglu(x: Tensor) -> Tensor:
+    """quick_gelu(gate) * value, with x sigmoid(1.702 x) for GELU."""
+    gate, value = x.chunk(2, -1)
+    return gate * torch.sigmoid(QUICK * gate) * value
+
+
+def quick_geglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    gate, value = x.chunk(2, -1)
+    opened = torch.sigmoid(QUICK * gate)
+    slope = opened * (1 + QUICK * gate * (1 - opened))
+    return torch.cat([dy * value * slope, dy * gate * opened], -1)
+
+
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x) ** 2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
@@ -85,6 +103,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu-tanh": geglu_tanh,
+    "quick-geglu": quick_geglu,
     "squared-relu": squared_relu,
 }
 
@@ -94,5 +113,29 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "swiglu": swiglu_gradient,
     "geglu": geglu_gradient,
     "geglu-tanh": geglu_tanh_gradient,
+    "quick-geglu": quick_geglu_gradient,
     "squared-relu": squared_relu_gradient,
 }
+
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+def activation_of(config: ModelConfig) -> tuple[Elementwise, Callable[[Tensor, Tensor], Tensor]]:
+    """(Activation, its gradient) of a model's MLPs."""
+    plain, gradient = ACTIVATIONS[config.activation], GRADIENTS[config.activation]
+    offset, most = config.glu_linear_offset, config.activation_func_clamp_value
+    if offset == 0.0 and most is None:
+        return plain, gradient
+    bound = torch.inf if most is None else most
+
+    def shifted(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return torch.cat([gate.clamp(max=bound), value.clamp(-bound, bound) + offset], -1)
+
+    def shifted_gradient(x: Tensor, dy: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        within = torch.cat([gate <= bound, value.abs() <= bound], -1)
+        return gradient(shifted(x), dy) * within
+
+    return lambda x: plain(shifted(x)), shifted_gradient

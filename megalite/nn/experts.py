@@ -17,7 +17,7 @@ from megalite.comm import all_gather
 from megalite.config import ModelConfig
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
-from megalite.nn.activation import ACTIVATIONS, GRADIENTS
+from megalite.nn.activation import activation_of, swiglu
 from megalite.nn.mlp import MLP, output_std
 from megalite.nn.router import Router
 from megalite.nn.segment import MakeMessage, Segment
@@ -35,8 +35,9 @@ from megalite.parallel.tensor import (
 class Activation:
     """An activation with its gradient, for rows that are computed group after group."""
 
-    def __init__(self, name: str) -> None:
-        self.of, self._gradient, self._swiglu = ACTIVATIONS[name], GRADIENTS[name], name == "swiglu"
+    def __init__(self, config: ModelConfig) -> None:
+        self.of, self._gradient = activation_of(config)
+        self._swiglu = self.of is swiglu
 
     def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
         """Returns `of(x)`; writes the gradient of x into dx, if it is given. dy: of the result; is overwritten."""
@@ -90,7 +91,7 @@ class StackedExperts(nn.Module):
         std = config.init_method_std
         self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)
         self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=output_std(config), ctx=ctx)
-        self.activation = Activation(config.activation)
+        self.activation = Activation(config)
 
     def up(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
         """fc1 of each expert's rows."""

@@ -8,7 +8,7 @@ from torch import nn
 
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
-from megalite.nn.activation import ACTIVATIONS, GRADIENTS
+from megalite.nn.activation import activation_of
 from megalite.nn.segment import MakeMessage, Segment
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Message, RowParallelLinear
 
@@ -27,6 +27,7 @@ class MLP(nn.Module):
         super().__init__()
         h, f, bias = config.hidden_size, config.ffn_size if width is None else width, config.add_bias_linear
         parts = 2 if config.gated else 1
+        activation, gradient = activation_of(config)
         self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=config.init_method_std, ctx=ctx)
         self.fc2 = RowParallelLinear(
             f,
@@ -34,8 +35,8 @@ class MLP(nn.Module):
             bias=bias,
             init_std=output_std(config),
             ctx=ctx,
-            activation=ACTIVATIONS[config.activation],
-            activation_gradient=GRADIENTS[config.activation],
+            activation=activation,
+            activation_gradient=gradient,
         )
         self.tp, self.split = ctx.tp, ctx.sequence_split
 

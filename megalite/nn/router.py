@@ -1,6 +1,6 @@
 """Routers: they choose the experts of each token and their weights, and give the losses that balance their load.
 
-    logits = x W^T, [s, b, E], in fp32 or wider
+    logits = x W^T (+ bias), [s, b, E], in fp32 or wider
     softmax             weights: softmax over the k largest logits; `pre_softmax`: the k largest of the softmax over all
     sigmoid             the k largest; weights: sigmoids, divided by their sum (DeepSeek-V3, arXiv 2412.19437)
     groups              first the groups with the best experts are chosen, then experts among theirs
@@ -59,6 +59,10 @@ class Router(nn.Module):
         partial = ctx.tp.names if ctx.sequence_split else NO_AXES
         place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
         self.weight = new_parameter(shape, place, ctx, wide=True)
+        self.bias: nn.Parameter | None = None
+        if self.given.moe_router_bias:
+            place = ParameterPlacement(shape[:1], (0,), partial=partial, decay=False)
+            self.bias = new_parameter(shape[:1], place, ctx, wide=True)
         self.expert_bias: Tensor | None
         biased = config.experts.moe_router_enable_expert_bias
         zeros = torch.zeros(self.num_experts, dtype=ctx.wide_dtype, device=ctx.device) if biased else None
@@ -70,7 +74,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, microbatch: Microbatch) -> Routing:
         given, k = self.given, self.given.moe_router_topk
-        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
         probabilities, ranking = scores(logits, given)
         with torch.no_grad():
             experts = choose(ranking if self.expert_bias is None else ranking + self.expert_bias, given)

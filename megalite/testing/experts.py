@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import Experts, ModelConfig
-from megalite.nn.activation import ACTIVATIONS
+from megalite.nn.activation import activation_of
 from megalite.nn.experts import MoE
 from megalite.nn.segment import Segment
 
@@ -56,6 +56,7 @@ class PlainExperts:
         given, k = self.config.experts, self.config.experts.moe_router_topk
         number = given.num_experts or 1
         logits = x.to(module.router.weight.dtype) @ module.router.weight.t()
+        logits = logits if module.router.bias is None else logits + module.router.bias
         bias = module.router.expert_bias
         added = [0.0] * number if bias is None else bias.tolist()
         best = [[best_experts(token, given, added) for token in row] for row in logits.tolist()]
@@ -77,7 +78,7 @@ class PlainExperts:
         up, down = module.experts.fc1, module.experts.fc2
         hidden = x @ up.weight[e].flatten(0, -2).t()
         hidden = hidden if up.bias is None else hidden + up.bias[e].flatten()
-        y = ACTIVATIONS[self.config.activation](hidden) @ down.weight[e].t()
+        y = activation_of(self.config)[0](hidden) @ down.weight[e].t()
         return y if down.bias is None else y + down.bias[e]
 
 

@@ -17,6 +17,9 @@ KINDS = {
     "geglu-tanh --no-untie-embeddings-and-output-weights --norm-placement sandwich --apply-layernorm-1p --qk-layernorm "
     "--embedding-multiplier 5.656854249492381 --softmax-scale 0.4 --window-size 5 --skip-freq window=3 "
     "--window-rotary-base 300 --rotary-seq-len-interpolation-factor 8",
+    "gpt-oss": f"{LLAMA} --add-bias-linear --softmax-type learnable --window-size 5 --skip-freq window=2 --quick-geglu "
+    "--glu linear_offset=1 clamp_value=0.01 --rope-scaling type=yarn factor=4 original_length=8 beta_fast=3 "
+    "beta_slow=0.1 round_to_int=false --num-experts 4 --moe-router bias --moe-z-loss-coeff 0.1",
 }
 LAYOUTS = {
     "halves zero3": ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2 "
@@ -27,8 +30,10 @@ LAYOUTS = {
                 "--context-parallel-size 2 --micro-batch-size 1", 4),
     "recomputed": ("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --recompute-granularity "
                    "full --recompute-method uniform", 2),
+    "experts": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --expert-model-parallel-size 2 "
+                "--zero-stage 2 --micro-batch-size 1", 4),
 }  # fmt: skip
-QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zero3")}
+QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zero3"), ("gpt-oss", "experts")}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +42,7 @@ QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zer
         pytest.param(kind, layout, marks=() if (kind, layout) in QUICK else pytest.mark.landing)
         for kind in KINDS
         for layout in LAYOUTS
+        if layout != "experts" or "--num-experts" in KINDS[kind]
     ],
 )
 def test_every_layout_is_one_process(kind: str, layout: str) -> None:

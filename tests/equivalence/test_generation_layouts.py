@@ -54,6 +54,16 @@ GEMMA3 = replace(
     softmax_scale=0.4,
     window_rotary_base=300.0,
 )
+GPT_OSS = replace(
+    WINDOWS,
+    no_rope_freq=None,
+    add_bias_linear=True,
+    softmax_type="learnable",
+    activation="quick-geglu",
+    glu_linear_offset=1.0,
+    activation_func_clamp_value=0.01,
+    experts=Experts(num_experts=4, moe_router_bias=True),
+)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
 MODELS = {
     "gpt": GPT,
@@ -63,6 +73,7 @@ MODELS = {
     "sparse": SPARSE,
     "olmo3": OLMO3,
     "gemma3": GEMMA3,
+    "gpt-oss": GPT_OSS,
 }
 
 # Different lengths, one as long as the 16 positions, one longer, and more than there are stages.

@@ -36,6 +36,9 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
             f"`hidden_size`={hidden}: the default MLP width of `activation`={model.activation} would be 0; "
             "give `ffn_hidden_size`"
         )
+    for name in ("glu_linear_offset", "activation_func_clamp_value"):
+        if not model.gated and (value := getattr(model, name)):
+            yield f"`{name}`={show(value)}: `activation`={model.activation} has no gate; use one such as quick-geglu"
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
         yield f"`qk_layernorm_across_heads`: not with `normalization`={model.normalization}; use RMSNorm"
     fast, slow = model.rope_scaling.yarn_beta_fast, model.rope_scaling.yarn_beta_slow

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",),
     ),
     "gpt-oss": (
-        "--quick-geglu --glu-linear-offset --activation-func-clamp-value --disable-bf16-reduced-precision-matmul",
+        "--disable-bf16-reduced-precision-matmul",
         (QUOTED, "--no-load-optim: needs --load", "--no-load-rng: needs --load"),
     ),
     "sc21 figures": ("--activations-checkpoint-method", ()),

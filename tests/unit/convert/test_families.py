@@ -73,6 +73,8 @@ def ropes(scaling: dict[str, Any], window_base: float, kind: str = "linear") -> 
     return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
 
 
+OSS_ROPE = dict(rope_type="yarn", rope_theta=150.0, factor=4.0, original_max_position_embeddings=8, truncate=False)
+GPT_OSS = dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, **rope(OSS_ROPE))
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu-wide": ("GPT2", GPT2 | dict(activation_function="gelu", n_inner=80, layer_norm_epsilon=1e-3)),
@@ -140,6 +142,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GATED | GEMMA3 | dict(query_pre_attn_scalar=5, tie_word_embeddings=False, **ropes({"factor": 8.0}, 300.0)),
     ),
     "gemma3-usual": ("Gemma3", GATED | GEMMA3 | dict(layer_types=None, num_hidden_layers=7)),
+    "gpt-oss": ("GptOss", GATED | GPT_OSS),
+    "gpt-oss-clamped": (
+        "GptOss",
+        GATED
+        | GPT_OSS
+        | dict(layer_types=["full_attention", "sliding_attention"], swiglu_limit=0.05, num_experts_per_tok=1)
+        | rope(dict(OSS_ROPE, beta_fast=3.0, beta_slow=0.2)),
+    ),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
 }
@@ -147,7 +157,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def in_fp64(case: str) -> dict[str, str]:
     """The library's grouped products have no fp64."""
-    sparse = case.startswith(("mixtral", "qwen3-moe", "olmoe"))
+    sparse = case.startswith(("mixtral", "qwen3-moe", "olmoe", "gpt-oss"))
     return {"experts_implementation": "eager"} if sparse else {}
 
 

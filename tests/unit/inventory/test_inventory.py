@@ -46,6 +46,7 @@ OTHERS = [
     {"norm_placement": "sandwich", "experts": Experts(num_experts=4, moe_layer_freq="2")},
     {"experts": Experts(num_experts=4, moe_layer_freq="2", moe_ffn_hidden_size=20)},
     {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},
+    {"activation": "quick-geglu", "experts": Experts(num_experts=4, moe_router_bias=True)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
 ]
 ADAPTED = [
