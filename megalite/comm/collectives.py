@@ -92,21 +92,32 @@ def all_reduce(x: Tensor, axis: Axis, *, op: ReduceOp = "sum") -> Tensor:
     return result
 
 
-def all_gather_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
-    """out = the ranks' x one after the other along dim 0. `x` may be this rank's part of `out`."""
-    return _move_into(out, x, axis, gathers=True, async_op=async_op)
+def all_gather_into(
+    out: Tensor, x: Tensor, axis: Axis, *, sizes: Sequence[int] | None = None, async_op: bool = False
+) -> Handle:
+    """out = the ranks' x one after the other along dim 0. `x` may be this rank's part of `out`.
+
+    sizes: of the ranks' parts of dim 0 (None: equal).
+    """
+    return _move_into(out, x, axis, sizes, gathers=True, async_op=async_op)
 
 
-def reduce_scatter_into(out: Tensor, x: Tensor, axis: Axis, *, async_op: bool = False) -> Handle:
-    """out = this rank's part along dim 0 of the sum over the axis of x."""
-    return _move_into(out, x, axis, gathers=False, async_op=async_op)
+def reduce_scatter_into(
+    out: Tensor, x: Tensor, axis: Axis, *, sizes: Sequence[int] | None = None, async_op: bool = False
+) -> Handle:
+    """out = this rank's part along dim 0 of the sum over the axis of x. sizes: as in `all_gather_into`."""
+    return _move_into(out, x, axis, sizes, gathers=False, async_op=async_op)
 
 
-def _move_into(out: Tensor, x: Tensor, axis: Axis, *, gathers: bool, async_op: bool) -> Handle:
+def _move_into(
+    out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int] | None, *, gathers: bool, async_op: bool
+) -> Handle:
     if axis.size == 1:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
+    if sizes is not None and len(set(sizes)) > 1:
+        return _move_parts(out, x, axis, sizes, gathers=gathers, async_op=async_op)
     if _through_memory(x, axis):
         shared = axis.shared
         return _shared((shared.all_gather_into if gathers else shared.reduce_scatter_into)(out, x), axis, async_op)
@@ -118,6 +129,22 @@ def _move_into(out: Tensor, x: Tensor, axis: Axis, *, gathers: bool, async_op: b
     how = {"group": axis.group, "async_op": async_op}
     with axis.waits:
         work = _all_gather_single(out, source, **how) if gathers else _reduce_scatter_single(out, source, **how)
+    return _Timed(work, axis) if async_op else Done()
+
+
+def _move_parts(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int], *, gathers: bool, async_op: bool) -> Handle:
+    """Parts that are not equal, perhaps empty. NCCL broadcasts or reduces them in one group, gloo does neither."""
+    work: Handle
+    if dist.get_backend(axis.group) == "gloo":
+        start = exchange.start_all_gather if gathers else exchange.start_reduce_scatter
+        work = _Timed(start(out, x, axis, sizes), axis)
+        return work if async_op else _wait(work)
+    how = {"group": axis.group, "async_op": async_op}
+    with axis.waits:
+        if gathers:
+            work = dist.all_gather(list(out.split(list(sizes))), x.contiguous(), **how)
+        else:
+            work = dist.reduce_scatter(out, list(x.contiguous().split(list(sizes))), **how)
     return _Timed(work, axis) if async_op else Done()
 
 

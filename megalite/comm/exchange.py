@@ -35,32 +35,41 @@ class Exchange:
             work.wait()
 
 
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
-    """Starts `out` = the ranks' x one after the other along dim 0; `out` may contain x at its own place."""
-    parts = out.view(-1).chunk(axis.size)
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int] | None = None) -> Exchange:
+    """Starts `out` = the ranks' x one after the other along dim 0; `out` may contain x at its own place.
+
+    sizes: of the ranks' parts of dim 0 (None: equal). Nothing is sent of an empty one.
+    """
+    parts = _parts(out, axis, sizes)
     mine = parts[axis.rank]
     x = x.contiguous()
     if mine.data_ptr() != x.data_ptr():
         mine.copy_(x.view(-1))
     peers = _peers(axis)
-    arriving = [dist.irecv(parts[p], axis.ranks[p], group=axis.group, tag=_GATHER_TAG) for p in peers]
-    leaving = [dist.isend(mine, axis.ranks[p], group=axis.group, tag=_GATHER_TAG) for p in peers]
+    arriving = [
+        dist.irecv(parts[p], axis.ranks[p], group=axis.group, tag=_GATHER_TAG) for p in peers if parts[p].numel()
+    ]
+    leaving = [dist.isend(mine, axis.ranks[p], group=axis.group, tag=_GATHER_TAG) for p in peers if mine.numel()]
     return Exchange(arriving, leaving, lambda: None)
 
 
-def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int] | None = None) -> Exchange:
     """Starts `out` = this rank's part along dim 0 of the sum of x; `out` may be that part of x itself.
 
-    x is read until `wait` returns.
+    x is read until `wait` returns. sizes: as in `start_all_gather`.
     """
-    parts = x.contiguous().view(-1).chunk(axis.size)
-    peers = _peers(axis)
-    received = {p: torch.empty_like(parts[p]) for p in peers}
-    arriving = [dist.irecv(received[p], axis.ranks[p], group=axis.group, tag=_REDUCE_TAG) for p in peers]
-    leaving = [dist.isend(parts[p], axis.ranks[p], group=axis.group, tag=_REDUCE_TAG) for p in peers]
+    parts = _parts(x.contiguous(), axis, sizes)
+    peers, mine = _peers(axis), parts[axis.rank]
+    received = {p: torch.empty_like(mine) for p in peers}
+    arriving = [
+        dist.irecv(received[p], axis.ranks[p], group=axis.group, tag=_REDUCE_TAG) for p in peers if mine.numel()
+    ]
+    leaving = [
+        dist.isend(parts[p], axis.ranks[p], group=axis.group, tag=_REDUCE_TAG) for p in peers if parts[p].numel()
+    ]
 
     def add_up() -> None:
-        target, mine = out.view(-1), parts[axis.rank]
+        target = out.view(-1)
         if axis.rank <= 1:  # x0 + x1 = x1 + x0: no need for other memory than the target
             if target.data_ptr() != mine.data_ptr():
                 target.copy_(mine)
@@ -73,6 +82,13 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Exchange:
             target.copy_(total)
 
     return Exchange(arriving, leaving, add_up)
+
+
+def _parts(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Sequence[Tensor]:
+    """Every rank's part along dim 0, flat."""
+    if sizes is None:
+        return x.view(-1).chunk(axis.size)
+    return [part.view(-1) for part in x.split(list(sizes))]
 
 
 def _peers(axis: Axis) -> list[int]:

@@ -1,13 +1,16 @@
 """Where every parameter lies in the flat buffer of a stage: pure arithmetic, the same on every data-parallel rank.
 
-A bucket is a contiguous range of the buffer that is reduced in one message and cut into `shards` equal, contiguous
-slices, one per owner. There are two ways to place parameters in it; reduction, gathering, norm and checkpoint need not
-know which one was used:
+A bucket is a contiguous range of the buffer that is reduced in one message and cut into contiguous slices, one per
+owner. There are two ways to place parameters in it; reduction, gathering, norm and checkpoint need not know which one
+was used:
 
-    flat            parameters one after the other; a slice may begin in the middle of one
+    flat            parameters one after the other; slices are equal, and one may begin in the middle of a parameter
                     [ w2 w1 | norm bias ... pad ]         cut anywhere: |--- rank 0 ---|--- rank 1 ---|
-    whole tensors   each parameter lies in one slice (bin-packed by size), as Muon needs it
-                    [ w3 w1 pad | w2 pad ]                            |-- rank 0 --|-- rank 1 --|
+    whole tensors   each parameter lies in one slice, as Muon needs it; slices are as long as what they hold
+                    [ w3 w1 | w2 ]                                         |- rank 0 -|rank 1|
+
+Whole tensors go to the owner that has least of all buckets so far, so slices of one bucket may be unequal or empty,
+while the owners' shares of the buffer are nearly equal, and nothing is padded.
 
 Inside a flat bucket the parameters are sorted by `ElementKind`, so that an optimizer sees few long segments instead of
 hundreds of small tensors.
@@ -15,6 +18,7 @@ hundreds of small tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,8 +101,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Elements `start .. stop` of the buffer; `stop - start` is divisible by `shards * ALIGNMENT`.
+    """Elements `start .. stop` of the buffer.
 
+    bounds: owner r has the elements `bounds[r] .. bounds[r + 1]`, all multiples of `ALIGNMENT`.
     tied: its parameters are shared with another stage.
     layer: the layer that it belongs to, if there is a bucket per layer.
     """
@@ -106,6 +111,7 @@ class BucketPlan:
     start: int
     stop: int
     segments: tuple[Segment, ...]
+    bounds: tuple[int, ...]
     tied: bool = False
     layer: str = ""
 
@@ -113,10 +119,19 @@ class BucketPlan:
     def ranges(self) -> list[ParameterRange]:
         return [range_ for segment in self.segments for range_ in segment.ranges]
 
-    def slice_of(self, rank: int, shards: int) -> tuple[int, int]:
-        """(start, stop) of the elements that `rank` owns."""
-        size = (self.stop - self.start) // shards
-        return self.start + rank * size, self.start + (rank + 1) * size
+    @property
+    def sizes(self) -> list[int]:
+        """How many elements each owner has."""
+        return [stop - start for start, stop in itertools.pairwise(self.bounds)]
+
+    def slice_of(self, owner: int) -> tuple[int, int]:
+        """(start, stop) of the elements that `owner` has."""
+        return self.bounds[owner], self.bounds[owner + 1]
+
+    def segments_of(self, owner: int) -> list[Segment]:
+        """Those that `owner` has, or has a part of."""
+        start, stop = self.slice_of(owner)
+        return [segment for segment in self.segments if segment.start < stop and start < segment.stop]
 
 
 def layer_of(name: str) -> str:
@@ -154,15 +169,15 @@ def plan_buckets(
     """
     by_layer = zero_stage == 3 or (zero_stage == 2 and bucket_size is None)
     limit = bucket_limit(bucket_size, shards, on_cpu=on_cpu, overlap=overlap)
-    shards = shards if zero_stage else 1
+    loads = [0] * (shards if zero_stage else 1)
     plans: list[BucketPlan] = []
     start = 0
     for group in _group(entries, limit, tied, by_layer):
         place = _place_whole if group[0].whole else _place_flat
-        segments, stop = place(group, start, shards)
+        segments, bounds = place(group, start, loads)
         layer = layer_of(group[0].name) if by_layer else ""
-        plans.append(BucketPlan(start, stop, tuple(segments), tied=group[0].name in tied, layer=layer))
-        start = stop
+        plans.append(BucketPlan(start, bounds[-1], tuple(segments), bounds, tied=group[0].name in tied, layer=layer))
+        start = bounds[-1]
     return plans
 
 
@@ -186,7 +201,13 @@ def _group(
     return groups
 
 
-def _place_flat(group: Sequence[BufferParameter], start: int, shards: int) -> tuple[list[Segment], int]:
+_Placed = tuple[list[Segment], tuple[int, ...]]
+"""The segments of a bucket and the bounds of its slices."""
+
+
+def _place_flat(group: Sequence[BufferParameter], start: int, loads: Sequence[int]) -> _Placed:
+    """loads: one number an owner."""
+    shards = len(loads)
     ordered = sorted(group, key=lambda entry: entry.kind.order)
     at = start
     pieces: list[tuple[ElementKind, list[ParameterRange]]] = []
@@ -198,24 +219,25 @@ def _place_flat(group: Sequence[BufferParameter], start: int, shards: int) -> tu
     stop = start + align(at - start, shards * ALIGNMENT)
     bounds = [ranges[0].start for _, ranges in pieces] + [stop]
     segments = [Segment(bounds[i], bounds[i + 1], kind, tuple(ranges)) for i, (kind, ranges) in enumerate(pieces)]
-    return segments, stop
+    size = (stop - start) // shards
+    return segments, tuple(range(start, stop + 1, size))
 
 
-def _place_whole(group: Sequence[BufferParameter], start: int, shards: int) -> tuple[list[Segment], int]:
-    """Largest first onto the least loaded slice: at most 4/3 of the best possible balance (Graham 1969)."""
-    loads = [0] * shards
-    placed: list[tuple[int, int, BufferParameter]] = []
+def _place_whole(group: Sequence[BufferParameter], start: int, loads: list[int]) -> _Placed:
+    """Largest first onto the owner with least (Graham 1969). loads: elements that each owner has in buckets of whole
+    tensors, this one's included afterwards."""
+    owned: list[list[BufferParameter]] = [[] for _ in loads]
     for entry in sorted(group, key=lambda entry: (-entry.numel, entry.index)):
         owner = loads.index(min(loads))
-        placed.append((owner, loads[owner], entry))
+        owned[owner].append(entry)
         loads[owner] += align(entry.numel)
-    size = max(loads)
-    segments = []
-    for owner, offset, entry in sorted(placed, key=lambda item: item[:2]):
-        begin = start + owner * size + offset
-        only = (ParameterRange(entry, begin),)
-        segments.append(Segment(begin, begin + align(entry.numel), entry.kind, only, whole=True))
-    return segments, start + shards * size
+    at, segments, bounds = start, [], [start]
+    for entries in owned:
+        for entry in entries:
+            only = (ParameterRange(entry, at),)
+            segments.append(Segment(at, at := at + align(entry.numel), entry.kind, only, whole=True))
+        bounds.append(at)
+    return segments, tuple(bounds)
 
 
 def align(count: int, unit: int = ALIGNMENT) -> int:

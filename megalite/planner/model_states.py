@@ -106,8 +106,8 @@ def _state_bytes(
             config, plan, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu, several
         )
         if frozen and plan.hosts_params:
-            numel, sharded = sum(bucket.numel for bucket in buckets), config.parallel.zero_stage == 3
-            part = StateBytes(host=numel // (shards if sharded else 1) * size.compute)
+            sharded = config.parallel.zero_stage == 3
+            part = StateBytes(host=sum(b.share if sharded else b.numel for b in buckets) * size.compute)
         elif frozen:
             part = StateBytes(weights=part.weights, gathered=part.gathered)
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
@@ -152,17 +152,16 @@ def _family_bytes(
     """Of the buffers of one family and dtype. shards: ranks over which ZeRO shards it. several: micro-batches."""
     zero = config.parallel.zero_stage
     numel = sum(bucket.numel for bucket in buckets)
-    owners = shards if zero else 1
-    owned = sum(bucket.numel // owners for bucket in buckets)
+    owned = sum(bucket.share for bucket in buckets)
     streamed = [bucket for bucket in buckets if zero >= 2 and not bucket.tied]
     held = sum(bucket.numel for bucket in buckets if zero < 2 or bucket.tied) * (num_gradients if zero < 2 else 1)
-    held += sum(bucket.numel // owners for bucket in streamed)
+    held += sum(bucket.share for bucket in streamed)
     come_and_go = zero == 3 and shards > 1
     separate = size.compute != size.wide or versions > 1
     remainders = config.optimizer.store_param_remainders and size.compute != size.wide
-    away = _away(config, plan, buckets, owners, owned, size, on_cpu)
+    away = _away(config, plan, buckets, owned, size, on_cpu)
     if plan.hosts_params:
-        here = replace(_hosted(buckets, size, zero, owners), temporary=away.temporary)
+        here = replace(_hosted(buckets, size, zero), temporary=away.temporary)
         masters = (owned - away.elements) * size.wide if separate or not on_cpu else 0
         host = here.host + away.on_host
         return replace(here, master=masters, moments=away.moments_left, host=host, file=away.in_file)
@@ -192,16 +191,16 @@ def _scratch(streamed: Sequence[PlannedBucket], several: bool) -> int:
     return min(2, len(others)) * largest + open_ones + (largest if several and 0 < open_ones < largest else 0)
 
 
-def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int, owners: int) -> StateBytes:
+def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int) -> StateBytes:
     """Weights and gradients that live on the host: what stays on the device, what comes and goes, and the host."""
     tied = sum(bucket.numel for bucket in buckets if bucket.tied)
     others = [bucket for bucket in buckets if not bucket.tied]
-    kept = [bucket.numel // owners if zero >= 2 else bucket.numel for bucket in others]
+    kept = [bucket.share if zero >= 2 else bucket.numel for bucket in others]
     layers: Counter[str] = Counter()
     for bucket in others:
         layers.update(bucket.matrices)
     pieces = [bucket.numel for bucket in others] if zero >= 2 else list(layers.values())
-    weights = sum(bucket.numel // (owners if zero == 3 else 1) for bucket in buckets)
+    weights = sum(bucket.share if zero == 3 else bucket.numel for bucket in buckets)
     return StateBytes(
         gradients=(tied + (sum(bucket.vectors for bucket in others) if zero < 2 else 0)) * size.gradient,
         scratch=3 * max(pieces, default=0) * size.gradient,
@@ -210,11 +209,14 @@ def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int, own
 
 
 class PlannedBucket(NamedTuple):
+    """A bucket, and what the owner with most of the family has of it."""
+
     numel: int
+    share: int  # elements of its slice
     tied: bool
     whole: bool
-    elements: int  # that carry optimizer state, on the owner with the most of them
-    matrix_state: int  # numbers that are kept for whole matrices, on the owner with the most of them
+    elements: int  # that carry optimizer state
+    matrix_state: int  # numbers that are kept for whole matrices
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
     matrices: Mapping[str, int]  # elements of those of each layer
     vectors: int
@@ -256,7 +258,24 @@ def _planned(
         on_cpu=on_cpu,
         tied=tied,
     )
-    return [_bucket(config, plan, shards if zero else 1, on_cpu) for plan in plans]
+    owner = _fullest(config, plans)
+    return [_bucket(config, plan, owner, on_cpu) for plan in plans]
+
+
+def _fullest(config: Config, plans: Sequence[BucketPlan]) -> int:
+    """The owner that keeps most numbers: masters, and what is kept for whole matrices."""
+    kept: Counter[int] = Counter()
+    for plan in plans:
+        if plan.segments[0].whole:
+            for owner in range(len(plan.sizes)):
+                kept[owner] += plan.sizes[owner] + _matrix_state(config, plan, owner)
+    return max(kept, key=lambda owner: kept[owner], default=0)
+
+
+def _matrix_state(config: Config, plan: BucketPlan, owner: int) -> int:
+    """Numbers that an owner keeps for the matrices of its slice."""
+    rule, entries = OPTIMIZER_SPECS[config.optimizer.optimizer], [s.ranges[0].entry for s in plan.segments_of(owner)]
+    return sum(rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape) for entry in entries)
 
 
 def named_state_bytes(
@@ -282,15 +301,9 @@ def named_state_bytes(
     return _family_bytes(config, plan, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
 
 
-def _bucket(config: Config, plan: BucketPlan, owners: int, on_cpu: bool) -> PlannedBucket:
-    numel = plan.stop - plan.start
-    share, whole = numel // owners, plan.segments[0].whole
-    elements, matrix_state = [0 if whole else share] * owners, [0] * owners
-    for segment in plan.segments if whole else ():
-        entry, rule = segment.ranges[0].entry, OPTIMIZER_SPECS[config.optimizer.optimizer]
-        owner = (segment.start - plan.start) // share
-        elements[owner] += entry.numel
-        matrix_state[owner] += rule.of_whole(config.optimizer, entry.shape, entry.placement.global_shape)
+def _bucket(config: Config, plan: BucketPlan, owner: int, on_cpu: bool) -> PlannedBucket:
+    share, whole = plan.sizes[owner], plan.segments[0].whole
+    own = sum(segment.ranges[0].entry.numel for segment in plan.segments_of(owner)) if whole else share
     statistics = sum(_statistics(range_.entry.shape, range_.entry.placement.decay) for range_ in plan.ranges)
     layers: Counter[str] = Counter()
     vectors = 0
@@ -300,16 +313,17 @@ def _bucket(config: Config, plan: BucketPlan, owners: int, on_cpu: bool) -> Plan
         else:
             vectors += range_.entry.numel
     return PlannedBucket(
-        numel,
+        plan.stop - plan.start,
+        share,
         plan.tied,
         whole,
-        max(elements),
-        max(matrix_state),
+        own,
+        _matrix_state(config, plan, owner) if whole else 0,
         statistics,
         layers,
         vectors,
         plan.layer,
-        step_numbers(config, plan, owners, on_cpu=on_cpu),
+        step_numbers(config, plan, owner, on_cpu=on_cpu),
     )
 
 
@@ -351,7 +365,6 @@ def _away(
     config: Config,
     plan: MemoryPlan,
     buckets: Sequence[PlannedBucket],
-    owners: int,
     owned: int,
     size: ElementBytes,
     on_cpu: bool,
@@ -365,7 +378,7 @@ def _away(
     moved = on_host = in_file = left = 0
     temporary = 0.0
     for bucket in buckets:
-        share = bucket.numel // owners
+        share = bucket.share
         state = bucket.matrix_state * size.wide if bucket.whole else bucket.elements * flat
         if rule.statistics:
             state = bucket.statistics * size.wide

@@ -16,14 +16,15 @@ JOINED = 4.0
 """A master of 16 bits of remainder: itself, and what splits it again."""
 
 
-def step_numbers(config: Config, plan: BucketPlan, owners: int, *, on_cpu: bool) -> float:
-    """The most that are there while a bucket is stepped, of whose slices there are `owners`."""
-    size, share, written = ElementBytes.of(config), (plan.stop - plan.start) // owners, 0
+def step_numbers(config: Config, plan: BucketPlan, owner: int, *, on_cpu: bool) -> float:
+    """The most that are there while `owner` steps its slice of a bucket."""
+    size, share, written = ElementBytes.of(config), plan.sizes[owner], 0
     rule = OPTIMIZER_SPECS[config.optimizer.optimizer]
     if plan.segments[0].whole:
-        entries = [segment.ranges[0].entry for segment in plan.segments]
+        entries = [segment.ranges[0].entry for segment in plan.segments_of(owner)]
         half = 1.0 if on_cpu else 2 / size.wide  # Newton-Schulz runs in bf16 there
-        most = max(rule.of_step(config.optimizer, e.shape, e.placement.global_shape, half) for e in entries)
+        steps = [rule.of_step(config.optimizer, e.shape, e.placement.global_shape, half) for e in entries]
+        most = max(steps, default=0.0)
     else:
         longest = min(share, max(segment.stop - segment.start for segment in plan.segments))
         stepped, written = (number * min(longest, STEP_PIECE) for number in _of_element(config))

@@ -34,7 +34,7 @@ class Bucket:
         self, plan: BucketPlan, *, axis: Axis, sharded: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan, self.axis, self.sharded = plan, axis, sharded
-        self.owned_start, self.owned_stop = plan.slice_of(axis.rank, axis.size) if sharded else (plan.start, plan.stop)
+        self.owned_start, self.owned_stop = plan.slice_of(axis.rank) if sharded else (plan.start, plan.stop)
         self.empty = torch.empty(0, dtype=dtype, device=device)
         self.weights: list[StoredWeights] = []
         self.sinks: list[GradSink] = []
@@ -237,7 +237,8 @@ class HeldGradient(BucketGradient):
         self.launched = True
         axis = self.bucket.axis
         if self.bucket.sharded:
-            self.handle = reduce_scatter_into(self.reduced, self.full, axis, async_op=async_op)
+            sizes = self.bucket.plan.sizes
+            self.handle = reduce_scatter_into(self.reduced, self.full, axis, sizes=sizes, async_op=async_op)
         else:
             self.handle = all_reduce_(self.full, axis, async_op=async_op)
 

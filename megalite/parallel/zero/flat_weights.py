@@ -57,7 +57,7 @@ class FlatWeights:
             owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
             for range_ in plan.ranges:
                 self._move(parameters, range_, full[range_.start - plan.start : range_.stop - plan.start])
-            weights = BucketWeights(full, owned, axis=self._axis, stage=self._options.stage)
+            weights = BucketWeights(full, owned, axis=self._axis, stage=self._options.stage, sizes=plan.sizes)
             weights.free()
             bucket.weights.append(weights)
             self._gathered.append(weights)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,29 +27,43 @@ def sum_anywhere(x: Tensor, axis: Axis, mover: Mover) -> None:
         part.copy_(mover.download(there))
 
 
-def sum_on_host(full: Tensor, axis: Axis, mover: Mover, *, scatter: bool) -> None:
-    """full, on the host = its sum over the ranks; of this rank's slice alone where `scatter`."""
+def sum_on_host(full: Tensor, axis: Axis, mover: Mover, sizes: Sequence[int] | None) -> None:
+    """full, on the host = its sum over the ranks; of this rank's slice alone where `sizes` says how many elements each
+    rank owns."""
     mover.settle()
-    if not scatter:
+    if sizes is None:
         sum_anywhere(full, axis, mover)
         return
-    rows = full.view(axis.size, -1)
-    for begin in range(0, rows.shape[1], PIECE // axis.size) if axis.size > 1 else ():
-        part = rows[:, begin : begin + PIECE // axis.size]
-        own = torch.empty(part.shape[1], dtype=part.dtype, device=mover.device)
-        reduce_scatter_into(own, mover.upload(part).reshape(-1), axis)
-        part[axis.rank] = mover.download(own)
+    for part, owned in _pieces(full, sizes) if axis.size > 1 else ():
+        mine = owned[axis.rank]
+        own = torch.empty(len(mine), dtype=part.dtype, device=mover.device)
+        reduce_scatter_into(own, mover.upload(part).reshape(-1), axis, sizes=[len(each) for each in owned])
+        mine.copy_(mover.download(own))
 
 
-def gather_on_host(full: Tensor, axis: Axis, mover: Mover) -> None:
-    """full, on the host: the slices of the other ranks come to this rank's."""
+def gather_on_host(full: Tensor, axis: Axis, sizes: Sequence[int], mover: Mover) -> None:
+    """full, on the host: the slices of the other ranks come to this rank's. sizes: elements of each slice."""
     mover.settle()
-    rows = full.view(axis.size, -1)
-    for begin in range(0, rows.shape[1], PIECE // axis.size):
-        part = rows[:, begin : begin + PIECE // axis.size]
+    for part, owned in _pieces(full, sizes):
+        shares = [len(each) for each in owned]
         whole = torch.empty(part.shape, dtype=part.dtype, device=mover.device)
-        own, arrival = mover.bring(part[axis.rank])  # behind what the device itself has written there
+        own, arrival = mover.bring(owned[axis.rank])  # behind what the device itself has written there
         arrival.wait()
-        whole[axis.rank] = own
-        all_gather_into(whole.view(-1), whole[axis.rank], axis)
+        there = whole.view(-1).split(shares)[axis.rank].copy_(own)
+        all_gather_into(whole.view(-1), there, axis, sizes=shares)
         part.copy_(mover.download(whole))
+
+
+def _pieces(full: Tensor, sizes: Sequence[int]) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+    """(At most `PIECE` elements of `full`; what each rank owns of them.) Equal slices are exchanged side by side, so
+    that every piece is equal, too."""
+    if len(set(sizes)) == 1:
+        rows = full.view(len(sizes), -1)
+        for columns in rows.split(PIECE // len(sizes), 1):
+            yield columns, columns.unbind()
+        return
+    begin, ends = 0, list(itertools.accumulate(sizes, initial=0))
+    for part in full.split(PIECE):
+        bounds = [min(max(end - begin, 0), len(part)) for end in ends]
+        yield part, [part[start:stop] for start, stop in itertools.pairwise(bounds)]
+        begin += len(part)

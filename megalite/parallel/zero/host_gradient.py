@@ -156,7 +156,8 @@ class HostedGradient(BucketGradient):
                 home.zero_()
             elif not isinstance(sink, LayerSink):
                 home.copy_(sink.buffer)
-        sum_on_host(self._home, self.bucket.axis, self.pool.mover, scatter=self.bucket.sharded)
+        sizes = self.bucket.plan.sizes if self.bucket.sharded else None
+        sum_on_host(self._home, self.bucket.axis, self.pool.mover, sizes)
 
     def finish_batch(self) -> None:
         super().finish_batch()

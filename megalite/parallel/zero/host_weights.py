@@ -38,9 +38,11 @@ class HostedFlatWeights(FlatWeights):
             home = homes[bucket.plan.start : bucket.plan.stop]
             if self._cut:
                 home, owned = mover.empty([owned.stop - owned.start], self._dtype), slice(None)
-            bucket.weights.append(HostHome(home, owned, axis=self._axis, mover=mover))
+            sizes = bucket.plan.sizes if self._options.stage in (1, 2) else ()
+            bucket.weights.append(HostHome(home, owned, axis=self._axis, sizes=sizes, mover=mover))
         for layout in sliced_layouts(self._buckets) if self._cut else layer_layouts(self._buckets):
-            weights = HostedWeights(self._zeros(layout.numel), layout.homes, tier, self._axis if self._cut else None)
+            gathers = (self._axis, layout.sizes) if self._cut else None
+            weights = HostedWeights(self._zeros(layout.numel), layout.homes, tier, gathers)
             for range_, begin in layout.places:
                 self._move(parameters, range_, weights.full[begin : begin + range_.entry.numel])
                 self._of_parameter[id(parameters[range_.entry.index])] = weights
@@ -67,11 +69,16 @@ class HostedWeights(ComingWeights):
     """Weights of one layer and family.
 
     homes: (part of `full`, the same elements on the host).
-    gathers: the axis over which the rest comes from other ranks, of whose slices `homes` has this rank's.
+    gathers: the axis over which the rest comes from other ranks, of whose slices `homes` has this rank's, and how
+        many elements each has.
     """
 
     def __init__(
-        self, full: Tensor, homes: Sequence[tuple[slice, Tensor]], tier: TieredMemory, gathers: Axis | None = None
+        self,
+        full: Tensor,
+        homes: Sequence[tuple[slice, Tensor]],
+        tier: TieredMemory,
+        gathers: tuple[Axis, Sequence[int]] | None = None,
     ) -> None:
         super().__init__(full, sharded=True, released_after_use=True)
         self._tier, self._gathers, self._homes = tier, gathers, list(homes)
@@ -91,9 +98,11 @@ class HostedWeights(ComingWeights):
         self.wait()
         self.allocate()
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by their coming back.
-        full, axis = self.full.data, self._gathers
+        full, start = self.full.data, None
         pairs = [(full[place], home) for place, home in self._homes]
-        start = None if axis is None else partial(all_gather_into, full, pairs[0][0], axis, async_op=async_op)
+        if self._gathers is not None:
+            axis, sizes = self._gathers
+            start = partial(all_gather_into, full, pairs[0][0], axis, sizes=sizes, async_op=async_op)
         self._arriving = self._tier.mover.to_device(pairs, start=start)
 
     def store(self) -> None:
@@ -106,26 +115,29 @@ class HostHome:
     """A bucket's weights on the host, whole or this rank's slice, in place of `BucketWeights`.
 
     full: what is there; shard: what this rank owns of it.
+    sizes: elements that each rank owns of `full`; none where it is all this rank's.
     """
 
-    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, mover: Mover) -> None:
-        self.full, self.shard, self.axis, self._mover = full, full[owned], axis, mover
+    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, sizes: Sequence[int], mover: Mover) -> None:
+        self.full, self.shard, self.axis, self._sizes, self._mover = full, full[owned], axis, sizes, mover
 
     def updated(self, *, async_op: bool) -> None:
         """Called when `shard` holds new values: gathers those of the others, if `full` has more."""
-        if self.full.numel() > self.shard.numel():
-            gather_on_host(self.full, self.axis, self._mover)
+        if len(self._sizes) > 1:
+            gather_on_host(self.full, self.axis, self._sizes, self._mover)
 
 
 class DeviceLayout(NamedTuple):
     """Weights that come and go together.
 
     numel: elements on the device. places: parameters, and where each begins there. homes: as in `HostedWeights`.
+    sizes: elements that each rank has, of weights that are gathered.
     """
 
     numel: int
     places: list[tuple[ParameterRange, int]]
     homes: list[tuple[slice, Tensor]]
+    sizes: Sequence[int] = ()
 
 
 def sliced_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
@@ -133,9 +145,8 @@ def sliced_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
     for bucket in buckets:
         start, home = bucket.plan.start, bucket.weights[-1].shard
         own = slice(bucket.owned_start - start, bucket.owned_stop - start)
-        yield DeviceLayout(
-            bucket.numel, [(range_, range_.start - start) for range_ in bucket.plan.ranges], [(own, home)]
-        )
+        places = [(range_, range_.start - start) for range_ in bucket.plan.ranges]
+        yield DeviceLayout(bucket.numel, places, [(own, home)], bucket.plan.sizes)
 
 
 def layer_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:

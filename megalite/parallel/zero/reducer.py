@@ -183,8 +183,10 @@ class GradientReducer:
         """Waits for all reductions, then sums over the axes along which there are further shares of the gradient."""
         for bucket in self._buckets:
             bucket.gradient.finish_batch()
+            reduced = bucket.gradient.reduced
             for axis in (self._axes.replicate, *(() if bucket.plan.tied else self._extra_reduce)):
-                self._sum(bucket.gradient.reduced, axis)
+                if reduced.numel():
+                    self._sum(reduced, axis)
         self._pool.release()
         self._sum_partial_gradients()
 

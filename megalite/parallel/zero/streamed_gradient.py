@@ -89,8 +89,9 @@ class StreamedGradient(BucketGradient):
     def launch(self, *, async_op: bool) -> None:
         self._pool.wait()
         self.bucket.zero_unused()
-        full = self.full
-        self.handle = reduce_scatter_into(self.bucket.owned(full), full, self.bucket.axis, async_op=async_op)
+        full, bucket = self.full, self.bucket
+        own, sizes = bucket.owned(full), bucket.plan.sizes
+        self.handle = reduce_scatter_into(own, full, bucket.axis, sizes=sizes, async_op=async_op)
         self._reducing, self._filling = self._filling, None
         self._pool.in_flight = self
         self._next_round()

@@ -86,13 +86,14 @@ class ComingWeights:
 class BucketWeights(ComingWeights):
     """One bucket's weights in one version, gathered from all ranks.
 
+    owned: this rank's slice. sizes: elements that each rank owns.
     shard: this rank's slice (stages 1 and 2: a view of `full`; stage 0: `full` itself).
     """
 
-    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int) -> None:
+    def __init__(self, full: Tensor, owned: slice, *, axis: Axis, stage: int, sizes: Sequence[int]) -> None:
         several = axis.size > 1
         super().__init__(full, sharded=stage > 0 and several, released_after_use=stage == 3 and several)
-        self.axis = axis
+        self.axis, self._sizes = axis, sizes
         self.shard = full[owned].clone() if self.released_after_use else full[owned]
 
     def start_gather(self, *, async_op: bool) -> None:
@@ -103,7 +104,7 @@ class BucketWeights(ComingWeights):
         self.allocate()
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them
         # again.
-        self._arriving = all_gather_into(self.full.data, self.shard, self.axis, async_op=async_op)
+        self._arriving = all_gather_into(self.full.data, self.shard, self.axis, sizes=self._sizes, async_op=async_op)
 
 
 Weights = Sequence[ComingWeights]

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -84,6 +85,29 @@ class _Messages:
 
         return call
 
+    def parts(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        """`all_gather` and `reduce_scatter` of unequal parts, which gloo has not: carried as one sum."""
+        name, gathers = real.__name__, real.__name__ == "all_gather"
+
+        def call(first: Any, second: Any, group: Any = None, async_op: bool = False) -> Any:
+            parts, own = (list(first), second) if gathers else (list(second), first)
+            stream = self._gpu.current
+            if async_op:
+                stream = self._stream(id(group), f"nccl's stream of {getattr(group, 'group_name', 'the world')}")
+            with self._gpu.state(quiet=True):
+                rank, sizes = dist.get_rank(group), [len(part) for part in parts]
+                whole = torch.cat([part.detach() for part in parts])
+                if gathers:
+                    whole.zero_().split(sizes)[rank].copy_(own.detach())
+                carried = dist.all_reduce(whole, group=group, async_op=True)
+            reads, writes = ([own], parts) if gathers else (parts, [own])
+            self._gpu.ledger.work(stream.line, name, reads, writes)
+            arriving = list(whole.split(sizes)) if gathers else [whole.split(sizes)[rank]]
+            work = Work(self._gpu, stream, carried, [*writes, *reads], arriving, len(arriving))
+            return work if async_op else work.wait() and None
+
+        return call
+
     def message(self, real: Callable[..., Any], *, waits: bool = False) -> Callable[..., Any]:
         name = real.__name__
 
@@ -130,6 +154,7 @@ def messages(gpu: Gpu) -> Iterator[None]:
     names["batch_isend_irecv"] = made.batch
     for name in ("all_reduce", "broadcast", *(name for name in APART if hasattr(dist, name))):
         names[name] = made.collective(getattr(dist, name))
+    names |= {name: made.parts(getattr(dist, name)) for name in ("all_gather", "reduce_scatter")}
     for name, real in {"isend": dist.isend, "irecv": dist.irecv, "send": dist.isend, "recv": dist.irecv}.items():
         names[name] = made.message(real, waits=name != real.__name__)
         names[name].real = real

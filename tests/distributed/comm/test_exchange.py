@@ -51,6 +51,26 @@ def body(world: World, dtype: torch.dtype, async_op: bool) -> int:
     return direct
 
 
+def unequal(world: World, sizes: list[int], async_op: bool) -> None:
+    """Sums of parts that are not equal, some of them empty; gathered again."""
+    axis = ParallelMesh.build(rank=world.rank, size=world.size)["dp"]
+    whole = draw(axis.rank, 0, sum(sizes), torch.float32)
+    own = whole.split(sizes)[axis.rank]
+    reduce_scatter_into(own, whole, axis, sizes=sizes, async_op=async_op).wait()
+    gathered = torch.full_like(whole, torch.nan)
+    all_gather_into(gathered, own, axis, sizes=sizes, async_op=async_op).wait()
+    want = draw(0, 0, sum(sizes), torch.float32)
+    for rank in range(1, axis.size):
+        want += draw(rank, 0, sum(sizes), torch.float32)
+    assert torch.equal(gathered, want)
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 300], [0, 0, 7], [64, 128, 64]], ids=str)
+def test_unequal_and_empty_parts(sizes: list[int]) -> None:
+    for async_op in (False, True):
+        run_ranks(unequal, 3, sizes, async_op)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -260,6 +260,21 @@ def test_a_meta_instantiation_of_a_large_layout_gives_the_same_bytes(
     assert (found.master, found.moments) == (4 * owned, 8 * owned)
 
 
+@pytest.mark.parametrize("shards", [8, 32])
+def test_owners_of_whole_matrices_need_what_adamw_needs_less_a_moment(shards: int) -> None:
+    def total(rule: str) -> int:
+        config = _config(
+            f"--model-type llama --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --optimizer {rule} "
+            f"--zero-stage 1 --bf16 --global-batch-size {shards}",
+            world_size=shards,
+        )
+        found = state_bytes(config, shards, range(34), num_stages=1, versions=1, num_gradients=1, on_cpu=False)
+        return shards * (found.weights + found.gradients + found.master + found.moments)
+
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 4 * 4096)
+    assert total("muon") == pytest.approx(total("adam") - 4 * matrices, rel=0.05)
+
+
 @pytest.mark.parametrize("rule", ["adam", "sgd --sgd-momentum 0", "lion", "muon", "adafactor"])
 @pytest.mark.parametrize("method", ["predict", "error-feedback"])
 def test_the_last_step_is_kept_where_a_correction_needs_it(rule: str, method: str) -> None:

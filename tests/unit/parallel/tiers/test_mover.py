@@ -196,10 +196,10 @@ def exchange_over_the_host(world: World, mover: Mover) -> None:
 
     with (
         patch("torch.empty", lambda size, **_: torch.zeros(size)),
-        patch("megalite.parallel.zero.host_exchange.reduce_scatter_into", lambda own, x, axis: None),
+        patch("megalite.parallel.zero.host_exchange.reduce_scatter_into", lambda own, x, axis, sizes: None),
         patch.multiple(mover, upload=upload, download=lambda x: x),
     ):
-        sum_on_host(full, SimpleNamespace(size=2, rank=0), mover, scatter=True)  # type: ignore[arg-type]
+        sum_on_host(full, SimpleNamespace(size=2, rank=0), mover, [4, 4])  # type: ignore[arg-type]
 
 
 SCENES: list[Callable[[World, Mover], None]] = [
