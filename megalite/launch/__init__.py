@@ -3,7 +3,9 @@
     launcher.py     environment -> World, process group, local ranks: the only reader of environment variables
     environment.py  who started this process, and as which rank (pure)
     supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
+    meeting.py      the store where ranks meet; devices.py: what they compute on
     watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
+    pulse.py        who is lost, though no connection has broken
     signals.py      what SIGTERM and its like do before training begins
     self_test.py    at start: who is missing, whose configuration differs, is a sum right
 
@@ -11,10 +13,10 @@ Nothing here imports torch before a rank needs it: the launcher's own process st
 it can fork. Proof: `tests/distributed/launch/`, `tests/faults/test_launcher.py`, `test_outer_launchers.py`.
 """
 
+from megalite.launch.devices import check_devices
 from megalite.launch.launcher import (
     INTERRUPTED,
     LaunchEnvironment,
-    check_devices,
     launch,
     log_to_stdout,
     print_error,

@@ -13,7 +13,6 @@ torch is imported when ranks start, so a wrong flag is answered at once. The pro
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import os
@@ -26,9 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megalite.config import ParallelConfig
-from megalite.errors import ConfigError, MegaliteError, PeerLost, RuntimeFailure, in_flags
+from megalite.errors import ConfigError, MegaliteError, PeerLost, in_flags
 from megalite.launch import environment
+from megalite.launch.devices import check_devices, choose_backend, choose_device, count_devices, threads_of
 from megalite.launch.environment import LaunchEnvironment
+from megalite.launch.meeting import open_store
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.signals import EndAtOnce, ends_at_once, ignored, interrupted_line
 from megalite.launch.supervisor import INTERRUPTED, Outcome, supervise
@@ -36,9 +37,6 @@ from megalite.launch.watch import RankWatch
 from megalite.scratch import scratch_folder
 
 if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-
     from megalite.comm import World
 
 
@@ -255,9 +253,9 @@ def _join(
     from megalite.launch import self_test
 
     seconds = config.parallel.distributed_timeout_minutes * 60
-    store = _open_store(world, place, rendezvous, seconds)
+    store = open_store(place, world.host, seconds, rendezvous=rendezvous, serves=True)
     if watch is not None:
-        watch.meet(store)
+        watch.meet(open_store(place, world.host, seconds))
     self_test.check_same_config(store, world, self_test.run_fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
@@ -275,31 +273,6 @@ def _join(
     self_test.check_collective(store, world, seconds)
 
 
-def _open_store(world: World, place: LaunchEnvironment, rendezvous: Path | None, seconds: float) -> dist.Store:
-    """The key-value store where ranks meet: a private file on one host, else TCP at MASTER_ADDR:MASTER_PORT."""
-    import torch.distributed as dist
-
-    if rendezvous is not None:
-        store: dist.Store = dist.FileStore(str(rendezvous), world.size)
-        store.set_timeout(timedelta(seconds=seconds))
-        return store
-    try:
-        store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            is_master=world.rank == 0 and not place.agent_store,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
-    except Exception as error:
-        where = f"env: MASTER_ADDR={place.master_addr}, MASTER_PORT={place.master_port}"
-        facts = str(error).splitlines()[0]
-        if world.rank == 0 and not place.agent_store:
-            raise ConfigError(f"{where}: rank 0 cannot listen there ({facts}); choose a free port") from error
-        raise RuntimeFailure(f"{where}: rank {world.rank} on {world.host} cannot reach rank 0 ({facts})") from error
-    return dist.PrefixStore(f"megalite/{place.attempt}", store)
-
-
 def check_interface() -> None:
     """Whether this host has the network interfaces that GLOO_SOCKET_IFNAME names. Raises ConfigError."""
     asked = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
@@ -310,65 +283,6 @@ def check_interface() -> None:
             f"env: GLOO_SOCKET_IFNAME={missing[0]}: {socket.gethostname()} has no such interface (has: "
             f"{', '.join(has)}); name one of them, or unset it"
         )
-
-
-@functools.cache
-def count_devices() -> int:
-    """GPUs of this host, for a process that will fork. A child asks: where no management library tells (ROCm, some
-    containers) torch asks the driver, and whoever has done that can fork no rank that uses it."""
-    import torch
-
-    if torch.version.cuda is None and torch.version.hip is None:
-        return 0
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, str(torch.cuda.device_count()).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, encoding="ascii") as answer:
-        told = answer.read()
-    os.waitpid(child, 0)
-    return int(told or 0)
-
-
-def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None = None) -> None:
-    """Whether this host's devices (None: asked for) are what `--device` and `--distributed-backend` ask for. Raises
-    ConfigError."""
-    import torch
-
-    devices = torch.cuda.device_count() if devices is None else devices
-    problems = []
-    wants_cuda = parallel.hardware.device == "cuda" or (parallel.hardware.device == "auto" and devices > 0)
-    if parallel.hardware.device == "cuda" and devices == 0:
-        problems.append(f"`device`=cuda: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
-    elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
-        problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or `device`=cpu")
-    if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
-        problems.append("`distributed_backend`=nccl: needs CUDA; use gloo")
-    if problems:
-        raise ConfigError(problems)
-
-
-def choose_device(parallel: ParallelConfig, place: LaunchEnvironment) -> torch.device:
-    """The device of this rank: GPU number `local_rank` where there are GPUs, else the CPU. Raises ConfigError."""
-    import torch
-
-    devices = torch.cuda.device_count()
-    one_gpu_per_task = devices == 1 and place.launcher in ("srun", "mpirun")
-    check_devices(parallel, 1 if one_gpu_per_task else place.local_size, devices)
-    if parallel.hardware.device == "cpu" or devices == 0:
-        return torch.device("cpu")
-    return torch.device("cuda", place.local_rank % devices)
-
-
-def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
-    """nccl for CUDA tensors, gloo for CPU tensors, unless `--distributed-backend` asks for gloo alone."""
-    if device.type == "cuda" and parallel.hardware.distributed_backend != "gloo":
-        return "cpu:gloo,cuda:nccl"
-    return "gloo"
 
 
 def be_deterministic() -> None:
@@ -389,12 +303,3 @@ def _set_threads(place: LaunchEnvironment) -> None:
         cores = os.cpu_count() or 1
         allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
         torch.set_num_threads(threads_of(place, cores, allowed))
-
-
-def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
-    """How many threads a rank gets on a host with `cores` cores, of which it may use `allowed`.
-
-    srun and mpirun may have bound it to its share already; --nprocs and torchrun leave the sharing to us.
-    """
-    bound = place.launcher in ("srun", "mpirun") and allowed < cores
-    return max(1, allowed if bound else allowed // place.local_size)

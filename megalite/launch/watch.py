@@ -5,9 +5,10 @@
                             '-- store: who has failed, why, and who says nothing any more
 
 A rank that breaks leaves word in the store where the ranks have met. A rank that loses a peer leaves its name there,
-and who has not done so after a few seconds is the one that is missing: it is named with its host. Ranks that hear of
-an end and do not come to one by themselves are ended. A rank whose launcher has gone ends too: nothing else would end
-it. The proof is `tests/faults/test_outer_launchers.py`.
+and who has not done so after a few seconds is the one that is missing: it is named with its host. Who breaks no
+connection when he is lost is found by `pulse.py`. Ranks that hear of an end and do not come to one by themselves are
+ended. A rank whose launcher has gone ends too: nothing else would end it. The proof is
+`tests/faults/test_outer_launchers.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from megalite.launch import pulse
 from megalite.launch.environment import LaunchEnvironment
+from megalite.launch.pulse import Patience, Pulse
 from megalite.launch.rank_page import BEAT_SECONDS, RankPage
 from megalite.launch.signals import ear, ends_at_once
 from megalite.launch.supervisor import die_with_parent
@@ -36,8 +39,9 @@ ROLL_CALL_SECONDS = 3.0
 ANSWER_SECONDS = 8.0
 LISTEN_SECONDS = 1.0
 GRACE_SECONDS = 6.0
+LAST_WORD_SECONDS = 2.0
 MAX_NAMES = 16
-OVER, CAUSE = "end/over", "end/cause"
+OVER, CAUSE, TOLD = "end/over", "end/cause", "end/told"
 
 
 class RankWatch:
@@ -50,6 +54,7 @@ class RankWatch:
         self._place, self._page, self._host = place, page, host
         self._me = f"rank {place.rank} ({host})"
         self._store: dist.Store | None = None
+        self._answered: Patience | None = None
         self._leaving = threading.Event()
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         parent, launcher = os.getpid(), os.getppid()
@@ -61,9 +66,14 @@ class RankWatch:
         page.start_beating(self._on_beat)
 
     def meet(self, store: dist.Store) -> None:
-        """The ranks have met in `store`: from now on it is asked whether one of them has failed."""
+        """The ranks meet in `store`: from now on it is asked whether one of them is lost or has failed.
+
+        store: a connection of this watch's own: where the rank waits in the store, others that use it wait too.
+        """
         self._store = store
-        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+        self._answered = Patience()
+        watched = Pulse(store, self._place, self._host)
+        threading.Thread(target=self._listen, args=(watched,), name="watch", daemon=True).start()
 
     def leave(self) -> None:
         self._leaving.set()
@@ -91,11 +101,13 @@ class RankWatch:
         answer = _within(ANSWER_SECONDS, lambda: self._roll_call(""))
         if answer is not None:
             return answer[0] if answer else None
-        meeting = f"{self._place.master_addr}:{self._place.master_port}"
         if self._place.local_rank and self._place.rank != 1:
             return None
+        return f"{self._meeting_point()} does not answer any more{self._where()}: {lost}"
+
+    def _meeting_point(self) -> str:
         who = "the launcher's meeting point" if self._place.agent_store else "rank 0"
-        return f"{who} ({meeting}) does not answer any more{self._where()}: {lost}"
+        return f"{who} ({self._place.master_addr}:{self._place.master_port})"
 
     def _roll_call(self, cause: str) -> list[str]:
         """Says that this rank ends, waits for the others to do so; what is to be told, if it is this rank's part."""
@@ -116,7 +128,7 @@ class RankWatch:
                 missing.pop(0)
             else:
                 time.sleep(0.02)
-        if store.check([CAUSE]) or (agent and store.add("end/told", 1) > 1):
+        if store.check([CAUSE]) or store.add(TOLD, 1) > 1:
             return []
         missing = [rank for rank in missing if not store.check([f"end/{rank}"])]
         if not missing:
@@ -126,28 +138,58 @@ class RankWatch:
     def _where(self) -> str:
         return f" in phase '{self._page.phase}'" if self._page.phase else ""
 
-    def _listen(self) -> None:
-        """Ends this rank some seconds after another one has ended, unless it does so by itself."""
-        assert self._store is not None
-        with contextlib.suppress(Exception):  # the store's server has gone: the connections show it
+    def _listen(self, watched: Pulse) -> None:
+        """Looks for ranks that are lost; ends this rank some seconds after another one has ended, unless it does so by
+        itself."""
+        assert self._store is not None and self._answered is not None
+        try:
             while not self._leaving.wait(LISTEN_SECONDS):
-                if not self._store.check([OVER]):
-                    continue
-                if self._leaving.wait(GRACE_SECONDS):
-                    return
-                self._end(f"{self._me} did not finish{self._where()} though another rank has ended", stacks=True)
+                lost = watched.lost()
+                self._answered.heard()
+                if lost:
+                    self._tell_lost(lost)
+                if self._store.check([OVER]):
+                    reason = " though another rank has ended"
+                    break
+        except Exception:  # the connections break with the store's server, except those through shared memory
+            reason = f": {self._meeting_point()} does not answer any more"
+        if self._leaving.wait(GRACE_SECONDS):
+            return
+        line = f"{self._me} did not finish{self._where()}{reason}"
+        self._end(line, stacks=True)
+
+    def _tell_lost(self, lost: str) -> None:
+        """Names who is lost, unless somebody has, and has all ranks end."""
+        assert self._store is not None
+        if self._store.add(TOLD, 1) == 1 and not self._leaving.is_set():
+            line = f"{lost} did not answer any more; {self._me} waited{self._where()}"
+            print(f"error: {line}", file=sys.stderr, flush=True)
+        self._leave_cause(f"{lost} did not answer any more")
+
+    def _leave_cause(self, cause: str) -> None:
+        """Has all ranks end, for a reason that is known."""
+        if self._store is not None:
+            self._store.set(CAUSE, cause)
+            self._store.set(OVER, "")
 
     def _on_beat(self) -> None:
         if self._listen_to_signals is not None:
             self._listen_to_signals()
         if self._launcher is not None and os.getppid() != self._launcher:
-            self._end(f"{self._me} ends{self._where()}: its launcher ({self._place.launcher}) is gone")
+            line = f"{self._me} ends{self._where()}: its launcher ({self._place.launcher}) is gone"
+            self._end(line, word=True)
+        if self._answered is not None and not self._leaving.is_set() and self._answered.is_over():
+            silent = f"for {pulse.SILENCE_SECONDS:g} s: is this host cut off?"
+            self._end(f"{self._me} ends{self._where()}: {self._meeting_point()} has not answered {silent}")
 
-    def _end(self, line: str, *, stacks: bool = False) -> None:
+    def _end(self, line: str, *, stacks: bool = False, word: bool = False) -> None:
+        """word: leaves word for ranks that would not notice, since no connection breaks in shared memory."""
         with contextlib.suppress(Exception):
             print(f"error: {line}", file=sys.stderr, flush=True)
             if stacks:
                 faulthandler.dump_traceback(file=2, all_threads=True)
+        if word:
+            _within(LAST_WORD_SECONDS, lambda: self._leave_cause(line))
         os._exit(1)
 
 

@@ -15,8 +15,9 @@ from megalite.config import Config, ParallelConfig, parse
 from megalite.config.parallel import DeviceOptions
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
+from megalite.launch.devices import check_devices, choose_backend, threads_of
 from megalite.launch.environment import LaunchEnvironment
-from megalite.launch.launcher import check_devices, choose_backend, launch, threads_of
+from megalite.launch.launcher import launch
 from megalite.testing import run_single
 
 MODEL = (

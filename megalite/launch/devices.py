@@ -1,0 +1,82 @@
+"""What computes on this host: GPUs or the CPU, the library by which ranks talk, and threads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING
+
+from megalite.config import ParallelConfig
+from megalite.errors import ConfigError
+from megalite.launch.environment import LaunchEnvironment
+
+if TYPE_CHECKING:
+    import torch
+
+
+@functools.cache
+def count_devices() -> int:
+    """GPUs of this host, for a process that will fork. A child asks: where no management library tells (ROCm, some
+    containers) torch asks the driver, and whoever has done that can fork no rank that uses it."""
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return 0
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(torch.cuda.device_count()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="ascii") as answer:
+        told = answer.read()
+    os.waitpid(child, 0)
+    return int(told or 0)
+
+
+def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None = None) -> None:
+    """Whether this host's devices (None: asked for) are what `--device` and `--distributed-backend` ask for. Raises
+    ConfigError."""
+    import torch
+
+    devices = torch.cuda.device_count() if devices is None else devices
+    problems = []
+    wants_cuda = parallel.hardware.device == "cuda" or (parallel.hardware.device == "auto" and devices > 0)
+    if parallel.hardware.device == "cuda" and devices == 0:
+        problems.append(f"`device`=cuda: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
+    elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
+        problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or `device`=cpu")
+    if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
+        problems.append("`distributed_backend`=nccl: needs CUDA; use gloo")
+    if problems:
+        raise ConfigError(problems)
+
+
+def choose_device(parallel: ParallelConfig, place: LaunchEnvironment) -> torch.device:
+    """The device of this rank: GPU number `local_rank` where there are GPUs, else the CPU. Raises ConfigError."""
+    import torch
+
+    devices = torch.cuda.device_count()
+    one_gpu_per_task = devices == 1 and place.launcher in ("srun", "mpirun")
+    check_devices(parallel, 1 if one_gpu_per_task else place.local_size, devices)
+    if parallel.hardware.device == "cpu" or devices == 0:
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % devices)
+
+
+def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
+    """nccl for CUDA tensors, gloo for CPU tensors, unless `--distributed-backend` asks for gloo alone."""
+    if device.type == "cuda" and parallel.hardware.distributed_backend != "gloo":
+        return "cpu:gloo,cuda:nccl"
+    return "gloo"
+
+
+def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
+    """How many threads a rank gets on a host with `cores` cores, of which it may use `allowed`.
+
+    srun and mpirun may have bound it to its share already; --nprocs and torchrun leave the sharing to us.
+    """
+    bound = place.launcher in ("srun", "mpirun") and allowed < cores
+    return max(1, allowed if bound else allowed // place.local_size)

@@ -1,0 +1,50 @@
+"""The store where ranks meet before they can talk to each other."""
+
+from __future__ import annotations
+
+import resource
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.errors import ConfigError, RuntimeFailure
+from megalite.launch.environment import LaunchEnvironment
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+
+def open_store(
+    place: LaunchEnvironment, host: str, seconds: float, *, rendezvous: Path | None = None, serves: bool = False
+) -> dist.Store:
+    """A connection to the key-value store where ranks meet: a private file on one host, else TCP.
+
+    serves: rank 0 serves the store with this connection, unless its launcher does. Raises ConfigError where it cannot,
+    RuntimeFailure where it is not reached in `seconds`.
+    """
+    import torch.distributed as dist
+
+    if rendezvous is not None:
+        store: dist.Store = dist.FileStore(str(rendezvous), place.size)
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
+    serves = serves and place.rank == 0 and not place.agent_store
+    if serves:  # two connections a rank
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        store = dist.TCPStore(
+            place.master_addr,
+            place.master_port,
+            is_master=serves,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+    except Exception as error:
+        where = f"env: MASTER_ADDR={place.master_addr}, MASTER_PORT={place.master_port}"
+        facts = str(error).splitlines()[0]
+        if serves:
+            raise ConfigError(f"{where}: rank 0 cannot listen there ({facts}); choose a free port") from error
+        raise RuntimeFailure(f"{where}: rank {place.rank} on {host} cannot reach rank 0 ({facts})") from error
+    # A launcher's store outlives an attempt; one that rank 0 serves does not, and launchers may count differently.
+    return dist.PrefixStore(f"megalite/{place.attempt if place.agent_store else 0}", store)

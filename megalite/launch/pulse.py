@@ -1,0 +1,128 @@
+"""Who is lost: asked by every rank of an outer launcher once a second, in the store where the ranks have met.
+
+    host a: rank 0 -> rank 1 -> rank 2 -> rank 0     each watches the process of the next one on its host: seen at once
+       |                                             (a peer behind shared memory or NCCL breaks no connection)
+       |  beat/0, beat/1: one rank a host writes every 3 s; 15 s of silence, and the host is lost
+       v
+    host b: rank 3 -> rank 4 -> rank 5 -> rank 3     (a pulled link breaks no connection either)
+
+A host watches the one that came after it, so a second of watching costs each rank a request or two, however many there
+are. A process that was itself stopped for a while judges nobody by that time. Proof: `tests/faults/test_pulse.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.launch.environment import LaunchEnvironment
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+BEAT_SECONDS = 3.0
+SILENCE_SECONDS = 15.0
+PAUSE_SECONDS = 5.0
+"""Between two looks at the clock: whoever does not look for so long was stopped himself."""
+
+
+class Patience:
+    """Measures silence, in seconds during which this process was running."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked = clock()
+        self._silence = 0.0
+
+    def heard(self) -> None:
+        """There was a sign of life."""
+        self._looked = self._clock()
+        self._silence = 0.0
+
+    def is_over(self) -> bool:
+        """Whether there was none for too long. To be asked every second or so."""
+        now = self._clock()
+        passed = now - self._looked
+        self._looked = now
+        self._silence += passed if passed < PAUSE_SECONDS else 0.0
+        return self._silence > SILENCE_SECONDS
+
+
+class Pulse:
+    """One rank's part of the watch over all of them."""
+
+    def __init__(self, store: dist.Store, place: LaunchEnvironment, host: str) -> None:
+        self._store, self._place, self._host = store, place, host
+        self._neighbour: tuple[int, int] | None = None  # rank, descriptor of its process
+        self._next_beat, self._beats = 0.0, 0
+        self._heard, self._last = Patience(), b""
+        here = self._here = f"processes/{_machine()}"
+        store.set(f"{here}/{store.add(here, 1)}", f"{place.rank} {os.getpid()}")
+        self._number = store.add("beat/hosts", 1) - 1 if place.local_rank == 0 else None
+        if self._number is not None:
+            self._beat(self._number)
+
+    def lost(self) -> str:
+        """Names a rank or a host that is lost; empty where nobody is. To be asked every second or so."""
+        if self._neighbour is None:
+            self._neighbour = self._find_neighbour()
+        if self._neighbour is not None and _is_over(self._neighbour[1]):
+            return f"rank {self._neighbour[0]} ({self._host})"
+        if self._number is None or time.monotonic() < self._next_beat:
+            return ""
+        self._beat(self._number)
+        return self._silent_host(self._number)
+
+    def _beat(self, number: int) -> None:
+        self._next_beat = time.monotonic() + BEAT_SECONDS
+        self._beats += 1
+        alone = self._place.local_size == 1
+        ranks = f"rank {self._place.rank}" if alone else f"rank {self._place.rank} and the others of its host"
+        self._store.set(f"beat/{number}", f"{self._beats} {ranks} ({self._host})")
+
+    def _find_neighbour(self) -> tuple[int, int] | None:
+        """The next rank of this host; None until all have met, and where they do not see each other's processes."""
+        keys = [f"{self._here}/{number + 1}" for number in range(self._place.local_size)]
+        if len(keys) == 1 or not self._store.check(keys) or sys.platform != "linux":
+            return None
+        processes = sorted(tuple(map(int, self._store.get(key).split())) for key in keys)
+        mine = [rank for rank, _ in processes].index(self._place.rank)
+        neighbour, process = processes[(mine + 1) % len(processes)]
+        try:
+            return neighbour, os.pidfd_open(process)
+        except ProcessLookupError:
+            return neighbour, -1
+
+    def _silent_host(self, number: int) -> str:
+        """The host after this one, if nothing was heard of it for too long."""
+        watched = (number + 1) % self._store.add("beat/hosts", 0)
+        key = f"beat/{watched}"
+        if watched == number or not self._store.check([key]):
+            self._heard.heard()
+            return ""
+        beat = self._store.get(key)
+        if beat != self._last:
+            self._last = beat
+            self._heard.heard()
+        return beat.decode().partition(" ")[2] if self._heard.is_over() else ""
+
+
+def _is_over(descriptor: int) -> bool:
+    """Whether a process has ended, be it that nobody has asked how."""
+    if descriptor < 0:
+        return True
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _machine() -> str:
+    """Names the set of process numbers that this process is counted in: those of a host, or of a container."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    space = Path("/proc/self/ns/pid")
+    return f"{boot.read_text().strip() if boot.exists() else ''} {os.readlink(space) if space.is_symlink() else ''}"
