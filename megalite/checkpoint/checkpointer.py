@@ -16,7 +16,15 @@ from typing import Any
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
 from megalite.checkpoint.loading import STATE_PREFIXES, RankLoad, unused_names, verify_checkpoint
-from megalite.checkpoint.run_dir import decide_start, directory_name, remove_interrupted, retain
+from megalite.checkpoint.run_dir import (
+    committed,
+    decide_start,
+    directory_name,
+    remove_interrupted,
+    retain,
+    set_aside_newer,
+    step_of,
+)
 from megalite.checkpoint.saving import (
     Description,
     SaveJob,
@@ -251,6 +259,21 @@ class Checkpointer:
             if self.world.is_first:
                 logger.warning("`auto_resume`: passed over: %s", problems[0])
         raise CheckpointError(f"`auto_resume`: no checkpoint of {save} is whole: {damaged[0]}")
+
+    def go_back(self, step: int) -> Path | None:
+        """The newest committed checkpoint up to `step`; those that are newer are put aside (renamed). None: there is
+        none, and nothing is renamed."""
+        self.wait()
+
+        def look() -> str | None:
+            old = [path for path in committed(self.directory) if step_of(path) <= step]
+            for path in set_aside_newer(self.directory, step_of(old[-1])) if old else ():
+                logger.warning("put aside: %s", path.name)
+            return str(old[-1]) if old else None
+
+        found = self._on_first(look)
+        self._last = self._last if found is None else Path(found)
+        return None if found is None else Path(found)
 
     def load(self, path: Path | str, shards: Sequence[TensorShard], *, cast: bool = False) -> dict[str, Any]:
         """Fills `shard.local` of all shards from a checkpoint of any layout and returns its meta.

@@ -110,7 +110,14 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "spikes": ArgumentFlag(
         "updates whose gradient norm is far above those before",
-        {"action": "on_spike", "sigma": "spike_sigma", "window": "spike_window"},
+        {
+            "action": "on_spike",
+            "sigma": "spike_sigma",
+            "window": "spike_window",
+            "back": "rollback_iters",
+            "pass_over": "rollback_skip_iters",
+            "times": "rollback_limit",
+        },
     ),
     "lr_decay": ArgumentFlag(
         "length of the decay to `min_lr`; without it that of the training",

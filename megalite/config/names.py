@@ -17,6 +17,7 @@ RENAMED: Mapping[str, str] = {
 CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
     "use_distributed_optimizer": ("zero_stage", 1),
     "disable_bias_linear": ("add_bias_linear", False),
+    "check_for_spiky_loss": ("on_spike", "log"),
     "swiglu": ("activation", "swiglu"),
     "squared_relu": ("activation", "squared-relu"),
     "quick_geglu": ("activation", "quick-geglu"),

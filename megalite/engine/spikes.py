@@ -1,6 +1,6 @@
 """Spikes: updates whose gradient norm is far above those of the updates before (after OLMo-core's `SkipStepOptimizer`).
 
-    norm > mean + sigma x deviation of the window   ->  a spike: logged, skipped, or the end of the run
+    norm > mean + sigma x deviation of the window   ->  a spike: logged, skipped, the end of the run, or a rollback
 
 The window holds the norms of the latest updates. It is the same on all ranks, as the norm is, and so is the decision,
 which the device makes; the host reads it with the norm. A spike enters the window as the limit that it exceeded: one
@@ -29,7 +29,8 @@ class SpikeGuard:
     """The window, and what is done about a spike.
 
     settings: with `on_spike`. max_skipped: spikes skipped in a row that end the run. speaks: whether this rank logs.
-    in_a_row: spikes since the latest update that was none.
+    in_a_row: spikes since the latest update that was none. rolls_back: the iteration of the first spike that asks for a
+    rollback, until somebody has dealt with it (`megalite/train/rollback.py`).
     """
 
     def __init__(self, settings: Spikes, device: torch.device, *, max_skipped: int, speaks: bool) -> None:
@@ -38,6 +39,7 @@ class SpikeGuard:
         self._places = torch.arange(settings.spike_window, device=device)
         self._entered = torch.zeros((), dtype=torch.int64, device=device)
         self.in_a_row = 0
+        self.rolls_back: int | None = None
 
     @property
     def withholds(self) -> bool:
@@ -60,9 +62,9 @@ class SpikeGuard:
         self._entered = self._entered + norm.isfinite()
         return limit
 
-    def resolve(self, update: int, norm: float, limit: float) -> bool:
-        """The host's part, once it knows both: whether the update was a spike. Raises RuntimeFailure where the run
-        ends."""
+    def resolve(self, update: int, norm: float, limit: float, *, iteration: int = 0) -> bool:
+        """The host's part, once it knows both: whether the update, of this iteration, was a spike. Raises
+        RuntimeFailure where the run ends."""
         if not limit < norm < math.inf:
             self.in_a_row = 0
             return False
@@ -78,6 +80,8 @@ class SpikeGuard:
             )
         if self._speaks:
             logger.warning("%s%s", what, ": skipped" if self.withholds else "")
+        if settings.on_spike == "rollback" and self.rolls_back is None:
+            self.rolls_back = iteration
         self.in_a_row += self.withholds
         if self.in_a_row >= self._max_skipped:
             raise RuntimeFailure(
@@ -85,6 +89,10 @@ class SpikeGuard:
                 "no spikes; continue from a checkpoint before them with a lower `lr` or a larger `spike_sigma`"
             )
         return True
+
+    def forget(self) -> None:
+        """The spike that asked for a rollback is dealt with."""
+        self.rolls_back = None
 
     def window(self) -> list[float]:
         """The norms in the window, oldest first."""

@@ -74,6 +74,7 @@ class _PendingUpdate:
     its gradient norm, and of the limit above which that is a spike, if spikes are looked for."""
 
     update: int
+    iteration: int
     samples: int
     overflow: Tensor
     reading: LateReading
@@ -141,6 +142,16 @@ class Updater(Events):
     def newest_version(self) -> int:
         return self._version
 
+    @property
+    def rolls_back(self) -> int | None:
+        """The iteration of a spike that asks for a rollback; None: there is none."""
+        return None if self._spikes is None else self._spikes.rolls_back
+
+    def restart(self, version: int) -> None:
+        """Continues with the loaded weights of this version. The pipeline must be empty; what the host has not read yet
+        of the updates so far is dropped."""
+        self._version, self._pending, self._skipped_here, self.stuck = version, None, False, 0
+
     def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
         for buffers in self._buffers_of[stage]:
             buffers.gradients.select(self._update_of(microbatch))
@@ -185,7 +196,7 @@ class Updater(Events):
             if self._spikes.withholds:
                 found_inf = torch.maximum(found_inf, (norm > limit).float())
         reading = LateReading(read)
-        self._pending = _PendingUpdate(update, numbers.samples, overflow, reading)
+        self._pending = _PendingUpdate(update, numbers.iteration, numbers.samples, overflow, reading)
         self._weights.optimizer.finish_step()  # it may still read what comes now
         self._weights.follow(None)
         delay = self._weights.delay
@@ -259,7 +270,9 @@ class Updater(Events):
         norm, *limit = latest.reading.read()
         overflow = not math.isfinite(norm)
         spikes = self._spikes
-        skipped = spikes is not None and spikes.resolve(latest.update, norm, *limit) and spikes.withholds or overflow
+        skipped = overflow
+        if spikes is not None and spikes.resolve(latest.update, norm, *limit, iteration=latest.iteration):
+            skipped |= spikes.withholds
         self._weights.optimizer.count_step(skipped=skipped)
         self._skipped_here |= skipped
         if latest.samples:

@@ -77,6 +77,10 @@ class Hook:
     def on_save(self, trainer: TrainerView, record: Record) -> None:
         """After a checkpoint was written, with a `"save"` record: iteration, path, save_time_ms."""
 
+    def on_rollback(self, trainer: TrainerView, record: Record) -> None:
+        """After the run went back to a checkpoint because of a spike, with a `"rollback"` record: the iteration of the
+        spike, that of the checkpoint, and the samples and iterations that will be passed over."""
+
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         """Once, at the end, also after a failure; ranks must not communicate here."""
 
@@ -146,6 +150,10 @@ class Hooks:
         """A checkpoint of `iteration` was written to `path`, for which training waited `seconds`."""
         record: Record = {"kind": "save", "iteration": iteration, "path": path, "save_time_ms": 1e3 * seconds}
         self._call("on_save", trainer, record)
+
+    def on_rollback(self, trainer: TrainerView, record: Record) -> None:
+        """The run has gone back to a checkpoint."""
+        self._call("on_rollback", trainer, record)
 
     def on_end(self, trainer: TrainerView, status: str) -> None:
         """`status`: `completed`, the value of an `ExitReason`, or `failed`.

@@ -120,6 +120,9 @@ class JsonlHook(Hook):
     def on_save(self, trainer: TrainerView, record: Record) -> None:
         self._write(record)
 
+    def on_rollback(self, trainer: TrainerView, record: Record) -> None:
+        self._write(record)
+
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         self._write(summary)
         if self._file is not None:

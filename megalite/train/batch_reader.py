@@ -138,6 +138,14 @@ class BatchReader:
         if self.loader is not None:
             self.loader.skip(samples)
 
+    def restart(self, loader: BatchLoader) -> None:
+        """Reads from `loader` from now on; batches are numbered anew."""
+        if self.loader is not None:
+            self.loader.close()
+        self.loader = loader
+        self._plan.clear()
+        self._batches.clear()
+
     def take_seconds(self) -> float:
         """Seconds spent waiting for data since the last call."""
         seconds, self._seconds = self._seconds, 0.0

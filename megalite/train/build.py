@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -44,6 +44,7 @@ from megalite.parallel.zero import (
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import layer_of, make_rows, optimizer_type
+from megalite.train.rollback import PassedOver
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,14 @@ class Model(Weights):
     """This rank's part of the model.
 
     foreign: the module of `--model-module`, if it is one.
-    rows: of the word embedding, where they are on the host and of this rank. plan: where its memory lies.
+    rows: of the word embedding, where they are on the host and of this rank. plan: where its memory lies. passed:
+    iterations whose samples are passed over.
     """
 
     foreign: ForeignModel | None = None
     rows: CachedRows | None = None
     plan: MemoryPlan = DEFAULT_PLAN
+    passed: PassedOver = field(default_factory=PassedOver)
 
 
 def build_model(
@@ -88,6 +91,7 @@ def build_model(
     plan: None: what flags say."""
     plan = given_plan(config) if plan is None else plan
     placement, families = program.placement, _families(config)
+    passed = PassedOver(config.training.iterations_to_skip)
     mover = foreign.parts.mover if foreign else Mover(device)
     rows = _rows(config, mesh, program, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
@@ -113,13 +117,13 @@ def build_model(
             file_fraction=plan.file_fraction,
             kind=None if rows is None else optimizer_type(rows),
         ),
-        delay=Delay(staleness, config.parallel.pipeline_flush_steps, config.training.iterations_to_skip),
+        delay=Delay(staleness, config.parallel.pipeline_flush_steps, passed),
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
         device=device,
     )
     if config.model.cpu_offloading_num_layers and foreign is None:
         _offload_activations(config, built, SavedTensors(mover))
-    return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan)
+    return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan, passed=passed)
 
 
 def _rows(config: Config, mesh: ParallelMesh, program: Program, mover: Mover) -> CachedRows | None:

@@ -27,8 +27,7 @@ from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
-from megalite.train.run import changed_data
-from megalite.train.run_data import resolve_tokenizer
+from megalite.train.run_data import changed_data, resolve_tokenizer
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
 WIDEST = 200

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -18,9 +18,7 @@ from megalite.checkpoint import Meta
 from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
 from megalite.config import Config
 from megalite.convert import Origin
-from megalite.data import Survey, survey_differences
-from megalite.engine import Hyperparameters, SpikeGuard, Updater
-from megalite.errors import DataError
+from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import PipelineTracer, Record, make_hooks
 from megalite.optim import build_scaler
@@ -39,11 +37,12 @@ from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import resume_report
-from megalite.train.run_data import RunData, open_data, resolve_tokenizer
+from megalite.train.run_data import RunData, appended_data, changed_data, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
 from megalite.train.samples import sample_writer, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
+from megalite.train.spikes import make_rollback, make_spike_guard
 from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.validation import Validator
 
@@ -160,29 +159,6 @@ def make_mesh(config: Config, world: World) -> ParallelMesh:
     return mesh
 
 
-def changed_data(recorded: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
-    """How the data differ from what the checkpoint has recorded about its own.
-
-    Raises DataError where they do, unless `--allow-data-change` is set.
-    """
-    if config.training.skip_train:
-        return []
-    found = survey_differences(recorded, surveys)
-    if found and not config.checkpoint.allow_data_change:
-        raise DataError(
-            f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
-            "continue; give it those, or continue with these (`allow_data_change`)"
-        )
-    return found
-
-
-def appended_data(earlier: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
-    """What a longer training does to the order of the samples; empty where nothing is appended."""
-    if not earlier or requests == earlier:
-        return []
-    return [f"the order of the first {earlier[-1]:,} samples is kept, {requests[-1] - earlier[-1]:,} are appended"]
-
-
 def assemble_trainer(
     world: World,
     data: RunData,
@@ -212,8 +188,7 @@ def assemble_trainer(
         after, so all of them use the scale from before that update; a change takes effect one batch later."""
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
-    executor = make_executor(config, model, mesh, updater, world.device)
-    channel, traffic = executor.channel, traffic_hooks(config, model.rows)
+    executor, traffic = make_executor(config, model, mesh, updater, world.device), traffic_hooks(config, model.rows)
     train_iters = config.train_iterations(world.size)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
     traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
@@ -234,13 +209,14 @@ def assemble_trainer(
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
-        sample=sample_writer(state, mesh, channel, updater.newest_version, world.device),
+        sample=sample_writer(state, mesh, executor.channel, updater.newest_version, world.device),
         evaluate=Validator(
-            *(data, model, channel, updater.newest_version),
-            length=lambda: data.evaluation_length(progress.consumed_samples),
-            interruption=exits.interruption,
+            *(data, model, executor.channel, updater.newest_version),
+            *(lambda: data.evaluation_length(progress.consumed_samples), exits.interruption),
         ),
         save=state.save if config.checkpoint.save is not None else None,
+        passed=model.passed,
+        roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
     )
 
@@ -251,14 +227,6 @@ def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Upd
     channel = Channel(down, up, sending_pairs(config, model), headers=config.parallel.check_pipeline_messages)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
-
-
-def make_spike_guard(config: Config, world: World) -> SpikeGuard | None:
-    """What looks for spikes of the gradient norm, if somebody asks for it."""
-    settings, most = config.training.spikes, config.training.loss_scaling.max_skipped_updates
-    if settings.on_spike is None:
-        return None
-    return SpikeGuard(settings, world.device, max_skipped=most, speaks=world.is_first)
 
 
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,11 +19,13 @@ from megalite.data import (
     Datasets,
     DocumentMasks,
     SampleSource,
+    Survey,
     Tokenizer,
     build_datasets,
     build_tokenizer,
     cache_directory,
     resolve_vocab_size,
+    survey_differences,
     surveys_to_meta,
 )
 from megalite.errors import ConfigError, DataError
@@ -172,3 +174,26 @@ def open_datasets(
         earlier_requests=earlier_requests,
         vocab_size=config.model.vocab_size,
     )
+
+
+def changed_data(recorded: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
+    """How the data differ from what the checkpoint has recorded about its own.
+
+    Raises DataError where they do, unless `--allow-data-change` is set.
+    """
+    if config.training.skip_train:
+        return []
+    found = survey_differences(recorded, surveys)
+    if found and not config.checkpoint.allow_data_change:
+        raise DataError(
+            f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
+            "continue; give it those, or continue with these (`allow_data_change`)"
+        )
+    return found
+
+
+def appended_data(earlier: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
+    """What a longer training does to the order of the samples; empty where nothing is appended."""
+    if not earlier or requests == earlier:
+        return []
+    return [f"the order of the first {earlier[-1]:,} samples is kept, {requests[-1] - earlier[-1]:,} are appended"]

@@ -5,10 +5,10 @@
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
               largest magnitudes of updates before `optimizer/fp8/<layer>`, where scales are made of them
-    meta      format, configuration, progress, loss scaler, latest gradient norms (`--spikes`), schedules of learning
-              rate and weight decay, training samples asked for, surveys of the data, the precision of fp32 matmuls; the
-              model beside adapters; the Hugging Face model that the run began with; where memory lay (for readers: a
-              run that resumes decides anew)
+    meta      format, configuration, progress, loss scaler, latest gradient norms (`--spikes`), samples passed over,
+              schedules of learning rate and weight decay, training samples asked for, surveys of the data, the
+              precision of fp32 matmuls; the model beside adapters; the Hugging Face model that the run began with;
+              where memory lay (for readers: a run that resumes decides anew)
     files     the tokenizer, config.yaml
 
 A run of another framework's becomes one of ours by writing the same (`convert/megatron_state.py`).
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 STEPS = f"optimizer/{LAST_STEP}/"
 SPIKES = "spikes"
 """Where a checkpoint keeps the gradient norms that the next one is compared with."""
+PASSED_OVER = "passed_over"
+"""Where a checkpoint keeps the ranges of samples that the run passes over."""
 NEWEST = "newest_update"
 """Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
@@ -80,6 +82,7 @@ class RunState:
             "memory_plan": self.model.plan.to_meta(),
             **({} if self.origin == Origin() else {ORIGIN_META: self.origin.to_meta()}),
             **({} if self.spikes is None else {SPIKES: _spikes_to_meta(self.spikes)}),
+            **({} if not self.model.passed.ranges else {PASSED_OVER: self.model.passed.to_meta()}),
             **({} if self.base is None else {BASE_META: self.base.to_meta()}),
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }
@@ -96,14 +99,15 @@ class RunState:
         """Local: whether this rank knows that a background save has failed."""
         return self.checkpointer.failure is not None
 
-    def load(self, start: StartingPoint) -> tuple[TrainingProgress, list[str]]:
+    def load(self, start: StartingPoint, *, own: bool = False) -> tuple[TrainingProgress, list[str]]:
         """Loads a checkpoint of any layout, or a Hugging Face model's weights. Collective.
 
-        Returns the progress of the run, and what was loaded, as text.
+        own: one that this run has saved; flags about `--load` do not concern it. Returns the progress of the run, and
+        what was loaded, as text.
         """
         model, meta = self.model, Meta(start.meta, str(start.path))
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
-        with_state = self.config.checkpoint.load_optim and not start.weights_only
+        with_state = (own or self.config.checkpoint.load_optim) and not start.weights_only
         version = self._version(progress)
         shards = [*model.optimizer.shards(), *self._states(version), *self._still]
         if not with_state:
@@ -112,6 +116,8 @@ class RunState:
             lacked = [STEPS, *(state.absent for state in model.states if state.absent)]
             absent = tuple(prefix for prefix in lacked if not self._holds(start.path, prefix))
             shards = [shard for shard in shards if not shard.name.startswith(absent)]
+        if not start.weights_only:
+            self.model.passed.take_up(meta, PASSED_OVER)
         self._take_up_delay(progress, meta if with_state else None)
         stored = self._stored_older(start.path, version) if with_state else []
         shards += stored

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
+from megalite.train.rollback import PassedOver, SampleRange
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,8 @@ class Trainer:
     finish_save: waits for a save in the background.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     sample: iteration -> texts that the model writes; None: it writes none.
+    passed: iterations whose samples are passed over.
+    roll_back: iteration of a spike -> what was done, with the state that of a checkpoint; None where nothing was.
     """
 
     progress: TrainingProgress
@@ -99,6 +102,8 @@ class Trainer:
     experts: Callable[[range], ExpertStats] | None = None
     sample: Callable[[int], list[Record]] | None = None
     tracer: PipelineTracer | None = None
+    passed: PassedOver = field(default_factory=PassedOver)
+    roll_back: Callable[[int], Record | None] | None = None
 
     def __post_init__(self) -> None:
         self._drained = True
@@ -154,13 +159,15 @@ class Trainer:
             evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
-            drains = stops or evaluates or saves or samples
+            drains = stops or evaluates or saves or samples or self.updater.rolls_back is not None
             reads = drains or number % self.config.logging.log_interval == 0
             stats = self.train_step(drain=drains, reads=reads)
             if reads:
                 self.updater.resolve_pending()
             self.hooks.after_step(self, stats)
             gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
+            if self._rolled_back():
+                continue
             if evaluates and number < self.train_iters and not self._evaluate(final=False):
                 reason, stops = ExitReason.SIGNAL, True
             if samples and self.sample is not None:
@@ -181,7 +188,7 @@ class Trainer:
         number, progress = self.iteration + 1, self.progress
         fault_point("iteration", rank=self.mesh.rank, step=number)
         samples, length = (schedule.at(progress.consumed_samples) for schedule in (self.batch_sizes, self.lengths))
-        if number in self.config.training.iterations_to_skip:
+        if self.passed.holds(number, progress.consumed_samples):
             return self._pass_over(samples, began)
         batch = self._plan(samples, drain=drain)
         program = self.program(batch.size, number)
@@ -226,7 +233,7 @@ class Trainer:
         size = self._microbatches(samples)
         following = self.batch_sizes.at(progress.consumed_samples + samples)
         # A batch of another size has another program: the pipeline drains between the two.
-        skips = self.iteration + 2 in self.config.training.iterations_to_skip
+        skips = self.passed.holds(self.iteration + 2, progress.consumed_samples + samples)
         next_size = 0 if drain or skips or following != samples else size
         self.batch_reader.plan(progress.updates, first=progress.microbatches, samples=samples)
         self.batch_reader.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
@@ -236,8 +243,9 @@ class Trainer:
         return samples // (self.config.training.micro_batch_size * self.mesh.size("dp"))
 
     def _pass_over(self, samples: int, began: float) -> StepStats:
-        """`--iterations-to-skip`: the data of this iteration is consumed, nothing is computed."""
-        progress = self.progress
+        """The data of this iteration is consumed, nothing is computed."""
+        progress, first = self.progress, self.progress.consumed_samples
+        self.passed.add(SampleRange(first, first + samples, progress.iteration, progress.iteration + 1))
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.skipped_iterations += 1
@@ -254,6 +262,20 @@ class Trainer:
             skipped=True,
             iteration_time_s=time.perf_counter() - began,
         )
+
+    def _rolled_back(self) -> bool:
+        """Goes back to a checkpoint if a spike asks for it and nothing is in flight; whether that was done."""
+        spike = self.updater.rolls_back
+        if spike is None or self.roll_back is None or not self._drained:
+            return False
+        self.hooks.log(self)
+        self.report_phase(f"rollback after a spike in iteration {spike}")
+        record = self.roll_back(spike)
+        if record is None:
+            return False
+        self._last_saved = self._began_after = self.iteration
+        self.hooks.on_rollback(self, record)
+        return True
 
     # the loss of a batch
 

@@ -26,7 +26,7 @@ from megalite.config.rules.layout import (
 )
 from megalite.config.rules.lora import lora
 from megalite.config.rules.offload import param_offload
-from megalite.config.rules.run import float8, learning_rate, length, precision, update_rule, weight_decay
+from megalite.config.rules.run import float8, learning_rate, length, precision, spikes, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
@@ -57,6 +57,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     batch,
     length,
     precision,
+    spikes,
     float8,
     learning_rate,
     weight_decay,

@@ -94,7 +94,7 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
     warmup, style = optimizer.lr_warmup, optimizer.lr_decay_style
     warms = warmup.lr_warmup_iters or warmup.lr_warmup_samples or warmup.lr_warmup_fraction
     ramp = optimizer.weight_decay_ramp.weight_decay_incr_style
-    skips = training.precision.fp16 or "skip" in (training.nonfinite, training.spikes.on_spike)
+    skips = training.precision.fp16 or training.nonfinite == "skip" or training.spikes.on_spike in ("skip", "rollback")
     return (
         ("min_lr lr_decay_iters lr_decay_samples", style == "constant", "with `lr_decay_style`=constant"),
         ("lr_wsd_decay_style", style != "WSD", f"with `lr_decay_style`={style}"),
@@ -114,6 +114,11 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
             "max_skipped_updates",
             not skips,
             "without `fp16`, `nonfinite`=skip or `on_spike`=skip, where no update is skipped",
+        ),
+        (
+            "rollback_iters rollback_skip_iters rollback_limit",
+            training.spikes.on_spike != "rollback",
+            "without `on_spike`=rollback",
         ),
         ("eval_interval full_validation", training.eval_iters == 0, "with `eval_iters`=0"),
         (

@@ -35,6 +35,27 @@ def precision(config: Config, world_size: int) -> Iterator[str]:
         yield "`grad_reduce_in_bf16`: needs `bf16`"
 
 
+def spikes(config: Config, world_size: int) -> Iterator[str]:
+    """A rollback needs checkpoints that are old enough, and passes over the spike itself."""
+    given, settings = config.training.spikes, config.checkpoint
+    back, over, interval = given.rollback_iters, given.rollback_skip_iters, settings.save_interval
+    if given.on_spike != "rollback":
+        return
+    if settings.save is None or interval is None:
+        yield "`on_spike`=rollback: goes back to a checkpoint of this run; add `save` and `save_interval`"
+    elif settings.keep_last_n is not None and (settings.keep_last_n - 1) * interval + 1 < back:
+        least = -(-(back - 1) // interval) + 1
+        yield (
+            f"`keep_last_n`={settings.keep_last_n}: `on_spike`=rollback goes back {back} iterations, and with "
+            f"`save_interval`={interval} the oldest checkpoint that is kept may be newer; keep {least}, or go back less"
+        )
+    if over < back:
+        yield (
+            f"`rollback_skip_iters`={over}: below `rollback_iters`={back}, so that the spike itself would come again; "
+            f"use {back} or more"
+        )
+
+
 def float8(config: Config, world_size: int) -> Iterator[str]:
     """Formats beside it, and blocks of 128 that end where ranks do."""
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size

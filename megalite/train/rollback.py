@@ -1,0 +1,158 @@
+"""Samples that a run passes over, and the way back to a checkpoint where a spike asks for it (`--spikes
+action=rollback`; PaLM, arXiv 2204.02311, section 5.1).
+
+    iterations   ... c ........ b ............. s ............ e ...
+                     checkpoint | passed over   spike          | training continues
+                                |<----- back -->|              |
+                                |<-------- pass_over --------->|
+
+The run loads the newest checkpoint c up to b = s - `back`, trains again from c to b, passes over the samples of
+b+1 .. e, and continues: a run that was told `--iterations-to-skip` b+1 .. e has the same weights. Checkpoints newer
+than c are put aside first. A run that is killed on the way starts from c, or from one that was not put aside yet, comes
+to the same spike by the same window of norms, and decides the same.
+
+A spike less than `back` iterations behind a range that an earlier one made is no progress: the range grows, and is
+counted. Ranges are counted in samples, which a change of the batch size does not move, and are part of every
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megalite.checkpoint import Meta
+from megalite.errors import RuntimeFailure
+
+if TYPE_CHECKING:
+    from megalite.config import BatchSizeSchedule, Spikes
+    from megalite.observe import Record
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SampleRange:
+    """Samples `first` to `last` (exclusive), those of iterations `after` + 1 to `until`. rollbacks: how many spikes
+    made and enlarged it; 0: a flag did."""
+
+    first: int
+    last: int
+    after: int
+    until: int
+    rollbacks: int = 0
+
+    def meets(self, other: SampleRange) -> bool:
+        """Whether they overlap, or are both a flag's and touch."""
+        overlap = min(self.last, other.last) - max(self.first, other.first)
+        return overlap > 0 or (overlap == 0 and not self.rollbacks and not other.rollbacks)
+
+    def with_other(self, other: SampleRange) -> SampleRange:
+        """One that holds both."""
+        return SampleRange(
+            min(self.first, other.first),
+            max(self.last, other.last),
+            min(self.after, other.after),
+            max(self.until, other.until),
+            max(self.rollbacks, other.rollbacks),
+        )
+
+
+@dataclass
+class PassedOver(Collection[int]):
+    """Iterations whose samples are passed over: those of `--iterations-to-skip`, and those that begin in a range."""
+
+    flags: Collection[int] = ()
+    ranges: list[SampleRange] = field(default_factory=list)
+
+    def __contains__(self, iteration: object) -> bool:
+        spans = (range(each.after + 1, each.until + 1) for each in self.ranges)
+        return iteration in self.flags or any(iteration in span for span in spans)
+
+    def __iter__(self) -> Iterator[int]:
+        last = max([0, *self.flags, *(each.until for each in self.ranges)])
+        return (number for number in range(1, last + 1) if number in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def holds(self, iteration: int, sample: int) -> bool:
+        """Whether the iteration that begins with this sample is passed over."""
+        return iteration in self.flags or any(each.first <= sample < each.last for each in self.ranges)
+
+    def add(self, new: SampleRange) -> None:
+        """Joins it with those that it meets."""
+        for other in [each for each in self.ranges if each.meets(new)]:
+            self.ranges.remove(other)
+            new = new.with_other(other)
+        self.ranges = sorted([*self.ranges, new], key=lambda each: each.first)
+
+    def by_rollback(self, iteration: int) -> SampleRange | None:
+        """The range of a rollback that ends at this iteration or later."""
+        return next((each for each in self.ranges if each.rollbacks and each.until >= iteration), None)
+
+    def to_meta(self) -> list[dict[str, int]]:
+        """The JSON form that a checkpoint holds."""
+        return [asdict(each) for each in self.ranges]
+
+    def take_up(self, meta: Meta, key: str) -> None:
+        """Adds what a checkpoint holds. Raises CheckpointError."""
+        rows = meta.raw.get(key, [])
+        if not isinstance(rows, list):
+            raise meta.wrong(key, "a list of ranges of samples")
+        for row in rows:
+            self.add(Meta(row, f"{meta.where}: {key}").build(SampleRange))
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Goes back. Collective.
+
+    find: iteration -> name of the newest checkpoint up to there, with those that are newer put aside; None: there is
+        none, and all stay.
+    load: takes up the state of that checkpoint in place; returns its (iteration, samples consumed).
+    forget: the spike is dealt with. speaks: whether this rank logs.
+    """
+
+    settings: Spikes
+    sizes: BatchSizeSchedule
+    passed: PassedOver
+    find: Callable[[int], Any]
+    load: Callable[[Any], tuple[int, int]]
+    forget: Callable[[], None]
+    speaks: bool
+
+    def __call__(self, spike: int) -> Record | None:
+        """After a spike in this iteration: what was done, as a record; None where no checkpoint is that old. Raises
+        RuntimeFailure where there was no progress too many times."""
+        begin = max(0, spike - self.settings.rollback_iters)
+        earlier, rollbacks = self.passed.by_rollback(begin + 1), 1
+        if earlier is not None:
+            begin, rollbacks = min(begin, earlier.after), earlier.rollbacks + 1
+        if earlier is not None and rollbacks > self.settings.rollback_limit:
+            raise RuntimeFailure(
+                f"iteration {spike}: another spike, after {rollbacks - 1} rollbacks (`rollback_limit`) that passed "
+                f"over the samples {earlier.first:,} to {earlier.last:,}: these samples are not the cause; checkpoints "
+                f"up to iteration {begin} stay; continue from one with a lower `lr`, or look further back in the data"
+            )
+        path = self.find(begin)
+        self.forget()
+        if path is None:
+            if self.speaks:
+                logger.warning("no checkpoint up to iteration %d to go back to: the update is skipped", begin)
+            return None
+        iteration, consumed = self.load(path)
+        first = self.sizes.samples_after(begin - iteration, consumed)
+        until = max(spike - self.settings.rollback_iters, 0) + self.settings.rollback_skip_iters
+        new = SampleRange(first, self.sizes.samples_after(until - begin, first), begin, until, rollbacks)
+        self.passed.add(new)
+        if self.speaks:
+            logger.warning(
+                "rolled back from iteration %d to %s; iterations %d to %d are passed over (samples %s to %s, rollback "
+                "%d of them)",
+                *(spike, path, begin + 1, until, f"{first:,}", f"{new.last:,}", rollbacks),
+            )
+        record = {"kind": "rollback", "iteration": spike, "checkpoint_iteration": iteration}
+        return record | {f"passed_over_{name}": value for name, value in asdict(new).items()}
