@@ -19,7 +19,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("how a run is put together, and what a step is", "", "pretrain_gpt"),
     ("", "megalite/train", "run build trainer"),
     ("stages, buffers and optimizer of a rank, and what an update does", "megalite/engine",
-     "weights rules update late_reading"),
+     "weights rules update"),
     ("a pipeline as data: actions, a program, two schedules, the messages that passes insert", "megalite/schedule",
      "action stage_placement program definition template schedules/one_f_one_b schedules/no_flush "
      "schedules/pipedream_2bw schedules/registry passes"),
@@ -33,7 +33,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("", "megalite/models", "families"),
     ("the layers that are cut over ranks", "megalite/parallel/tensor",
      "context products linear embedding cross_entropy"),
-    ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient"),
+    ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient late_reading"),
     ("", "megalite/parallel/zero",
      "families parameter_buffers flat_weights bucket reducer streamed_gradient "
      "param_groups master_shards sub_optimizers sharded_optimizer"),

@@ -10,7 +10,6 @@
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
     spikes.py      which gradient norms are out of proportion
-    late_reading.py    numbers of the device, read when they have long arrived
 
 `megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
 
@@ -20,7 +19,6 @@ Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_librar
 
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
-from megalite.engine.late_reading import LateReading
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
 from megalite.engine.rules import rule_maker, sharded_maker
 from megalite.engine.scale_history import ScaleHistory

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Handle
-from megalite.engine.late_reading import LateReading
 from megalite.engine.spikes import SpikeGuard
 from megalite.engine.weights import Weights
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
+from megalite.late_reading import LateReading
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Events
 from megalite.parallel.zero import PendingNorm, where_not_finite

@@ -21,7 +21,7 @@ from megalite.nn.activation import activation_of, swiglu
 from megalite.nn.mlp import MLP, output_std
 from megalite.nn.router import Router
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.expert import Dispatched, GroupedProduct, Returning, plan_dispatch
+from megalite.parallel.expert import Dispatched, GroupedProduct, Returning, RowCounts, plan_dispatch
 from megalite.parallel.tensor import (
     LayerContext,
     Message,
@@ -93,11 +93,11 @@ class StackedExperts(nn.Module):
         self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=output_std(config), ctx=ctx)
         self.activation = Activation(config)
 
-    def up(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def up(self, x: Tensor, counts: RowCounts) -> Tensor:
         """fc1 of each expert's rows."""
         return self.fc1.product(x, self.fc1.weight, self.fc1.bias, counts)
 
-    def down(self, hidden: Tensor, counts: tuple[int, ...]) -> Tensor:
+    def down(self, hidden: Tensor, counts: RowCounts) -> Tensor:
         """The activation and fc2."""
         return self.fc2.product(hidden, self.fc2.weight, self.fc2.bias, counts, self.activation)
 
@@ -155,12 +155,13 @@ class _SparseRun:
         tokens = enter_parallel(x, self.before, axis, sequence=split)
         experts, kept = self.routing.experts.flatten(0, 1), self.routing.kept
         kept = None if kept is None else kept.flatten(0, 1)
+        counts = self.routing.counts if kept is None and axis.size == 1 else None
         if axis.size > 1 and split:
             experts = all_gather(experts, axis)
             kept = None if kept is None else all_gather(kept.to(torch.uint8), axis).bool()
         weights = self.routing.weights.flatten(0, 1).contiguous()
         self.weights = enter_parallel(weights, Message(), axis, sequence=split)
-        self.plan = plan_dispatch(experts, kept, layer.router.num_experts, layer.ep)
+        self.plan = plan_dispatch(experts, kept, layer.router.num_experts, layer.ep, counts)
         self.dispatched = Dispatched(tokens, self.plan)
         if self.shared:
             _, fc1, fc2, _ = self.shared

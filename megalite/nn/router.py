@@ -41,11 +41,13 @@ class Routing(NamedTuple):
     """Choices of this rank's tokens, `[s, b, k]` each.
 
     experts: int64. weights: fp32 or wider. kept: bool; None: all.
+    counts: how often each expert was chosen, int64 `[E]`.
     """
 
     experts: Tensor
     weights: Tensor
     kept: Tensor | None
+    counts: Tensor
 
 
 class Router(nn.Module):
@@ -84,32 +86,40 @@ class Router(nn.Module):
         if factor is not None and self.training:
             length = x.shape[0] * math.prod(axis.size for axis in self.parts)
             kept = self.first_in_line(experts, math.ceil(factor * k * length / self.num_experts), microbatch)
-        balance, z = self.losses(logits, probabilities, experts)
-        self._note(experts, kept, balance, z)
+        tokens = tokens_of_experts(experts, self.num_experts)
+        counts, nothing = tokens.sum(0), logits.new_zeros(())
+        balance, z = self.losses(logits, probabilities, tokens, nothing)
+        if self.counts:
+            with torch.no_grad():
+                dropped = nothing if kept is None else (~kept).sum()
+                load = [counts, *(number.view(1) for number in (balance, z, dropped))]
+                self.loads.note(self.index, torch.cat([part.to(logits.dtype) for part in load]))
         if torch.is_grad_enabled() and microbatch.share is not None:
-            extra = given.moe_aux_loss_coeff * balance + given.moe_z_loss_coeff * z
-            if extra.requires_grad:
-                weights = _Attach.apply(weights, extra, microbatch.share)
-        return Routing(experts, weights, kept)
+            losses = ((given.moe_aux_loss_coeff, balance), (given.moe_z_loss_coeff, z))
+            terms = [coefficient * loss for coefficient, loss in losses if coefficient and loss.requires_grad]
+            if terms:
+                weights = _Attach.apply(weights, sum(terms[1:], terms[0]), microbatch.share)
+        return Routing(experts, weights, kept, counts)
 
-    def losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """This rank's part of the load-balancing loss and of the z-loss; zeros where there is none."""
+    def losses(self, logits: Tensor, probabilities: Tensor, counts: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part of the load-balancing loss and of the z-loss; `nothing` where there is none. counts: tokens
+        of each sequence that take each expert, `[b, E]`."""
         given = self.given
-        nothing = logits.new_zeros(())
         length, samples = logits.shape[0] * math.prod(axis.size for axis in self.parts), logits.shape[1]
         z = nothing
         if given.moe_z_loss_coeff > 0:
             z = torch.logsumexp(logits, -1).square().sum() / (length * samples)
         if not given.balances:
             return nothing, z
-        counts, mass, tokens = tokens_of_experts(experts, self.num_experts), probabilities.sum(0), length
+        mass, tokens = probabilities.sum(0), length
         if given.moe_router_load_balancing_type == "aux_loss":
             counts, mass, tokens = counts.sum(0, keepdim=True), mass.sum(0, keepdim=True), length * samples
         counts = counts.to(logits.dtype)
         for axis in self.parts:
             all_reduce_(counts, axis)
         even = self.num_experts / given.moe_router_topk
-        return even * (counts / tokens * (mass / tokens)).sum(-1).mean(), z
+        loads = (counts / tokens * (mass / tokens)).sum(-1)
+        return even * (loads.mean() if len(loads) > 1 else loads.view(())), z
 
     @torch.no_grad()
     def first_in_line(self, experts: Tensor, capacity: int, microbatch: Microbatch) -> Tensor:
@@ -132,13 +142,6 @@ class Router(nn.Module):
         for axis in reversed(self.parts):
             kept = own_slice(kept, axis)
         return kept
-
-    def _note(self, experts: Tensor, kept: Tensor | None, balance: Tensor, z: Tensor) -> None:
-        if not self.counts:
-            return
-        dropped = balance.new_zeros(()) if kept is None else (~kept).sum().to(balance.dtype)
-        counts = tokens_of_experts(experts, self.num_experts).sum(0).to(balance.dtype)
-        self.loads.note(self.index, torch.cat([counts, torch.stack([balance.detach(), z.detach(), dropped])]))
 
 
 class NamedBias(NamedTuple):
@@ -181,6 +184,8 @@ def choose(ranking: Tensor, given: Experts) -> Tensor:
 
 def largest(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest of the last dimension, largest first, of equal ones the first: `[..., k]`."""
+    if x.device.type != "cpu":  # one kernel, whatever k is
+        return x.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
     rest = x.detach().clone()
     found = []
     for _ in range(k):

@@ -25,7 +25,7 @@ import torch
 
 from megalite.comm import Axis, Handle, agree_max, all_reduce_
 from megalite.config import TrainingConfig
-from megalite.engine import LateReading
+from megalite.late_reading import LateReading
 
 logger = logging.getLogger(__name__)
 

@@ -95,11 +95,20 @@ def train(layout: str, ranks: int, *, watched: bool = True, planted: str | None 
     return results[0][0], {race for _, races in results for race in races}
 
 
-@pytest.mark.parametrize("layout", [ZERO_3, ZERO_1])
-def test_an_offloaded_run_has_no_race(layout: str) -> None:
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --zero-stage 1 --moe-aux-loss-coeff 0.01"
+LATER = [pytest.param(layout, marks=pytest.mark.landing) for layout in (
+    EXPERTS, f"{EXPERTS} --moe-expert-capacity-factor 1.0", "--num-experts 4 --tensor-model-parallel-size 2",
+    "--zero-stage 2", "--context-parallel-size 2", "--pipeline-model-parallel-size 2 --pipeline-schedule 2bw",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [ZERO_3, ZERO_1, *LATER])
+def test_a_run_has_no_race(layout: str) -> None:
     losses, races = train(layout, 2)
     assert races == set()
-    assert losses == pytest.approx(train(layout, 2, watched=False)[0], rel=1e-12) and len(losses) >= 4
+    # Kernels that a device has and a CPU has not add in another order, which Adam magnifies where gradients are tiny.
+    rel = 1e-12 if "--offload" in layout else 1e-9
+    assert losses == pytest.approx(train(layout, 2, watched=False)[0], rel=rel) and len(losses) >= 3
 
 
 @pytest.mark.in_turn

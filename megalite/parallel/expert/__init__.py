@@ -10,6 +10,7 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     back, added up     w0 y(e0, t0) + w1 y(e2, t0) ...       in the order of the token's choices
 
     plan.py         the plan of a micro-batch, the way there and the way back
+    row_counts.py   how many rows each expert has, on the device and, where the host must know, there
     grouped.py      products of the experts of a rank
 
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
@@ -19,3 +20,4 @@ distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/
 
 from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
 from megalite.parallel.expert.plan import Dispatched, Returning, plan_dispatch
+from megalite.parallel.expert.row_counts import RowCounts

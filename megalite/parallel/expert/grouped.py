@@ -1,20 +1,31 @@
 """Products of many experts: rows of one expert after the other, times that expert's matrix.
 
+On a device all of them are one kernel where torch has it (`F.grouped_mm`), forward and backward to the input; the
+gradients of the weights are products one by one, whose sums are kept in fp32.
+
 As the other linear layers do, backward adds weight gradients straight into the main gradient, or puts them aside
 (`megalite.gradient`), and computes an activation before the product again.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.gradient import Node, WeightGradQueue, sink_of, sum_widened
+from megalite.parallel.expert.row_counts import RowCounts
+
+logger = logging.getLogger(__name__)
+
+Pairs = list[tuple[Tensor, Tensor]]
 
 
 class ElementwiseFunction(Protocol):
@@ -41,7 +52,7 @@ class GroupedProduct:
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        counts: Sequence[int],
+        counts: RowCounts,
         activation: ElementwiseFunction | None = None,
     ) -> Tensor:
         """`[sum(counts), in]`, weights `[E, ..., out, in]`, biases `[E, ..., out]` -> `[sum(counts), ... * out]`.
@@ -59,19 +70,22 @@ class _Grouped(Node):
         weight: Tensor,
         bias: Tensor | None,
         activation: ElementwiseFunction | None,
-        counts: Sequence[int],
+        counts: RowCounts,
         product: GroupedProduct,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.activation, ctx.counts, ctx.product = activation, counts, product
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
         matrices = _matrices(weight).mT
-        y = x.new_empty(len(x), matrices.shape[2])
-        for rows, some in _pieces(counts, x):
-            taken = x[rows] if activation is None else activation.of(x[rows])
-            _products(taken, matrices[some], counts[some], product.dtype, y[rows])
+        if by_one_kernel(x, weight, product.dtype):
+            y = F.grouped_mm(x if activation is None else activation.of(x), matrices, offs=counts.ends)
+        else:
+            y = x.new_empty(len(x), matrices.shape[2])
+            for rows, some in _pieces(counts, x):
+                taken = x[rows] if activation is None else activation.of(x[rows])
+                _products(taken, matrices[some], counts.on_host[some], product.dtype, y[rows])
         if bias is not None and product.adds_bias:
-            y += bias.flatten(1).repeat_interleave(_repeats(counts, y), 0)
+            y += bias.flatten(1).repeat_interleave(counts.on_device, 0, output_size=len(y))
         return y
 
     @staticmethod
@@ -79,31 +93,72 @@ class _Grouped(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         product: GroupedProduct = ctx.product
-        matrices = _matrices(weight)
-        taken: list[tuple[Tensor, Tensor]] = []
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        for rows, some in _pieces(ctx.counts, x):
-            inner, counts = x[rows].detach(), ctx.counts[some]  # what is postponed must not keep the graph alive
-            if ctx.activation is None:
-                if dx is not None:
-                    _products(dy[rows], matrices[some], counts, product.dtype, dx[rows])
-            else:
-                gradient = dy.new_empty(len(inner), matrices.shape[2])
-                _products(dy[rows], matrices[some], counts, product.dtype, gradient)
-                inner = ctx.activation.backward(inner, gradient, None if dx is None else dx[rows])
-            taken += zip(inner.split(counts), dy[rows].split(counts), strict=True)
+        backward = _by_one_kernel if by_one_kernel(dy, weight, product.dtype) else _piece_by_piece
+        taken = backward(ctx, x.detach(), dy, _matrices(weight), dx)  # what is postponed must not keep the graph alive
         dweight = _weight_gradient(ctx, taken, weight) if ctx.needs_input_grad[1] else None
         dbias = None if bias is None or not ctx.needs_input_grad[2] else _bias_gradient(ctx, dy, bias)
         return dx, dweight, dbias, None, None, None
 
 
-def _pieces(counts: Sequence[int], x: Tensor) -> Iterator[tuple[slice, slice]]:
+def _by_one_kernel(ctx: Any, x: Tensor, dy: Tensor, matrices: Tensor, dx: Tensor | None) -> Pairs:
+    """Writes the gradient of x into dx; returns every expert's (inputs of its product, gradients of its results)."""
+    inner = x
+    if ctx.activation is not None:
+        inner = ctx.activation.backward(x, F.grouped_mm(dy, matrices, offs=ctx.counts.ends), dx)
+    elif dx is not None:
+        dx.copy_(F.grouped_mm(dy, matrices, offs=ctx.counts.ends))
+    return list(zip(inner.split(ctx.counts.on_host), dy.split(ctx.counts.on_host), strict=True))
+
+
+def _piece_by_piece(ctx: Any, x: Tensor, dy: Tensor, matrices: Tensor, dx: Tensor | None) -> Pairs:
+    """As `_by_one_kernel`, a product an expert."""
+    taken: Pairs = []
+    for rows, some in _pieces(ctx.counts, x):
+        inner, counts = x[rows], ctx.counts.on_host[some]
+        if ctx.activation is None:
+            if dx is not None:
+                _products(dy[rows], matrices[some], counts, ctx.product.dtype, dx[rows])
+        else:
+            gradient = dy.new_empty(len(inner), matrices.shape[2])
+            _products(dy[rows], matrices[some], counts, ctx.product.dtype, gradient)
+            inner = ctx.activation.backward(inner, gradient, None if dx is None else dx[rows])
+        taken += zip(inner.split(counts), dy[rows].split(counts), strict=True)
+    return taken
+
+
+def by_one_kernel(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the products of all experts are one kernel: of bf16 on a device, with rows of whole 16 bytes."""
+    if x.device.type == "cpu" or len(x) == 0:
+        return False
+    narrow = x.dtype == weight.dtype == dtype == torch.bfloat16
+    whole = weight.shape[-1] % 8 == weight[0, ..., 0].numel() % 8 == 0
+    return narrow and whole and grouped_works(x.device)
+
+
+@functools.cache
+def grouped_works(device: torch.device) -> bool:
+    """Tries the kernel beside products one by one; an expert in between has no rows."""
+    x, weight = torch.arange(96.0).view(6, 16).sin(), torch.arange(3 * 8 * 16.0).view(3, 8, 16).cos()
+    x, weight = (value.to(device, torch.bfloat16) for value in (x, weight))
+    ends = torch.tensor([4, 4, 6], dtype=torch.int32, device=device)
+    try:
+        found = F.grouped_mm(x, weight.mT, offs=ends), F.grouped_mm(x @ weight[0].mT, weight, offs=ends)
+        dy = x @ weight[0].mT
+        expected = [torch.cat([a[:4] @ w[0], a[4:] @ w[2]]) for a, w in ((x, weight.mT), (dy, weight))]
+        return all(torch.allclose(y, z, rtol=0.02, atol=0.1) for y, z in zip(found, expected, strict=True))
+    except Exception as error:  # whatever a library that cannot do it raises
+        logger.info("experts are multiplied one by one: %s", error)
+        return False
+
+
+def _pieces(counts: RowCounts, x: Tensor) -> Iterator[tuple[slice, slice]]:
     """(Rows, experts) that are computed at once: everything, but on a CPU one expert after the other, in its cache."""
     if x.device.type != "cpu":
         yield slice(None), slice(None)
         return
     start = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(counts.on_host):
         yield slice(start, start + count), slice(expert, expert + 1)
         start += count
 
@@ -122,11 +177,7 @@ def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], dtype: torch.d
             out.copy_(torch.mm(rows.to(dtype), matrix.to(dtype)))
 
 
-def _repeats(counts: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(counts, device=like.device)
-
-
-def _weight_gradient(ctx: Any, taken: Sequence[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor | None:
+def _weight_gradient(ctx: Any, taken: Pairs, weight: Tensor) -> Tensor | None:
     """dy_e^T x_e of every expert's (x_e, dy_e), into the sink (and then None) or returned."""
     product, sink = ctx.product, ctx.sinks[0]
 
@@ -141,7 +192,7 @@ def _weight_gradient(ctx: Any, taken: Sequence[tuple[Tensor, Tensor]], weight: T
 
 def _bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     """The sum of dy over the rows of every expert, into the sink or returned."""
-    counts, sink = ctx.counts, ctx.sinks[1]
+    counts, sink = ctx.counts.on_host, ctx.sinks[1]
 
     def sums() -> Tensor:
         return torch.stack([sum_widened(rows) for rows in dy.split(counts)]).view(bias.shape)

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather, start_all_to_all_rows
 from megalite.gradient import WIDENED_ELEMENTS, Node
+from megalite.late_reading import LateReading
+from megalite.parallel.expert.row_counts import RowCounts
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Plan:
     places: int64 `[n, k]`, the row of each choice; None: some were dropped.
     traffic[i][j]: rows from rank i of the axis to rank j.
     arrangement: int64, which received row comes first, second ...; None: they stay in their order.
-    counts: rows of each of this rank's experts.
+    counts: rows of this rank's experts.
     """
 
     tokens: int
@@ -42,7 +44,7 @@ class Plan:
     places: Tensor | None
     traffic: tuple[tuple[int, ...], ...]
     arrangement: Tensor | None
-    counts: tuple[int, ...]
+    counts: RowCounts
     axis: Axis
 
     @property
@@ -50,21 +52,34 @@ class Plan:
         return tuple(zip(*self.traffic, strict=True))
 
 
-def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: Axis) -> Plan:
-    """The plan for the choices `[n, k]` (int64) of this rank's tokens. kept: bool `[n, k]`, None: all. Collective."""
+def plan_dispatch(
+    experts: Tensor, kept: Tensor | None, num_experts: int, axis: Axis, counts: Tensor | None = None
+) -> Plan:
+    """The plan for the choices `[n, k]` (int64) of this rank's tokens. kept: bool `[n, k]`, None: all. counts: how
+    often each expert was chosen, int64 `[E]`, where somebody knows and none is dropped. Collective.
+
+    The host waits only for a table of counts, where rows travel or some are dropped, and not for what sorts them.
+    """
     flat = experts.flatten()
+    if kept is not None:  # behind all others
+        flat = flat.masked_fill(~kept.flatten(), num_experts)
+    if counts is None:
+        counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
+    everyone = all_gather(
+        counts.view(1, axis.size, -1), axis
+    )  # [ep, ep, E/ep]: small, and a rank knows what the others send each other
+    reading = LateReading(everyone)
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    if kept is not None:
-        order = order[kept.flatten()[order]]
-    counts = torch.bincount(flat[order], minlength=num_experts).view(1, axis.size, -1)
-    everyone = all_gather(counts, axis)  # [ep, ep, E/ep]: small, and a rank knows what the others send each other
-    arriving = everyone[:, axis.rank]
-    arrangement = None
+    traffic, arrangement = [[len(order)]], None
+    if axis.size > 1 or kept is not None:
+        traffic = [[sum(each) for each in ranks] for ranks in reading.read()]
+        order = order[: sum(traffic[axis.rank])]
     if axis.size > 1:
+        arriving = everyone[:, axis.rank]
         local = torch.arange(arriving.numel(), device=flat.device) % arriving.shape[1]
-        arrangement = local.repeat_interleave(arriving.flatten()).argsort(stable=True)
-    traffic, table = everyone.sum(2).tolist(), arriving.tolist()
+        arrived = sum(row[axis.rank] for row in traffic)
+        arrangement = local.repeat_interleave(arriving.flatten(), output_size=arrived).argsort(stable=True)
     return Plan(
         tokens=experts.shape[0],
         choices=experts.shape[1],
@@ -73,7 +88,7 @@ def plan_dispatch(experts: Tensor, kept: Tensor | None, num_experts: int, axis: 
         places=places.view_as(experts) if kept is None else None,
         traffic=tuple(map(tuple, traffic)),
         arrangement=arrangement,
-        counts=tuple(map(sum, zip(*table, strict=True))),
+        counts=RowCounts(everyone, axis.rank, reading),
         axis=axis,
     )
 

@@ -45,11 +45,11 @@ def there_and_back(world: World, kind: str, through_memory: bool = False) -> tup
     way = plan_dispatch(experts, kept, EXPERTS, mesh["ep"])
     rows = Dispatched(x, way).wait()
     first = mesh["ep"].rank * (EXPERTS // mesh["ep"].size)
-    factors = torch.arange(first + 1, first + 1 + len(way.counts)).repeat_interleave(torch.tensor(way.counts))
+    factors = torch.arange(first + 1, first + 1 + len(way.counts.on_host)).repeat_interleave(way.counts.on_device)
     y = Returning(rows * factors[:, None], way).combine(weights)
     y.square().sum().backward()
     assert x.grad is not None and weights.grad is not None
-    return [y.detach(), x.grad, weights.grad], list(way.counts)
+    return [y.detach(), x.grad, weights.grad], list(way.counts.on_host)
 
 
 @pytest.mark.in_turn

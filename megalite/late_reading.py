@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LateReading:
-    """Queues a copy of `numbers` (1-dim) to the host on the current stream. On a CPU they are read in place."""
+    """Queues a copy of `numbers` to the host on the current stream. On a CPU they are read in place."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._host, self._arrived = numbers, None
@@ -20,9 +20,9 @@ class LateReading:
             event.record()
             self._arrived = event
 
-    def read(self) -> list[float]:
-        """The numbers. Waits for their copy, not for work that was queued after it."""
+    def read(self) -> Any:
+        """The numbers, in lists as deep as there are dimensions. Waits for their copy, not for work that was queued
+        after it."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        found: list[float] = self._host.numpy().tolist()
-        return found
+        return self._host.numpy().tolist()
