@@ -19,7 +19,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, run_tool, say
-from megalite.config import Config, StageLayout, dump_yaml, parse, read_unjudged
+from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, parse, read_unjudged
 from megalite.errors import ConfigError
 from megalite.planner import (
     SEARCHED,
@@ -94,8 +94,7 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
     given = frozenset(name for name in SEARCHED if name in origins) - freed
     config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
-        known = {"GPT2BPETokenizer": 50257, "ByteTokenizer": 257}
-        size = known.get(config.data.tokenizer_type or "")
+        size = VOCABULARIES.get(config.data.tokenizer_type or "")
         if size is None:
             raise ConfigError("--vocab-size=0: the planner reads no tokenizer; give the vocabulary's size")
         config = replace(config, model=replace(config.model, vocab_size=size))

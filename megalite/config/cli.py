@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.config.architecture import TOKENIZER, Offer, ReadOffer, contradictions, is_left_open, offered_values
+from megalite.config.data import WITHOUT_FILE
 from megalite.config.files import missing_files, schedule_file, text_without_tokenizer
 from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
@@ -219,8 +220,11 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
         if "virtual_pipeline_model_parallel_size" in here:
             merged.pop("num_layers_per_virtual_pipeline_stage", None)
         spoken = [reader.options[name] for name, given in here.items() if name in reader.options and _says_more(given)]
+        kind = here["tokenizer_type"].value if "tokenizer_type" in here else None
         for name in [*merged]:
-            if name in reader.options and any(each.excludes(reader.options[name]) for each in spoken):
+            if kind in WITHOUT_FILE.get(name, ()):  # of the tokenizer that this one replaces
+                del merged[name]
+            elif name in reader.options and any(each.excludes(reader.options[name]) for each in spoken):
                 del merged[name]
         merged |= here
     reader.problems += work_out(merged, reader.broken)
@@ -228,8 +232,8 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
 
 
 def _says_more(given: GivenOption) -> bool:
-    """Whether a value is more than `not this one` (`--no-bf16`, `train_samples: null`)."""
-    return given.value is not None and given.value is not False
+    """Whether a value is more than `not this one` (`--no-bf16`, `train_samples: null`, `data_path: []`)."""
+    return given.value is not None and given.value is not False and given.value != ()
 
 
 def _spelling(given: GivenOption) -> str:

@@ -14,6 +14,16 @@ TOKENIZERS = (
     "SentencePieceTokenizer",
     "NullTokenizer",
 )
+VOCABULARIES = {"ByteTokenizer": 257, "GPT2BPETokenizer": 50257}
+"""Ids of the tokenizers that have the same in every run."""
+WITHOUT_FILE = {
+    "tokenizer_model": ("ByteTokenizer", "NullTokenizer"),
+    "vocab_file": tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer"),
+    "merge_file": tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer"),
+}
+"""Files of tokenizers -> the kinds that read no such file."""
+SOURCE = {"one_of": "source of the data"}
+OF_A_SPLIT = {**SOURCE, "way": "by split"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +34,19 @@ class DataConfig:
         (),
         "prefixes of .bin/.idx files, a text or JSONL file, or weights and prefixes in turn: 0.3 a 0.7 b",
         metavar="PATH",
+        **SOURCE,
     )
-    train_data_path: tuple[str, ...] = option((), "as `data_path`, for training only", metavar="PATH")
-    valid_data_path: tuple[str, ...] = option((), "as `data_path`, for validation only", metavar="PATH")
-    test_data_path: tuple[str, ...] = option((), "as `data_path`, for the final test only", metavar="PATH")
-    data_args_path: str | None = option(None, "file that holds what `data_path` would", metavar="FILE")
+    train_data_path: tuple[str, ...] = option((), "as `data_path`, for training only", metavar="PATH", **OF_A_SPLIT)
+    valid_data_path: tuple[str, ...] = option((), "as `data_path`, for validation only", metavar="PATH", **OF_A_SPLIT)
+    test_data_path: tuple[str, ...] = option(
+        (), "as `data_path`, for the final test only", metavar="PATH", **OF_A_SPLIT
+    )
+    data_args_path: str | None = option(None, "file that holds what `data_path` would", metavar="FILE", **SOURCE)
     split: str = option("969,30,1", "parts of `data_path` for training, validation and test", metavar="A,B,C")
     data_cache_path: str | None = option(
         None, "folder of tokenised files and indices; unset: beside `save`, else the user's cache", metavar="DIR"
     )
-    mock_data: bool = option(False, "documents drawn from the seed: no file, no tokenizer needed")
+    mock_data: bool = option(False, "documents drawn from the seed: no file, no tokenizer needed", **SOURCE)
     tokenizer_type: str | None = option(None, "tokenizer of the data; unset: bytes for raw text", choices=TOKENIZERS)
     tokenizer_model: str | None = option(
         None, "tokenizer.json, its directory, or a sentencepiece model", metavar="PATH"
@@ -46,3 +59,14 @@ class DataConfig:
     num_workers: int = option(
         2, "threads that prepare batches ahead of each rank; 0: in the training loop", ge=0, le=256
     )
+
+    def stand_in_ids(self, vocab_size: int) -> int | None:
+        """How many ids mock data draw from in place of a tokenizer that is named and whose files are not given.
+
+        vocab_size: the flag; 0: not given. None: the tokenizer is read; 0: the number is not known.
+        """
+        kind, given = self.tokenizer_type, self.tokenizer_model or self.vocab_file or self.merge_file
+        if not self.mock_data or given or kind in (None, "ByteTokenizer", "NullTokenizer"):
+            return None
+        unknown = kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
+        return vocab_size or (0 if unknown else VOCABULARIES.get(str(kind), VOCABULARIES["ByteTokenizer"]))

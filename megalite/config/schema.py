@@ -29,9 +29,10 @@ def option(default: Any, help: str, **facts: Any) -> Any:
     facts: `choices` (tuple), bounds `ge`, `gt`, `le`, `lt`, `metavar`, `hint` (the advice in the message of a broken
         bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a saved
         config.yaml), `words` (one value of several words, which a shell may have taken apart), `way` (of a `OneOf`:
-        flags of one way go together, one of none with all), `needs` (a flag of the same section without which this one
-        is refused), `only_with` (one without which it has no effect, a warning),
-        `only_for` (the choices of `--optimizer` that read it).
+        flags of one way go together, one of none with all), `one_of` (a word: fields that share it are ways of one
+        thing, as those of a `OneOf`), `needs` (a flag of the same section without which this one is refused),
+        `only_with` (one without which it has no effect, a warning), `only_for` (the choices of `--optimizer` that read
+        it).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 
@@ -84,7 +85,8 @@ class Option:
 
     def excludes(self, other: Option) -> bool:
         """Whether the two give one field in ways that cannot stand together."""
-        if self.spells is not other.spells or not issubclass(self.spells or object, OneOf):
+        groups = [each.facts.get("one_of") or each.spells for each in (self, other)]
+        if groups[0] != groups[1] or not (isinstance(groups[0], str) or issubclass(groups[0] or object, OneOf)):
             return False
         ways = [each.facts.get("way", each.name) for each in (self, other)]
         return None not in ways and ways[0] != ways[1]

@@ -22,7 +22,7 @@ from megalite.data.mock import MockStore
 from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
-from megalite.data.tokenizer import Tokenizer, tokenizer_fingerprint
+from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.errors import DataError
 from megalite.progress import ProgressBar
@@ -62,9 +62,13 @@ class _Source:
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer of a run. Unset, it is bytes for raw text, numbers for `--mock-data`; token files need it named.
+    With `--mock-data` numbers take the place of a tokenizer whose files are not given.
 
     Raises DataError where it cannot be made, or is not named where it must be.
     """
+    stand_in = cfg.stand_in_ids(vocab_size or 0)
+    if stand_in:
+        return NullTokenizer(stand_in)
     files = [path for source in _sources(cfg).values() for path in parse_blend(source.words, source.flag)[0]]
     raw = [path for path in dict.fromkeys(files) if not is_indexed(strip_suffix(path))]
     named = cfg.tokenizer_type or cfg.tokenizer_model or cfg.vocab_file or cfg.merge_file

@@ -115,7 +115,10 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
     if start is not None and start.source is None:
         notes += check_whole(start.path, with_state=not start.weights_only and config.checkpoint.load_optim)
     if save is not None and not config.training.skip_train and not config.model.is_foreign:
-        check_space(save, checkpoint_bytes(config))
+        try:
+            check_space(save, checkpoint_bytes(config))
+        except CheckpointError as error:  # the run may be meant for another host, whose disk has room; a start asks it
+            notes.append(f" warning: {error}")
     if any(path.stat().st_size > LONGEST_TEXT for path in raw_texts(config)):
         return config, [*notes, " not checked: raw text, which is tokenised at the start"]
     datasets = open_splits(config, tokenizer)

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.data import TOKENIZERS
+from megalite.config.data import WITHOUT_FILE
 from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
 
 
 def data(config: Config, world_size: int) -> Iterator[str]:
     source = config.data
-    given = [f"`{split}_data_path`" for split in ("train", "valid", "test") if getattr(source, f"{split}_data_path")]
-    if source.data_path:
-        for flag in given:
-            yield f"{flag}: excludes `data_path`; give one kind"
-    if source.data_args_path is not None and (source.data_path or given):
-        yield f"`data_args_path`={source.data_args_path}: excludes `data_path` and its kin; give one kind"
-    if source.mock_data and (source.data_path or given or source.data_args_path is not None):
-        yield "`mock_data`: excludes `data_path` and its kin; give one kind"
     for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
         if path.endswith((".bin", ".idx")):
             yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
@@ -37,7 +29,11 @@ def _split_weights(text: str) -> Iterator[str]:
 
 def _tokenizer(config: Config) -> Iterator[str]:
     source, kind = config.data, config.data.tokenizer_type
-    if kind == "GPT2BPETokenizer" and source.tokenizer_model is None:
+    stand_in = source.stand_in_ids(config.model.vocab_size)
+    if stand_in is not None:
+        if stand_in < 2:
+            yield f"`tokenizer_type`={kind}: its file is not given; name it by `tokenizer_model`, or give `vocab_size`"
+    elif kind == "GPT2BPETokenizer" and source.tokenizer_model is None:
         for flag, value in (("`vocab_file`", source.vocab_file), ("`merge_file`", source.merge_file)):
             if value is None:
                 yield f"`tokenizer_type`={kind}: needs {flag}"
@@ -45,14 +41,10 @@ def _tokenizer(config: Config) -> Iterator[str]:
         yield f"`tokenizer_type`={kind}: needs `tokenizer_model`"
     elif kind == "NullTokenizer" and config.model.vocab_size < 2:
         yield f"`vocab_size`={config.model.vocab_size}: `tokenizer_type`={kind} needs at least 2 ids; give their number"
-    files = {
-        "`tokenizer_model`": (source.tokenizer_model, ("ByteTokenizer", "NullTokenizer")),
-        "`vocab_file`": (source.vocab_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
-        "`merge_file`": (source.merge_file, tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer")),
-    }
-    for flag, (value, without) in files.items():
+    for name, without in WITHOUT_FILE.items():
+        value = getattr(source, name)
         if value is not None and kind in without:
-            yield f"{flag}={value}: `tokenizer_type`={kind} reads no such file; drop one of them"
+            yield f"`{name}`={value}: `tokenizer_type`={kind} reads no such file; drop one of them"
 
 
 def checkpoint(config: Config, world_size: int) -> Iterator[str]:

@@ -29,7 +29,7 @@ PATHS = [
         "--tokenizer-model=tok.json: no such file",
     ),
     ("--mock-data --load nowhere", "--load=nowhere: no such directory; omit --load to start fresh"),
-    ("--mock-data --data-path x.bin", "--mock-data: excludes --data-path and its kin; give one kind"),
+    ("--mock-data --data-path x.bin", "--mock-data: contradicts --data-path=x.bin; give one of them"),
 ]
 
 

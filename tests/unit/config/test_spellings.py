@@ -44,6 +44,15 @@ RIVALS = [
     ("--bf16", "--fp64", ""),
     ("--fp16", "--fp64", ""),
 ]
+# Ways to name the data, each with what may stand beside it.
+SOURCES = {
+    "--data-path a": (),
+    "--train-data-path b": ("--valid-data-path c", "--test-data-path d"),
+    "--valid-data-path c": ("--train-data-path b", "--test-data-path d"),
+    "--test-data-path d": ("--train-data-path b", "--valid-data-path c"),
+    "--data-args-path e": (),
+    "--mock-data": (),
+}
 IDS = [f"{one.split()[0]} {other.split()[0]}" for one, other, _ in RIVALS]
 
 
@@ -90,6 +99,22 @@ def test_a_flag_takes_the_place_of_another_spelling_in_a_file(
         assert f"  {name_of(below)}:" not in written and f"  {name_of(above)}:" in written
         file.write_text(written)
         assert parse(["--config", str(file)]) == parsed.config == from_dict(to_dict(parsed.config))
+
+
+@pytest.mark.parametrize("below", SOURCES)
+def test_a_later_source_of_data_takes_the_place_of_another(below: str, tmp_path: Path) -> None:
+    """Two of one level contradict each other, but for those of single splits."""
+    file, base = tmp_path / "a.yaml", argv("--tokenizer-type ByteTokenizer --vocab-size 257", without="mock-data")
+    file.write_text(yaml_line(name_of(below), " ".join(below.split()[1:]) or True))
+    for above in SOURCES.keys() - {below}:
+        data = parse(["--config", str(file), *base, *above.split()], check_files=False).data
+        both = [*below.split(), *above.split()]
+        if above in SOURCES[below]:
+            assert data == parse([*base, *both], check_files=False).data
+            continue
+        assert data == parse([*base, *above.split()], check_files=False).data
+        with pytest.raises(ConfigError, match=r"contradicts .*; give one of them"):
+            parse([*base, *both], check_files=False)
 
 
 def test_a_spelling_taken_back_in_a_later_file_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -238,6 +263,7 @@ def test_a_line_names_the_spelling_that_was_given(changes: str, line: str) -> No
 def test_every_spelling_with_rivals_is_tried_here() -> None:
     options = all_options().values()
     tried = {name_of(spelling) for one, other, _ in RIVALS for spelling in (one, other)}
+    tried |= set(map(name_of, SOURCES))
     assert not [each.flag for each in options if any(map(each.excludes, options)) and each.name not in tried]
 
 
