@@ -20,7 +20,7 @@ if __package__ in (None, ""):
 
 from command_line import ToolParser, run_tool, say
 from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, parse, read_unjudged
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, flag_of
 from megalite.planner import (
     SEARCHED,
     Hardware,
@@ -37,6 +37,7 @@ from megalite.planner import (
     pareto,
     reasons_against,
     search,
+    shapes,
     states_text,
     summary,
 )
@@ -46,7 +47,17 @@ from plan_plot import check, draw
 from what_if import QUESTIONS, sweep, table
 
 MOST_DEVICES = 1_000_000
-NOTHING_LEGAL = "no layout that keeps what the files and flags give of it is legal; --free all searches that too"
+#: Sizes that devices are divided by.
+SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "micro_batch_size",
+)
+FARTHEST = 1024
+"""Another number of devices is proposed if it is no farther away."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -144,9 +155,7 @@ def _run(argv: list[str]) -> None:
         )  # fmt: skip
     if not found.predictions:
         why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
-        if given and any(line.startswith("world size") for line in why):
-            why.append(f"--num-devices={args.num_devices}: {NOTHING_LEGAL}")
-        raise ConfigError(why)
+        raise ConfigError(_of_a_plan(why, config, args.num_devices, given))
     say(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
     if args.explain and not args.json:
         say(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
@@ -220,6 +229,26 @@ def _why_nothing(
     change = remedy(misfit, world_size, hardware, source, stale=stale)
     advice = f"smallest change that fits: {change}" if change else "nor does it on 64 times as many devices"
     return [f"{explain(misfit, world_size, hardware)}; {advice}"]
+
+
+def _of_a_plan(lines: list[str], config: Config, devices: int, given: frozenset[str]) -> list[str]:
+    """The same in the words of a plan, which divides so many devices, where they cannot be divided; a run has a world
+    size."""
+    if next(shapes(config, devices, given), None) is not None:
+        return lines
+    near = [
+        next((count for count in counts if next(shapes(config, count, given), None) is not None), None)
+        for counts in (range(devices - 1, max(0, devices - FARTHEST), -1), range(devices + 1, devices + FARTHEST))
+    ]
+    found = " or ".join(str(count) for count in near if count is not None)
+    layout, batch = layout_of(config), config.training.global_batch_size
+    flags = ", ".join(f"{flag_of(name)}={getattr(layout, name)}" for name in SIZES if name in given)
+    kept = f"{flags} (of the files and flags)" if flags else "sizes that divide the model's heads"
+    why = f"no layout of {devices} devices has {kept} and replicas that divide --global-batch-size={batch}"
+    advice = [f"plan for {found} devices" if found else "plan for a number with more divisors"]
+    advice += ["--free all searches other sizes too"] * bool(flags)
+    left = [line for line in lines if not line.startswith("world size") and "data-parallel size" not in line]
+    return [f"--num-devices={devices}: {why}; {', or '.join(advice)}", *([] if found else left)]
 
 
 def _write(config: Config, world_size: int, path: str) -> None:

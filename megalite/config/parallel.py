@@ -151,7 +151,7 @@ class ParallelConfig:
     )
     grad_reduce_in_bf16: bool = option(False, "accumulate and reduce gradients of a bf16 model in bf16, not fp32")
     nprocs: int | None = option(
-        None, "start this many local processes; unset: one, or what torchrun, SLURM or mpirun started", ge=1
+        None, "ranks, started here unless torchrun, SLURM or mpirun started as many; unset: one, or theirs", ge=1
     )
     hardware: DeviceOptions = DeviceOptions()
     distributed_timeout_minutes: float = option(

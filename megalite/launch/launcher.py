@@ -79,14 +79,14 @@ def launch(config: Settings, main: Main[Settings], place: LaunchEnvironment = SO
         EndAtOnce(lambda: page.phase, tells=place.rank == 0).install()
     watch: RankWatch | None = None
     try:
-        if place.launcher and nprocs is not None:
+        if place.launcher and nprocs not in (None, place.size):
             raise ConfigError(
                 f"`nprocs`={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
                 f"{place.size}; drop `nprocs`"
             )
         if max(place.size, nprocs or 1) > 1:
             check_interface()
-        if nprocs is None or nprocs == 1:
+        if place.launcher or nprocs is None or nprocs == 1:
             if place.size > 1:
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch's stack frames bury what we tell
                 seconds = 60 * config.parallel.distributed_timeout_minutes

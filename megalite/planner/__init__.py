@@ -54,7 +54,16 @@ from megalite.planner.result_table import (
     tokens_text,
 )
 from megalite.planner.search import OverBudget, SearchResult, pareto, search
-from megalite.planner.search_space import SEARCHED, Layout, apply, layout_of, layouts, legal_layouts, reasons_against
+from megalite.planner.search_space import (
+    SEARCHED,
+    Layout,
+    apply,
+    layout_of,
+    layouts,
+    legal_layouts,
+    reasons_against,
+    shapes,
+)
 from megalite.planner.software import (
     DEEPSPEED_2021,
     LLAMA_2024,

@@ -49,24 +49,24 @@ class CommGroup:
         inside, between = self.hardware.intra_node.latency, self.hardware.inter_node.latency
         return (self.per_node - 1) * inside + math.ceil(math.log2(max(1, self.nodes))) * between
 
-    def _seconds(self, operation: str, nbytes: float, modelled: float) -> float:
+    def _seconds(self, operation: str, nbytes: float, modelled: float, messages: int = 1) -> float:
         """What a profile found inside a node, else `modelled`. nbytes: what one rank sends."""
         if self.size == 1 or nbytes == 0:
             return 0.0
         link = self.hardware.measured.get(operation) if self.nodes == 1 else None
-        return link.latency + nbytes / link.bandwidth if link is not None else modelled
+        return messages * link.latency + nbytes / link.bandwidth if link is not None else modelled
 
-    def gather(self, nbytes: float) -> float:
-        """Seconds of an all-gather or a reduce-scatter of a whole tensor of `nbytes`."""
+    def gather(self, nbytes: float, messages: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of whole tensors of `nbytes` together, in so many messages."""
         sent = nbytes * (self.size - 1) / self.size
-        return self._seconds("gather", sent, self._ring_latency() + sent / self.bandwidth)
+        return self._seconds("gather", sent, messages * self._ring_latency() + sent / self.bandwidth, messages)
 
-    def all_reduce(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of `nbytes`."""
+    def all_reduce(self, nbytes: float, messages: int = 1) -> float:
+        """Seconds of an all-reduce of `nbytes`, in so many messages."""
         sent = 2 * nbytes * (self.size - 1) / self.size
-        ring = 2 * self._ring_latency() + sent / self.bandwidth
-        tree = 2 * self._tree_latency() + 2 * nbytes / self.bandwidth
-        return self._seconds("all_reduce", sent, min(ring, tree))
+        ring = 2 * messages * self._ring_latency() + sent / self.bandwidth
+        tree = 2 * messages * self._tree_latency() + 2 * nbytes / self.bandwidth
+        return self._seconds("all_reduce", sent, min(ring, tree), messages)
 
     def exchange(self, nbytes: float) -> float:
         """Seconds in which each rank sends `nbytes` to the others together."""

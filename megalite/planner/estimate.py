@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from megalite.inventory import (
     ElementBytes,
     MemoryPlan,
     boundary_bytes,
+    bucket_limit,
     given_plan,
     given_recompute,
     stage_layer_ranges,
@@ -183,16 +185,16 @@ class FastEstimator:
 
     def _reduction(self, layout: Layout, stages: int, rank: float, m: int) -> float:
         """Seconds that sums of gradients, and gathers of weights, of so many stages add to a step."""
-        size = self.size
-        held = [
-            (stages * number, CommGroup(self.hardware, each.ranks, each.stride))
-            for number, each in self.families(layout)
-        ]
-        scatter = sum(group.gather(number * size.gradient) for number, group in held)
-        gather = sum(group.gather(number * size.compute) for number, group in held)
-        overlap = self.hardware.overlap
+        size, overlap = self.size, self.hardware.overlap
+        layers = max(1, stages * self.config.model.num_layers // layout.pipeline_model_parallel_size)
+        held = []
+        for number, each in self.families(layout):
+            messages = layers if layout.zero_stage >= 2 else self._buckets(stages * number, each)
+            held.append((stages * number, CommGroup(self.hardware, each.ranks, each.stride), messages))
+        scatter = sum(group.gather(number * size.gradient, messages) for number, group, messages in held)
+        gather = sum(group.gather(number * size.compute, messages) for number, group, messages in held)
         if layout.zero_stage == 0:
-            reduced = sum(group.all_reduce(number * size.gradient) for number, group in held)
+            reduced = sum(group.all_reduce(number * size.gradient, messages) for number, group, messages in held)
             return max(0.0, reduced - overlap * rank / 2)
         if layout.zero_stage == 1:
             return max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
@@ -200,6 +202,12 @@ class FastEstimator:
             return m * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
         times = 1 if find_schedule(layout.pipeline_schedule).gathers_once else m
         return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
+
+    def _buckets(self, elements: float, copies: Copies) -> int:
+        parallel, on_cpu = self.config.parallel, self.hardware.on_cpu
+        overlap = parallel.overlap_grad_reduce
+        limit = bucket_limit(parallel.ddp_bucket_size, copies.shards, on_cpu=on_cpu, overlap=overlap)
+        return math.ceil(elements / limit) if limit else 1
 
     def _bytes(self, layout: Layout, block_bytes: float, m: int) -> float:
         size, zero = self.size, layout.zero_stage

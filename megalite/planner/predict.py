@@ -7,7 +7,6 @@ warm-up, steady state, drain          simulate(program, seconds per stage and ac
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,10 +14,8 @@ from functools import cached_property
 from megalite.config import Config
 from megalite.inventory import (
     DEFAULT_PLAN,
-    ElementBytes,
     MemoryPlan,
     boundary_bytes,
-    bucket_limit,
     computations,
     flops_per_iteration,
     given_plan,
@@ -26,8 +23,9 @@ from megalite.inventory import (
     stage_layer_ranges,
 )
 from megalite.planner.activations import recomputed
-from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
+from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
+from megalite.planner.data_parallel import DataParallel
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import host_traffic
@@ -43,7 +41,6 @@ from megalite.schedule import (
     RECOMPUTE,
     Costs,
     Program,
-    find_schedule,
     simulate,
 )
 
@@ -54,6 +51,7 @@ SIMULATED_ACTIONS = 6_000
 @dataclass(frozen=True)
 class Prediction:
     """What one layout does. memory: one entry per pipeline rank. breakdown: seconds of the step, by cause.
+    messages: seconds of data parallelism's messages of a step; open_messages: what of them computation does not hide.
     offloaded_elements: parameters of a device whose optimizer states are off it."""
 
     config: Config
@@ -67,6 +65,8 @@ class Prediction:
     peak_flops: float
     plan: MemoryPlan
     offloaded_elements: float = 0.0
+    messages: float = 0.0
+    open_messages: float = 0.0
 
     @property
     def fullest(self) -> int:
@@ -143,15 +143,16 @@ def predict(
     work = sum(times.forward + times.backward for times in costs.times)
     work += sum(costs.again(stage) for stage in program.recomputed)
     steady = replace(steady, busy=m * work)
-    reduce, gather = costs.reduction(program, steady)
-    elements = max(costs.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
+    sums = costs.data_parallel
+    reduce, gather = sums.around(program, costs.times, steady.ends, steady.makespan)
+    elements = max(sums.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
     step = _optimizer_step(config, elements, hardware, source, steady.makespan, plan)
     step *= m if program.update_per_microbatch else 1
     batch = config.global_batch_size(world_size)
     seconds = {
         "pipeline": steady.makespan,
         "data_parallel": reduce + gather,
-        "shared_weights": costs.tied() + costs.replicas(program),
+        "shared_weights": sums.tied() + sums.replicas(program),
         "optimizer": step,
         "overhead": source.step_overhead(batch / config.data_parallel_size(world_size)),
     }
@@ -164,7 +165,11 @@ def predict(
     total = sum(seconds.values())
     away = plan.fraction * elements
     bubble = steady.bubble_over_ideal
-    return Prediction(config, world_size, total, bubble, memory, seconds, flops, flops + twice, peak, plan, away)
+    shown = m * costs.open_messages(program) + reduce + gather
+    return Prediction(
+        config, world_size, total, bubble, memory, seconds, flops, flops + twice, peak, plan, away,
+        messages=sums.messages(program), open_messages=shown,
+    )  # fmt: skip
 
 
 def _optimizer_step(
@@ -197,6 +202,8 @@ def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) ->
         each[0].peak_flops,
         each[0].plan,
         each[0].offloaded_elements,
+        mean(lambda one: one.messages),
+        mean(lambda one: one.open_messages),
     )
 
 
@@ -248,17 +255,9 @@ class _Stages:
         """Blocks of a stage whose forward runs again in backward."""
         return recomputed(self.config, self.cuts[stage], self.plan.recompute_of(stage))
 
-    @property
-    def dp(self) -> int:
-        """Ranks whose gradients of a stage's dense parameters are summed."""
-        return self.config.gradient_ranks(self.world_size)
-
     @cached_property
-    def families(self) -> tuple[Copies, ...]:
-        return families_of(self.config, self.world_size)
-
-    def shard_group(self, copies: Copies) -> CommGroup:
-        return CommGroup(self.hardware, copies.shards, copies.stride)
+    def data_parallel(self) -> DataParallel:
+        return DataParallel(self.config, self.world_size, self.hardware, self.cuts)
 
     @cached_property
     def times(self) -> tuple[LayerTimes, ...]:
@@ -266,29 +265,24 @@ class _Stages:
         return tuple(self._stage_times(stage) for stage in range(len(self.cuts)))
 
     def _stage_times(self, stage: int) -> LayerTimes:
+        total = self._computation(stage)
+        return total + self.data_parallel.in_the_open(total, stage)
+
+    def _computation(self, stage: int) -> LayerTimes:
         total = add_times(self.layers[item] for item in self.cuts[stage])
         again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
         there, back = (self.exposed_hop(backward=backward) for backward in (False, True))
-        total += LayerTimes(over + there, over + again + back, over)
-        return self._with_zero(total, stage)
+        return total + LayerTimes(over + there, over + again + back, over)
 
-    def _with_zero(self, times: LayerTimes, stage: int) -> LayerTimes:
-        zero, overlap = self.config.parallel.zero_stage, self.hardware.overlap
-        if zero < 2:
-            return times
-        size = ElementBytes.of(self.config)
-        groups = [(self.shard_group(copies), self.elements[copies.family][stage]) for copies in self.families]
-        scatter = sum(group.gather(number * size.gradient) for group, number in groups)
-        held = [(self.shard_group(self.families[0]), stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
-        weights = sum(group.gather(number * size.compute) for group, number in held) if zero == 3 else 0.0
-        if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
-            weights /= max(1, self.config.num_microbatches(self.world_size))
-        hide = overlap if self.config.parallel.overlap_param_gather else 0.0
-        forward = max(0.0, weights - hide * times.forward)
-        hide = overlap if self.config.parallel.overlap_grad_reduce else 0.0
-        backward = max(0.0, weights + scatter - hide * times.backward)
-        return times + LayerTimes(forward, backward)
+    def open_messages(self, program: Program) -> float:
+        """Seconds that a micro-batch waits for ZeRO's messages, on the rank that waits longest."""
+        waits = []
+        for rank in range(program.num_ranks):
+            stages = [stage for stage, _ in program.placement.stages_of(rank)]
+            both = [self.data_parallel.in_the_open(self._computation(stage), stage) for stage in stages]
+            waits.append(sum(each.forward + each.backward for each in both))
+        return max(waits)
 
     def again(self, stage: int) -> float:
         """Seconds of R: the stage's forward once more, whose input is there."""
@@ -314,7 +308,7 @@ class _Stages:
     def hop(self, *, backward: bool = False) -> float:
         """Seconds of a message to the next stage, or of a gradient to the one before."""
         tp, pp = self.config.parallel.tensor_model_parallel_size, self.config.parallel.pipeline_model_parallel_size
-        group, nbytes = CommGroup(self.hardware, pp, tp * self.dp), boundary_bytes(self.config)
+        group, nbytes = CommGroup(self.hardware, pp, tp * self.data_parallel.dp), boundary_bytes(self.config)
         software = self.software
         whole = software.whole_stages or (backward and software.whole_gradients)
         each = max(1, software.waits)
@@ -325,75 +319,3 @@ class _Stages:
     def exposed_hop(self, *, backward: bool = False) -> float:
         """What of it each pass of a stage stands still for."""
         return self.hop(backward=backward) if self.software.waits and len(self.cuts) > 1 else 0.0
-
-    @cached_property
-    def elements(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters of each stage on one rank, by family."""
-        names = [copies.family for copies in self.families]
-        return {name: tuple(stage_elements(self.config, cut, name) for cut in self.cuts) for name in names}
-
-    def family_elements(self, program: Program, rank: int, copies: Copies) -> int:
-        return sum(self.elements[copies.family][stage] for stage, _ in program.placement.stages_of(rank))
-
-    def rank_elements(self, program: Program, rank: int, *, owned: bool = False) -> float:
-        """All parameters of a rank; owned: those whose optimizer state it has."""
-        zero = self.config.parallel.zero_stage if owned else 0
-        return sum(self.family_elements(program, rank, each) / each.owners(zero) for each in self.families)
-
-    def reduction(self, program: Program, steady: SteadyState) -> tuple[float, float]:
-        """Seconds of the step that gradients and updated weights of data parallelism add."""
-        parallel, size = self.config.parallel, ElementBytes.of(self.config)
-        zero = parallel.zero_stage
-        if all(each.ranks == 1 for each in self.families):
-            return 0.0, 0.0
-        late, slowest = 0.0, 0.0
-        for rank in range(program.num_ranks):
-            stages = [stage for stage, _ in program.placement.stages_of(rank)]
-            take, number = self._reduce(program, rank)
-            share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
-            window = share * min(self.times[stage].backward for stage in stages)
-            if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
-                window = self.hardware.overlap * max(0.0, steady.makespan - steady.makespan / program.num_microbatches)
-            late = max(late, steady.ends[rank] + max(0.0, take - window))
-            back = sum(
-                self.shard_group(each).gather(self.family_elements(program, rank, each) * size.compute)
-                for each in self.families
-                if zero in (1, 2)
-            )
-            hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
-            slowest = max(slowest, back - hide * sum(self.times[stage].forward for stage in stages))
-        return max(0.0, late - steady.makespan), slowest
-
-    def _reduce(self, program: Program, rank: int) -> tuple[float, int]:
-        """(Seconds in which the gradients of a rank are summed over the copies of each family, messages)."""
-        parallel, size = self.config.parallel, ElementBytes.of(self.config)
-        zero, seconds, messages = parallel.zero_stage, 0.0, 0
-        for each in self.families:
-            overlap = parallel.overlap_grad_reduce
-            bucket = bucket_limit(parallel.ddp_bucket_size, each.shards, on_cpu=self.hardware.on_cpu, overlap=overlap)
-            elements, group = self.family_elements(program, rank, each), self.shard_group(each)
-            nbytes = elements * size.gradient
-            seconds += group.all_reduce(nbytes) if zero == 0 else group.gather(nbytes) if zero == 1 else 0.0
-            copies = CommGroup(self.hardware, each.ranks // each.shards, each.stride * each.shards)
-            seconds += copies.all_reduce(nbytes / each.owners(zero))
-            messages += math.ceil(elements / bucket) if bucket else min(1, elements)
-        return seconds, max(1, messages)
-
-    def replicas(self, program: Program) -> float:
-        """The sum over the ranks that hold the same stage (Chimera), in the open after the last backward."""
-        if program.placement.num_replicas == 1:
-            return 0.0
-        parallel, size = self.config.parallel, ElementBytes.of(self.config).gradient
-        group = CommGroup(self.hardware, program.placement.num_replicas, parallel.tensor_model_parallel_size * self.dp)
-        ranks = range(program.num_ranks)
-        return max(group.all_reduce(self.rank_elements(program, rank, owned=True) * size) for rank in ranks)
-
-    def tied(self) -> float:
-        """The sum of the embedding's two gradients, where it is on two stages."""
-        model, parallel = self.config.model, self.config.parallel
-        if model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
-            return 0.0
-        rows = self.config.padded_vocab_size() / parallel.tensor_model_parallel_size
-        stride = parallel.tensor_model_parallel_size * self.dp * (parallel.pipeline_model_parallel_size - 1)
-        nbytes = rows * model.hidden_size * ElementBytes.of(self.config).gradient
-        return CommGroup(self.hardware, 2, stride).all_reduce(nbytes)

@@ -74,7 +74,7 @@ def limit_of(prediction: Prediction, hardware: Hardware) -> str:
     waits = "pipeline bubble" if not hosted else "bubble and host link" if ranks > 1 else "host link"
     shares = {
         waits: bubble * prediction.breakdown["pipeline"] / step,
-        "data-parallel messages": prediction.breakdown["data_parallel"] / step,
+        "data-parallel messages": prediction.open_messages / step,
         "optimizer step": prediction.breakdown["optimizer"] / step,
         "sums of shared weights": prediction.breakdown["shared_weights"] / step,
     }
@@ -160,12 +160,22 @@ def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) 
     memory = best.memory[best.fullest]
     terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]
     lines.append(f"1: GiB on pipeline rank {best.fullest}: {', '.join(terms)}")
+    if best.messages:
+        lines.append(f"1: {messages_text(best)}")
     lines.append(f"1: {cost_of_training(best, hardware)}")
     lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p))]
     for number, one in enumerate(shown, 1):
         rows = budget_rows(one.config, program_of(one.config, one.world_size, one.plan), one.memory, one.plan)
         lines += [f"{number}: {text}" for _, text in rows]
     return "\n".join(lines)
+
+
+def messages_text(prediction: Prediction) -> str:
+    """What data parallelism sends, and how much of it costs time: where that is little, more ranks change little."""
+    shown, whole = prediction.open_messages, prediction.messages
+    return (
+        f"data-parallel messages take {whole:.3g} s a step, {max(0.0, 1 - shown / whole):.0%} of it behind computation"
+    )
 
 
 def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:

@@ -35,6 +35,9 @@ RECUT, RECUT_MISFITS = 4, 2
 #: A cut is written out only if a step gains this part by it.
 LEAST_GAIN = 1e-3
 
+#: Steps whose predicted times differ by less than this part take equally long: the prediction is not that good.
+AS_LONG = 2e-3
+
 #: Sizes whose bound is this many times slower than the best estimate are left out.
 TOO_SLOW = 1.5
 
@@ -94,9 +97,21 @@ def search(
         lean = sorted(ranked, key=lambda item: item[1])[:60]
         predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3, given, on_progress)
     predictions += [] if even else _cut_anew(quick, predictions, rejected, given)
-    predictions.sort(key=lambda prediction: (prediction.step_time, prediction.memory_bytes))
+    predictions = _in_order(predictions)
     rejected.sort(key=lambda misfit: misfit.fullest.total)
     return SearchResult(len(ranked), tuple(predictions), tuple(rejected), tuple(why))
+
+
+def _in_order(predictions: list[Prediction]) -> list[Prediction]:
+    """Fastest first; of those that take as long as the fastest of them, the lowest ZeRO stage and least communication
+    first, since what is hidden in a prediction can come into the open in a run."""
+    left = sorted(predictions, key=lambda one: (one.step_time, one.memory_bytes))
+    ordered: list[Prediction] = []
+    while left:
+        alike = [one for one in left if one.step_time <= left[0].step_time * (1 + AS_LONG)]
+        ordered += sorted(alike, key=lambda one: (one.config.parallel.zero_stage, one.messages, one.step_time))
+        left = left[len(alike) :]
+    return ordered
 
 
 def _ranked(

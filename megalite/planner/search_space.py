@@ -9,6 +9,7 @@ schedule has its own. Sequences are not cut into parts of less than 4,096 tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -132,7 +133,8 @@ def layout_of(config: Config) -> Layout:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bool = False) -> Iterator[Layout]:

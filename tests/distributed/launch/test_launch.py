@@ -97,7 +97,9 @@ def test_omp_num_threads_wins(tmp_path: Path) -> None:
 
 
 def body_outer_rank(world: World, port: int, rank: int) -> int:
-    return launch(config_of(), main_writes, LaunchEnvironment("torchrun", rank, 2, rank, 2, "127.0.0.1", port))
+    """With `--nprocs` as a written plan has it: it agrees with the launcher."""
+    place = LaunchEnvironment("torchrun", rank, 2, rank, 2, "127.0.0.1", port)
+    return launch(config_of("--nprocs", "2"), main_writes, place)
 
 
 def body_two_outer_ranks(world: World, port: int) -> list[int]:
@@ -126,7 +128,7 @@ def test_a_users_error_is_printed_once_and_exits_2(flags: list[str], capfd: pyte
     assert lines == ["error: --data-path=x: x.idx not found; run tools/preprocess_data.py"]
 
 
-def test_nprocs_under_another_launcher_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+def test_another_number_than_the_launchers_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert _launch(Path(), "main_writes", ["--nprocs", "2"], LaunchEnvironment("torchrun", 0, 8)) == 2
     assert "--nprocs=2: torchrun already started this process as rank 0 of 8; drop --nprocs" in capfd.readouterr().out
 

@@ -1,0 +1,196 @@
+"""What data parallelism adds to a step: sums of gradients, gathers of weights, and what of them nothing hides.
+
+Messages run beside computation at the `overlap` of the hardware, each as soon as what it carries is there. So two
+never hide: the last sum of gradients, whose backward is the last thing that a batch computes, and the first gather of
+weights, which the first forward waits for. Every message pays the latency of its ring, which grows with the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.config import Config
+from megalite.inventory import ElementBytes, bucket_limit
+from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
+from megalite.planner.cost import LayerTimes
+from megalite.planner.hardware import Hardware
+from megalite.schedule import Program, find_schedule
+
+
+@dataclass(frozen=True)
+class LayerMessages:
+    """Seconds of the messages that ZeRO 2 and 3 send in every pass of a stage, a message a layer.
+
+    gather: of its weights, in a forward or a backward. scatter: of its gradients.
+    """
+
+    gather: float
+    scatter: float
+    layers: int
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Seconds of the messages between the ranks that hold the same parameters."""
+
+    config: Config
+    world_size: int
+    hardware: Hardware
+    cuts: Sequence[range]
+
+    @property
+    def dp(self) -> int:
+        """Ranks whose gradients of a stage's dense parameters are summed."""
+        return self.config.gradient_ranks(self.world_size)
+
+    @cached_property
+    def size(self) -> ElementBytes:
+        return ElementBytes.of(self.config)
+
+    @cached_property
+    def families(self) -> tuple[Copies, ...]:
+        return families_of(self.config, self.world_size)
+
+    def shard_group(self, copies: Copies) -> CommGroup:
+        return CommGroup(self.hardware, copies.shards, copies.stride)
+
+    @cached_property
+    def elements(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters of each stage on one rank, by family."""
+        names = [copies.family for copies in self.families]
+        return {name: tuple(stage_elements(self.config, cut, name) for cut in self.cuts) for name in names}
+
+    def family_elements(self, program: Program, rank: int, copies: Copies) -> int:
+        return sum(self.elements[copies.family][stage] for stage, _ in program.placement.stages_of(rank))
+
+    def rank_elements(self, program: Program, rank: int, *, owned: bool = False) -> float:
+        """All parameters of a rank; owned: those whose optimizer state it has."""
+        zero = self.config.parallel.zero_stage if owned else 0
+        return sum(self.family_elements(program, rank, each) / each.owners(zero) for each in self.families)
+
+    def of_pass(self, stage: int) -> LayerMessages:
+        """What every micro-batch sends at ZeRO 2 and 3."""
+        zero, layers = self.config.parallel.zero_stage, len(self.cuts[stage])
+        if zero < 2:
+            return LayerMessages(0.0, 0.0, layers)
+        groups = [(self.shard_group(copies), self.elements[copies.family][stage]) for copies in self.families]
+        scatter = sum(group.gather(number * self.size.gradient, layers) for group, number in groups)
+        held = [(self.shard_group(self.families[0]), stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
+        gather = sum(group.gather(number * self.size.compute, layers) for group, number in held) if zero == 3 else 0.0
+        if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
+            gather /= max(1, self.config.num_microbatches(self.world_size))
+        return LayerMessages(gather, scatter, layers)
+
+    def in_the_open(self, times: LayerTimes, stage: int) -> LayerTimes:
+        """What of them a forward and a backward of these times do not hide."""
+        parallel, overlap, messages = self.config.parallel, self.hardware.overlap, self.of_pass(stage)
+        hide = overlap if parallel.overlap_param_gather else 0.0
+        forward = max(0.0, messages.gather - hide * times.forward)
+        hide = overlap if parallel.overlap_grad_reduce else 0.0
+        backward = max(0.0, messages.gather + messages.scatter - hide * times.backward)
+        return LayerTimes(forward, backward)
+
+    def around(
+        self, program: Program, times: Sequence[LayerTimes], ends: Sequence[float], makespan: float
+    ) -> tuple[float, float]:
+        """Seconds of a step behind its last backward, and before its first forward.
+
+        times: of a micro-batch of each stage. ends: of the ranks' last backwards.
+        """
+        parallel = self.config.parallel
+        if all(each.ranks == 1 for each in self.families):
+            return 0.0, 0.0
+        late, slowest = 0.0, 0.0
+        for rank in range(program.num_ranks):
+            stages = [stage for stage, _ in program.placement.stages_of(rank)]
+            take, number = self._reduce(program, rank)
+            share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
+            window = share * min(times[stage].backward for stage in stages)
+            last = 0.0 if program.asynchronous else take / number + self._last_scatter(stages)
+            if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
+                window = self.hardware.overlap * max(0.0, makespan - makespan / program.num_microbatches)
+            late = max(late, ends[rank] + max(last, take - window))
+            back, number = self._gathers_of_a_step(program, rank)
+            hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
+            first = back / number + max(self._first_gather(stage) for stage in stages)
+            first = 0.0 if program.asynchronous else first
+            slowest = max(slowest, first, back - hide * sum(times[stage].forward for stage in stages))
+        return max(0.0, late - makespan), slowest
+
+    def _last_scatter(self, stages: Sequence[int]) -> float:
+        """Of one layer, where the passes hide the others."""
+        if not self.config.parallel.overlap_grad_reduce:
+            return 0.0
+        passes = [self.of_pass(stage) for stage in stages]
+        return max(each.scatter / max(1, each.layers) for each in passes)
+
+    def _first_gather(self, stage: int) -> float:
+        """The same of a layer's weights."""
+        if not self.config.parallel.overlap_param_gather:
+            return 0.0
+        messages = self.of_pass(stage)
+        return messages.gather / max(1, messages.layers)
+
+    def _gathers_of_a_step(self, program: Program, rank: int) -> tuple[float, int]:
+        """(Seconds in which ZeRO 1 and 2 gather what a step has updated, messages)."""
+        if self.config.parallel.zero_stage not in (1, 2):
+            return 0.0, 1
+        seconds, messages = 0.0, 0
+        for each in self.families:
+            elements = self.family_elements(program, rank, each)
+            number = self._buckets(each, elements)
+            seconds += self.shard_group(each).gather(elements * self.size.compute, number)
+            messages += number
+        return seconds, max(1, messages)
+
+    def _reduce(self, program: Program, rank: int) -> tuple[float, int]:
+        """(Seconds in which the gradients of a rank are summed over the copies of each family, messages)."""
+        zero, seconds, messages = self.config.parallel.zero_stage, 0.0, 0
+        for each in self.families:
+            elements, group = self.family_elements(program, rank, each), self.shard_group(each)
+            nbytes, number = elements * self.size.gradient, self._buckets(each, elements)
+            if zero < 2:
+                seconds += group.gather(nbytes, number) if zero else group.all_reduce(nbytes, number)
+            copies = CommGroup(self.hardware, each.ranks // each.shards, each.stride * each.shards)
+            seconds += copies.all_reduce(nbytes / each.owners(zero), number)
+            messages += number
+        return seconds, max(1, messages)
+
+    def _buckets(self, copies: Copies, elements: int) -> int:
+        parallel, on_cpu = self.config.parallel, self.hardware.on_cpu
+        overlap = parallel.overlap_grad_reduce
+        limit = bucket_limit(parallel.ddp_bucket_size, copies.shards, on_cpu=on_cpu, overlap=overlap)
+        return math.ceil(elements / limit) if limit else min(1, elements)
+
+    def messages(self, program: Program) -> float:
+        """Seconds of all messages of a step, hidden or not, of the rank that has most."""
+        most = 0.0
+        for rank in range(program.num_ranks):
+            passes = [self.of_pass(stage) for stage, _ in program.placement.stages_of(rank)]
+            each = sum(2 * messages.gather + messages.scatter for messages in passes) * program.num_microbatches
+            most = max(most, each + self._reduce(program, rank)[0] + self._gathers_of_a_step(program, rank)[0])
+        return most
+
+    def replicas(self, program: Program) -> float:
+        """The sum over the ranks that hold the same stage (Chimera), in the open after the last backward."""
+        if program.placement.num_replicas == 1:
+            return 0.0
+        stride = self.config.parallel.tensor_model_parallel_size * self.dp
+        group = CommGroup(self.hardware, program.placement.num_replicas, stride)
+        ranks = range(program.num_ranks)
+        return max(
+            group.all_reduce(self.rank_elements(program, rank, owned=True) * self.size.gradient) for rank in ranks
+        )
+
+    def tied(self) -> float:
+        """The sum of the embedding's two gradients, where it is on two stages."""
+        model, parallel = self.config.model, self.config.parallel
+        if model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
+            return 0.0
+        rows = self.config.padded_vocab_size() / parallel.tensor_model_parallel_size
+        stride = parallel.tensor_model_parallel_size * self.dp * (parallel.pipeline_model_parallel_size - 1)
+        nbytes = rows * model.hidden_size * self.size.gradient
+        return CommGroup(self.hardware, 2, stride).all_reduce(nbytes)
