@@ -59,6 +59,7 @@ FLOORS = {
     "megalite.train": 9,
     "megalite.inference": 10,
     "megalite.proof": 10,
+    "megalite.rehearsal": 10,
     "pretrain_gpt": 11,
     "tools": 11,
     "benchmarks": 12,

@@ -37,7 +37,7 @@ PRINTERS = {
 }
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.
 AT_IMPORT = re.compile(
-    r"(\w+\.)*(getLogger|compile|fields?|option|required|frozenset|tuple|dtype|partial|float|getattr|namedtuple|NewType)"
+    r"(\w+\.)*(getLogger|compile|fields?|option|required|frozenset|tuple|dtype|partial|float|getattr|device|namedtuple|NewType)"
     r"|flush_schedule"
     r"|(\w+\.)*[A-Z]\w*|[A-Z_]+\.(items|keys|values)"
 )
@@ -147,8 +147,16 @@ def _finds_own_package(module: str, call: ast.Call) -> bool:
 def test_torch_distributed_is_used_in_comm_and_launch_only() -> None:
     problems = []
     for module, tree in PRODUCT.items():
-        # Benchmarks run torch's own parallelism beside ours, and doctor.py tries what a run would be built on.
-        if module.startswith(("megalite.comm", "megalite.launch", "benchmarks", "tools.collective_test", DCP_WRITER)):
+        # Benchmarks run torch's own parallelism beside ours, doctor.py tries what a run would be built on, and a
+        # rehearsal puts its own in the place of torch's.
+        users = (
+            "megalite.comm",
+            "megalite.launch",
+            "megalite.rehearsal.messages",
+            "benchmarks",
+            "tools.collective_test",
+        )
+        if module.startswith((*users, DCP_WRITER)):
             continue
         problems += [
             f"{module}:{line}: imports {name}; only megalite.comm and megalite.launch may"

@@ -1,4 +1,4 @@
-"""No two accesses of a run race on a GPU: whole runs on a GPU of bookkeeping (`megalite.testing.races`), with logs,
+"""No two accesses of a run race on a GPU: whole runs on a GPU of bookkeeping (`megalite.rehearsal`), with logs,
 evaluation and checkpoints. The losses are those of the same run without it."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megalite.comm import World
 from megalite.config import parse
 from megalite.parallel.tiers import Arrival, Mover
 from megalite.parallel.zero import host_exchange
+from megalite.rehearsal import DEVICE, watched_gpu
 from megalite.testing import run_ranks
-from megalite.testing.races import DEVICE, watched_gpu
 from megalite.train.run import run_training
 
 BRIEF = (
@@ -79,7 +79,7 @@ def body(world: World, argv: list[str], watched: bool, planted: str | None) -> t
         else:
             with watched_gpu() as gpu:
                 run_training(parse(argv, world_size=world.size), replace(world, device=DEVICE))
-            assert gpu.ledger.accesses > 1000
+            assert gpu.ledger.launches > 1000
             races = gpu.races
     folder = Path(argv[argv.index("--save") + 1])
     records = [json.loads(line) for path in sorted(folder.rglob("metrics.jsonl")) for line in path.open()]

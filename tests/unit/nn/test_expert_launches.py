@@ -17,9 +17,9 @@ from megalite.nn.experts import MoE
 from megalite.nn.router import largest
 from megalite.parallel.expert import grouped
 from megalite.parallel.tensor import LayerContext
-from megalite.testing.races import DEVICE, watched_gpu
-from megalite.testing.races.order import Ledger
-from megalite.testing.races.streams import Stream
+from megalite.rehearsal import DEVICE, watched_gpu
+from megalite.rehearsal.order import Ledger
+from megalite.rehearsal.streams import Stream
 
 S, B, H = 16, 2, 32
 

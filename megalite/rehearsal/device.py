@@ -15,16 +15,24 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megalite.testing.races.messages import messages
-from megalite.testing.races.order import Clock, where
-from megalite.testing.races.streams import DEVICE, Event, Gpu, Stream
-from megalite.testing.races.watch import Watch
+from megalite.rehearsal.fake_groups import FakeGroups
+from megalite.rehearsal.messages import messages
+from megalite.rehearsal.order import Clock, where
+from megalite.rehearsal.streams import DEVICE, Event, Gpu, Stream
+from megalite.rehearsal.values import Computed, Shapes, flash_attention
+from megalite.rehearsal.watch import Watch
+
+_DATA_PTR = torch.UntypedStorage.data_ptr
 
 
 @contextmanager
-def watched_gpu() -> Iterator[Gpu]:
-    """A GPU that finds races. Process groups are made before or inside; they say nccl."""
-    gpu = Gpu()
+def watched_gpu(fake: FakeGroups | None = None) -> Iterator[Gpu]:
+    """A GPU that finds races. Process groups are made before or inside; they say nccl.
+
+    fake: of a rank that is alone: its device has no values (`values.py`), and nobody answers its messages.
+    """
+    gpu = Gpu("cpu" if fake is None else "meta")
+    gpu.kernels = Computed() if fake is None else Shapes(gpu)
     with ExitStack() as stack:
         for owner, names in (
             (torch.cuda, _cuda(gpu)),
@@ -32,11 +40,12 @@ def watched_gpu() -> Iterator[Gpu]:
             (torch.UntypedStorage, _storage(gpu)),
             (ThreadPoolExecutor, {"submit": _submit(gpu)}),
             (torch, {"tensor": _made(gpu, torch.tensor)}),
+            (torch.nn.functional, {} if fake is None else {"scaled_dot_product_attention": flash_attention}),
             (torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": _grouped(gpu)}),
         ):
             for name, value in names.items():
                 stack.enter_context(patch.object(owner, name, value, create=True))
-        stack.enter_context(messages(gpu))
+        stack.enter_context(messages(gpu, fake))
         stack.enter_context(Watch(gpu))
         yield gpu
 
@@ -88,13 +97,15 @@ def _tensor(gpu: Gpu) -> dict[str, Any]:
 
     def device(x: Tensor) -> torch.device:
         true: torch.device = device_of(x)
-        return DEVICE if not gpu.true_device and true.type == "cpu" and gpu.on_device(x) else true
+        return DEVICE if not gpu.true_device and true.type == gpu.place.type and gpu.on_device(x) else true
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         values = [*args, *kwargs.values()]
         wanted = [torch.device(v) for v in values if isinstance(v, (torch.device, str))]
         wanted += [v.device for v in values if isinstance(v, Tensor)]
-        if gpu.true_device or gpu.quiet or not wanted or device_of(x).type != "cpu" or wanted[0].type == "meta":
+        if gpu.true_device or gpu.quiet or not wanted or wanted[0].type == "meta":
+            return really_to(x, *args, **kwargs)
+        if device_of(x).type != "cpu" and not gpu.on_device(x):
             return really_to(x, *args, **kwargs)
         dtypes = [v.dtype if isinstance(v, Tensor) else v for v in values if isinstance(v, (Tensor, torch.dtype))]
         dtype = dtypes[0] if dtypes else x.dtype
@@ -123,8 +134,17 @@ def _tensor(gpu: Gpu) -> dict[str, Any]:
         "record_stream": record_stream,
         "numpy": _read(gpu, Tensor.numpy),
         "tolist": _read(gpu, Tensor.tolist),
+        "data_ptr": lambda x: _address(gpu, x.untyped_storage()) + x.storage_offset() * x.element_size(),
         "new_tensor": lambda x, data, **_: torch.tensor(data, dtype=x.dtype, device=x.device),
     }
+
+
+def _address(gpu: Gpu, storage: torch.UntypedStorage) -> int:
+    """Where it is; without memory, a number that no other has."""
+    memory = gpu.ledger.find(storage)
+    if memory is None or storage.device.type == "cpu":
+        return _DATA_PTR(storage)
+    return memory.number << 44
 
 
 def _read(gpu: Gpu, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +154,10 @@ def _read(gpu: Gpu, real: Callable[..., Any]) -> Callable[..., Any]:
         if not gpu.quiet and not gpu.true_device:
             if gpu.on_device(x):
                 assert real.__name__ != "numpy", "numpy() of a tensor on the device"
-                gpu.current.synchronize()
+                gpu.current.synchronize(f"{real.__name__}()")
             gpu.ledger.work(gpu.ledger.host, real.__name__, [x], [])
+            if gpu.on_device(x) and gpu.place.type == "meta":
+                x = gpu.kernels.read(x)
         return real(x, *args, **kwargs)
 
     return read

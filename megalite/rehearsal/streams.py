@@ -9,18 +9,23 @@ from typing import Any
 
 import torch
 
-from megalite.testing.races.order import Clock, Ledger, Line
+from megalite.rehearsal.order import Clock, Ledger, Line
+from megalite.rehearsal.record import Calls
 
 DEVICE = torch.device("cuda", 0)
 
 
 class Gpu:
     """A device that is bookkeeping: its streams, and what it has been seen to do. unwaited: handles that nobody has
-    waited for. Of a thread: quiet: nothing is recorded; true_device: tensors say where they really are (inside torch's
+    waited for. calls: collectives and messages in the order in which the host starts them. place: where its memory
+    really is. Of a thread: quiet: nothing is recorded; true_device: tensors say where they really are (inside torch's
     own kernels); on_its_way: a copy between the places was asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: str = "cpu") -> None:
+        self.place = torch.device(place)
         self.ledger = Ledger()
+        self.calls = Calls(self.ledger)
+        self.kernels: Any = None
         self.compute = Stream(self, "the compute stream")
         self.unwaited: dict[int, Any] = {}
         self._local = threading.local()
@@ -61,12 +66,14 @@ class Gpu:
             vars(self._local).update({name: before[name] for name in values if name in before})
 
     def on_device(self, x: torch.Tensor) -> bool:
-        return self.ledger.of(x).on_device
+        memory = self.ledger.find(x.untyped_storage())
+        return memory is not None and memory.on_device
 
     def host_waits(self) -> None:
         """For all that any stream has been given."""
         for clock in self.ledger.lines_behind():
             self.ledger.host.learn(clock)
+        self.ledger.synced("synchronize()")
 
 
 class Stream:
@@ -75,7 +82,7 @@ class Stream:
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
         self.line: Line = gpu.ledger.line(name)
-        self.device, self.cuda_stream = DEVICE, self.line.number
+        self.device = DEVICE
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event(self._gpu) if event is None else event
@@ -88,8 +95,9 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.line.learn(other.line.clock)
 
-    def synchronize(self) -> None:
+    def synchronize(self, why: str = "synchronize() of a stream") -> None:
         self._gpu.ledger.host.learn(self.line.clock)
+        self._gpu.ledger.synced(why)
 
     def query(self) -> bool:
         """Whether all its work is over: never, as long as nobody has waited."""
@@ -111,6 +119,7 @@ class Event:
 
     def synchronize(self) -> None:
         self._gpu.ledger.host.learn(self.clock)
+        self._gpu.ledger.synced("synchronize() of an event")
 
     def query(self) -> bool:
         return not self.clock

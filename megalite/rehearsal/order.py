@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -26,14 +27,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HERE = str(Path(__file__).parent)
-ROOT = str(Path(__file__).resolve().parents[3])
 FRAMES = 3
 """Calls of the product that a place names, innermost first."""
 EXACT = 1 << 16
 """Elements up to which two strided regions are compared element by element."""
 
 Clock = dict[int, int]
+Event = tuple[str, int, int, int, str]
+"""(alloc, number of the memory, bytes, line, place), (free, number of the memory, 0, 0, ''), (sync, 0, 0, 0, why and
+place), (call, number of the call, 0, 0, ''), (action, 0, 0, 0, its text)."""
+
+
+@cache
+def shown(file: str) -> str:
+    """How a place names a file of the product; empty for those of others."""
+    path, here = Path(file), Path(__file__).resolve().parent
+    if here.parents[1] not in path.parents or here in path.parents or "site-packages" in path.parts:
+        return ""
+    return f"{path.parent.name}/{path.name}"
 
 
 def where() -> str:
@@ -41,10 +52,9 @@ def where() -> str:
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(lines) < FRAMES:
-        name = frame.f_code.co_filename
-        if name.startswith(ROOT) and not name.startswith(HERE) and "/site-packages/" not in name:
-            path = Path(name)
-            lines.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}")
+        name = shown(frame.f_code.co_filename)
+        if name:
+            lines.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(lines)
 
@@ -155,12 +165,14 @@ class Race:
 class Memory:
     """A storage. line: the stream whose pool it comes from; None: on the host. registered: page-locked in place, so
     that its owner, not torch, sees to it that no copy still uses it when it goes. recorded: numbers of the lines that
-    the allocator knows to use it."""
+    the allocator knows to use it. known: its bytes, where it is without memory and somebody knows them."""
 
     line: Line | None
     pinned: bool
     nbytes: int
+    number: int = 0
     registered: bool = False
+    known: Tensor | None = None
     seen: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
 
@@ -173,17 +185,21 @@ class Ledger:
     """All lines, all memory, and the races that were found.
 
     allocated, peak: bytes on the device, now and at most. locked: addresses of memory that was page-locked in place.
+    log: what happens, in the order in which the host does it (`record.py`).
     """
 
     def __init__(self) -> None:
         self._numbers, self._lock = count(), threading.RLock()
+        self._memories = count(1)
+        self.log: list[Event] = []
+        self.launches = 0
         self._memory: dict[int, Memory] = {}
         self._pools: dict[int, dict[int, Access]] = {}
         self._local = threading.local()
         self.lines: list[Line] = []
         self.locked: set[int] = set()
         self._races: dict[tuple[str, str, str], Race] = {}
-        self.accesses = self.allocated = self.peak = 0
+        self.allocated = self.peak = 0
 
     @property
     def races(self) -> list[str]:
@@ -223,7 +239,7 @@ class Ledger:
         """New memory, of the pool of `line` (None: on the host)."""
         key = storage._cdata
         with self._lock:
-            memory = self._memory[key] = Memory(line, pinned, storage.nbytes())
+            memory = self._memory[key] = Memory(line, pinned, storage.nbytes(), next(self._memories))
             self._allocated(memory)
         weakref.finalize(storage, self._gone, key, memory).atexit = False
         return memory
@@ -245,6 +261,8 @@ class Ledger:
                 self._note(Race("FREED IN USE", access, now))
             return
         self.allocated -= memory.nbytes
+        if memory.nbytes:
+            self.log.append(("free", memory.number, 0, 0, ""))
         memory.nbytes = 0
         pool = self._pools.setdefault(memory.line.number, {})
         for access in pending:
@@ -266,6 +284,8 @@ class Ledger:
             return
         self.allocated += memory.nbytes
         self.peak = max(self.peak, self.allocated)
+        if memory.nbytes:
+            self.log.append(("alloc", memory.number, memory.nbytes, memory.line.number, where()))
         pool = self._pools.get(memory.line.number, {})
         memory.seen = [access for access in pool.values() if not self.host.knows(access)]
 
@@ -274,6 +294,7 @@ class Ledger:
     def work(self, line: Line, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """A piece of work of a line: of a stream, one that this thread launches."""
         with self._lock:
+            self.launches += 1
             line.learn(self.host.clock)
             time, place = line.tick(), where()
             for x in reads:
@@ -284,7 +305,6 @@ class Ledger:
     def _access(self, x: Tensor, new: Access) -> None:
         if x.numel() == 0:
             return
-        self.accesses += 1
         memory, kept = self.of(x), []
         for old in memory.seen:
             known = new.line.knows(old)
@@ -296,6 +316,10 @@ class Ledger:
 
     def _note(self, race: Race) -> None:
         self._races.setdefault((race.kind, race.first.place, race.second.place), race)
+
+    def synced(self, why: str) -> None:
+        """The host has waited for the device."""
+        self.log.append(("sync", 0, 0, 0, f"{why} at {where()}"))
 
     def lines_behind(self) -> Iterator[Clock]:
         """The clocks of all lines: all work that has been given to anybody."""

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megalite.comm import Axis, World, all_gather_into, all_reduce_, start_all_to_all_rows, start_shift
 from megalite.page_locked import host_bytes
+from megalite.rehearsal import DEVICE, watched_gpu
 from megalite.testing import run_ranks
-from megalite.testing.races import DEVICE, watched_gpu
 
 Scene = Callable[..., Any]
 
@@ -262,7 +262,7 @@ def check(scene: Scene, right: bool, races: list[str]) -> None:
     source = Path(__file__).read_text().splitlines()
     assert races, "not found"
     for race in races:
-        second, first = (re.search(rf" (?:at|<) testing/test_planted_races.py:(\d+) ({scene.__name__}|step)", part)
+        second, first = (re.search(rf" (?:at|<) rehearsal/test_planted_races.py:(\d+) ({scene.__name__}|step)", part)
                          for part in race.split("does not wait for", 1))  # fmt: skip
         assert first and source[int(first[1]) - 1].endswith("# one"), race
         assert second and source[int(second[1]) - 1].endswith("# other"), race

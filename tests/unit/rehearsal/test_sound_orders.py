@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.testing.races import DEVICE, watched_gpu
+from megalite.rehearsal import DEVICE, watched_gpu
 
 
 def new(*shape: int) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.testing.races.order import is_dense, tensors_in
-from megalite.testing.races.streams import Gpu
+from megalite.rehearsal.order import is_dense, tensors_in
+from megalite.rehearsal.streams import Gpu
 
 ALLOCATE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "detach", "alias", "lift_fresh",
@@ -30,6 +30,9 @@ HOST_WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", "unique_dim",
     "equal", "is_nonzero",
 }  # fmt: skip
+MADE_INSIDE = {"scalar_tensor", "zeros"}
+"""Factories that torch calls by itself with the true device of a tensor of ours."""
+SYNC_NAMES = {"_local_scalar_dense": "item()"}
 MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_fused_adamw_", "_foreach_add_"}
 """Kernels of the device that may be given tensors of the host that are not numbers."""
 
@@ -52,10 +55,10 @@ class Watch(TorchDispatchMode):
         known = {x.untyped_storage()._cdata for x in given}
         there = any(self._gpu.on_device(x) for x in given)
         goes_there, pinned = self._place(name, there, kwargs)
-        device = torch.device("cpu") if _says_cuda(kwargs.get("device")) else kwargs.get("device")
+        device = self._gpu.place if _says_cuda(kwargs.get("device")) else kwargs.get("device")
         real = kwargs | {key: value for key, value in {"device": device, "pin_memory": None}.items() if key in kwargs}
         with self._gpu.state(true_device=True):
-            out = _compute(function, args, real)
+            out = self._gpu.kernels(function, name, args, real, there=there)
         outs = tensors_in(out)
         fresh = [x for x in outs if x.untyped_storage()._cdata not in known]
         for x in fresh:
@@ -64,6 +67,8 @@ class Watch(TorchDispatchMode):
                 self._ledger.enter(x.untyped_storage(), line, pinned=pinned)
         if not (function.is_view or name in ALLOCATE):
             self._record(function, name, args, kwargs, fresh, there or goes_there)
+        if there or goes_there:
+            self._gpu.kernels.follow(function, name, args, real, outs, _written(function, args, kwargs))
         return out
 
     def _place(self, name: str, there: bool, kwargs: dict[str, Any]) -> tuple[bool, bool]:
@@ -71,7 +76,8 @@ class Watch(TorchDispatchMode):
         wanted, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         if wanted is None or (name == "_to_copy" and not self._gpu.on_its_way):
             return there or _says_cuda(wanted), pinned  # of a copy that autograd makes, the device is the true one
-        goes_there = _says_cuda(wanted)
+        own = self._gpu.place.type == "meta" and name in MADE_INSIDE and torch.device(wanted).type == "meta"
+        goes_there = _says_cuda(wanted) or own
         if name == "_to_copy" and there and not goes_there and kwargs.get("non_blocking"):
             pinned = True
         return goes_there, pinned
@@ -106,7 +112,7 @@ class Watch(TorchDispatchMode):
         self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes)
         bools = name in MAY_MIX and any(x.dtype == torch.bool for x in reads) and name == "index"
         if name in HOST_WAITS or on_host or bools or (name == "repeat_interleave" and len(args) == 1):
-            stream.synchronize()
+            stream.synchronize(SYNC_NAMES.get(name, name))
 
     def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:
         ledger, stream = self._ledger, self._gpu.current
@@ -126,10 +132,10 @@ class Watch(TorchDispatchMode):
             ledger.work(stream.line, name, [source], [target])
         else:
             ledger.work(stream.line, name, [source], [])
-            stream.synchronize()
+            stream.synchronize("a copy that the host unpacks")
             ledger.work(ledger.host, f"{name}, unpacking on the host,", [], [target])
         if not free or (not to.on_device and not to.pinned):
-            stream.synchronize()
+            stream.synchronize("a copy from the host" if to.on_device else "a copy to the host")
 
 
 def _says_cuda(device: Any) -> bool:
@@ -142,13 +148,3 @@ def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
     values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
     written = [v for a, v in zip(arguments, values, strict=True) if a.alias_info is not None and a.alias_info.is_write]
     return tensors_in(written)
-
-
-def _compute(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What the kernel computes. Products with sums in a wider dtype exist on CUDA alone."""
-    wide = (torch.ops.aten.mm.dtype_out, torch.ops.aten.addmm.dtype_out)
-    if function not in wide:
-        return function(*args, **kwargs)
-    a, b, dtype = args[-3:]
-    product = torch.mm(a.to(dtype), b.to(dtype)) * kwargs.get("alpha", 1)
-    return kwargs["out"].copy_(product + args[0] * kwargs.get("beta", 1) if len(args) == 4 else product)

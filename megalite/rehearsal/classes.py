@@ -1,0 +1,38 @@
+"""Which ranks are rehearsed: of each kind one, and along each axis two, so that what they exchange has two ends.
+
+Ranks of a stage that differ along an axis do the same, the first of the axis apart: it counts losses, writes, draws.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megalite.comm import ParallelMesh, World
+from megalite.rehearsal.rank import Rehearsed
+from megalite.train import make_mesh
+
+MOST = 16
+"""Ranks of a world that are all rehearsed."""
+VIEWS = (("tp", "cp_heads", "cp_ring", "dp_shard", "dp_replicate"), ("etp", "ep", "edp_shard", "edp_replicate"))
+
+
+def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
+    """The grid, for arithmetic."""
+    return make_mesh(run.config, World(rank, run.size, torch.device("meta")))
+
+
+def distinct_ranks(run: Rehearsed) -> list[int]:
+    """Of a small world all; else of every stage the first of all axes, for each axis the last of it, and the last of
+    all."""
+    if run.size <= MOST:
+        return list(range(run.size))
+    mesh = mesh_of(run)
+    stages = mesh.size("pp")
+    inside = run.size // stages
+    chosen = {0, inside - 1}
+    for view in VIEWS:
+        stride = 1
+        for axis in view:
+            chosen.add((mesh.size(axis) - 1) * stride)
+            stride *= mesh.size(axis)
+    return [stage * inside + rank for stage in range(stages) for rank in sorted(chosen)]

@@ -1,0 +1,77 @@
+"""Process groups of a rank that is alone: a communicator is a list of ranks, and to make one costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from megalite.rehearsal.order import where
+from megalite.rehearsal.record import Call, Communicator, Communicators
+
+MOST_SAID = 1 << 20
+
+
+@dataclass(frozen=True)
+class Said:
+    """of: coordinate -> what that rank has given to a gathering. keep: under which key what this rank gives is kept."""
+
+    of: Mapping[int, Tensor]
+    key: tuple[int, int]
+    members: Communicator
+
+    def keep(self, values: Tensor) -> None:
+        if values.nbytes <= MOST_SAID:
+            self.members.said[self.key] = values
+
+
+class FakeGroups:
+    """The groups that one rank of `size` makes. made: (place, how many lists of ranks, digest of them), in order."""
+
+    def __init__(self, rank: int, size: int, known: Communicators) -> None:
+        self.rank, self._known = rank, known
+        self.world = known.of(range(size), 0)
+        self.world.name = "world"
+        self._counts: dict[tuple[int, ...], int] = {self.world.ranks: 1}
+        self.made: list[tuple[str, int, int]] = []
+        self._gathered: dict[Communicator, int] = {}
+
+    def new_group(self, ranks: Sequence[int] | None = None, **_kwargs: Any) -> Communicator | None:
+        """A communicator of these ranks; None where this rank is not one of them."""
+        members, place = tuple(self.world.ranks if ranks is None else ranks), where()
+        if self.made and self.made[-1][0] == place:
+            count, digest = self.made.pop()[1:]
+            self.made.append((place, count + 1, hash((digest, members))))
+        else:
+            self.made.append((place, 1, hash(members)))
+        if self.rank not in members:
+            return None
+        number = self._counts.get(members, 0)
+        self._counts[members] = number + 1
+        found = self._known.of(members, number)
+        found.place = found.place or place
+        return found
+
+    def said(self, call: Call) -> Said:
+        """What ranks that were rehearsed before have given to a gathering, and where to keep what this one gives."""
+        members = call.communicator
+        if call.kind != "all_gather":
+            return Said({}, (0, 0), members)
+        number = self._gathered[members] = self._gathered.get(members, 0) + 1
+        here = {members.ranks.index(rank): x for (n, rank), x in members.said.items() if n == number}
+        return Said(here, (number, self.rank), members)
+
+    def names(self) -> dict[str, Any]:
+        """Names of torch.distributed."""
+        return {
+            "new_group": self.new_group,
+            "group": SimpleNamespace(WORLD=self.world),
+            "is_initialized": lambda: True,
+            "get_rank": lambda group=None: self.rank,
+            "get_world_size": lambda group=None: len((group or self.world).ranks),
+            "get_backend_config": lambda group=None: "cpu:gloo,cuda:nccl",
+            "get_process_group_ranks": lambda group=None: list((group or self.world).ranks),
+        }

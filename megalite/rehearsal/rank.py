@@ -1,0 +1,164 @@
+"""One rank of a run on a device of bookkeeping: the real start, steps and evaluation, without values.
+
+Nothing is read from disk, and nothing is written: data are drawn, and their tokenizer has numbers for words.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import logging
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megalite.comm import World
+from megalite.config import Config, DataConfig, config_problems, read_unjudged
+from megalite.errors import ConfigError
+from megalite.rehearsal.device import watched_gpu
+from megalite.rehearsal.fake_groups import FakeGroups
+from megalite.rehearsal.order import shown
+from megalite.rehearsal.record import Communicators, RankRecord
+from megalite.rehearsal.streams import DEVICE, Gpu
+from megalite.train import OpenRun, open_run
+
+KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "ByteTokenizer": 257, "CharTokenizer": 65}
+OWN_VOCABULARY = 32000
+A_NODE = 8
+PATIENT = 1e6
+
+
+@dataclass
+class Rehearsed:
+    """What is rehearsed. config: without data, tokenizer and checkpoint; at size `size`. steps: iterations."""
+
+    config: Config
+    size: int
+    steps: int
+    known: Communicators = field(default_factory=Communicators)
+
+
+def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
+    """Flags and files of a run, as they are rehearsed on `size` ranks. Raises ConfigError."""
+    config, _ = read_unjudged(argv)
+    data = config.data
+    vocabulary = config.model.vocab_size or KNOWN_VOCABULARIES.get(data.tokenizer_type or "", OWN_VOCABULARY)
+    kept = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=vocabulary),
+        data=replace(DataConfig(mock_data=True, tokenizer_type="NullTokenizer", num_workers=0), **kept),
+        parallel=replace(config.parallel, nprocs=None, check_pipeline_messages=False),
+    )
+    if problems := config_problems(config, size):
+        raise ConfigError(problems)
+    return Rehearsed(_short(config, size, steps), size, steps)
+
+
+def _short(config: Config, size: int, steps: int) -> Config:
+    """A run of a few full batches."""
+    training = config.training
+    ramp = replace(training.batch_ramp, **{name: None for name in vars(training.batch_ramp)})
+    return replace(
+        config,
+        training=replace(
+            training,
+            global_batch_size=config.global_batch_size(size),
+            batch_ramp=ramp,
+            length=replace(training.length, train_iters=steps, train_samples=None, train_tokens=None),
+            eval_interval=None,
+            eval_iters=min(1, training.eval_iters),
+            full_validation=False,
+            compile=False,
+            exit_interval=None,
+        ),
+        checkpoint=replace(config.checkpoint, save=None, load=None, auto_resume=False, save_interval=None),
+        logging=replace(config.logging, log_interval=max(2, steps)),
+    )
+
+
+def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
+    """Everything that a rank does, up to where it fails."""
+    groups = FakeGroups(rank, run.size, run.known)
+    began = time.process_time()
+    with alone(groups) as gpu:
+        world = World(
+            rank, run.size, DEVICE, rank % A_NODE, min(A_NODE, run.size), f"node{rank // A_NODE}", _phases(gpu)
+        )
+        problem = None
+        try:
+            with open_run(run.config, world) as opened:
+                _name_communicators(opened)
+                opened.trainer.executor.mark = gpu.calls.mark
+                opened.trainer.train()
+        except Exception as error:  # whatever the product or torch raises is what the rank comes to
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0]} (at {_product_line(error)})"
+        unwaited = [work.call for work in gpu.unwaited.values()]
+        return RankRecord(
+            rank,
+            gpu.calls,
+            gpu.ledger.log,
+            unwaited,
+            groups.made,
+            gpu.races,
+            gpu.ledger.launches,
+            time.process_time() - began,
+            problem,
+            [line.name for line in gpu.ledger.lines],
+        )
+
+
+@contextmanager
+def alone(groups: FakeGroups) -> Iterator[Gpu]:
+    """A rank without others, whose weights are not drawn."""
+    with ExitStack() as stack:
+        kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
+        for module, name, value in (
+            ("megalite.train.build", "fill", _not_drawn),
+            ("megalite.comm.patience", "VOTE_SECONDS", PATIENT),
+            # what is tried on a device of this machine is taken to work on that one
+            ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
+        ):
+            stack.enter_context(patch.object(importlib.import_module(module), name, value))
+        stack.enter_context(redirect_stdout(io.StringIO()))
+        logger = logging.getLogger("megalite")
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
+        yield stack.enter_context(watched_gpu(groups))
+
+
+def _product_line(error: BaseException) -> str:
+    """The innermost line of the product, or of a test, that an error came through."""
+    lines = [
+        f"{name}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (name := shown(frame.filename))
+    ]
+    return lines[-1] if lines else "no line of the product"
+
+
+def _not_drawn(name: str, parameter: Tensor, *, seed: int) -> None:
+    """In the place of initial values."""
+    with torch.no_grad():
+        parameter.zero_()
+
+
+def _phases(gpu: Gpu) -> Any:
+    def report(phase: str) -> None:
+        gpu.calls.phase = phase
+
+    return report
+
+
+def _name_communicators(opened: OpenRun) -> None:
+    """Gives each the name of its axis."""
+    for (name, apart), axis in opened.trainer.mesh._axes.items():
+        if axis.group is not None:
+            axis.group.name = axis.group.name or (f"{name} {apart}" if apart else name)

@@ -1,0 +1,279 @@
+"""A device without values: what its kernels return, and what the host finds where it reads.
+
+Memory of the device is torch's `meta`: it has a shape and no values. Kernels run once for each shape; what they
+returned is remembered. Small tensors whose values the host has put there, or that are computed from such, keep them
+(`known`). What is read and was never known follows rules:
+
+    a real number   1 (a norm is finite)        a count, an index   1       a truth   no
+    bincount        the same for each bin (experts are balanced)    a mask that selects   everything
+    a collective    as if every rank held what this one holds; a sum of real numbers is not 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.rehearsal.fake_groups import Said
+from megalite.rehearsal.order import tensors_in
+from megalite.rehearsal.record import Call
+from megalite.rehearsal.streams import Gpu
+
+SMALL = 1 << 14
+"""Bytes up to which values are computed where they are known."""
+FEW = 64
+"""Bytes of real numbers that are taken to be known where they are not: norms, sums, scales."""
+LARGE = 1 << 20
+"""Bytes from which the host computes nothing either."""
+aten = torch.ops.aten
+
+
+class Nothing(Enum):
+    """In the place of a result."""
+
+    MISSING = 0
+
+
+MISSING = Nothing.MISSING
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+
+
+class Computed:
+    """Computes in the memory of a CPU."""
+
+    def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
+        """Products with sums in a wider dtype exist on CUDA alone."""
+        if function not in (aten.mm.dtype_out, aten.addmm.dtype_out):
+            return function(*args, **kwargs)
+        a, b, dtype = args[-3:]
+        product = torch.mm(a.to(dtype), b.to(dtype)) * kwargs.get("alpha", 1)
+        return kwargs["out"].copy_(product + args[0] * kwargs.get("beta", 1) if len(args) == 4 else product)
+
+    def follow(self, *_: Any) -> None:
+        """Everything is computed."""
+
+
+class Shapes:
+    """Computes for a device whose memory is `meta`."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._made: dict[Any, Any] = {}
+
+    def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
+        """there: whether any argument is of the device."""
+        if name == "_local_scalar_dense" and there:
+            return self.read(args[0]).item()
+        if name == "_to_copy" and there and torch.device(kwargs.get("device") or "meta").type == "cpu":
+            return self.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
+        if name == "copy_" and there and args[0].device.type == "cpu":
+            return args[0].copy_(self.read(args[1])) if args[0].nbytes <= LARGE else args[0]
+        given = tensors_in((args, kwargs))
+        if not there and not any(x.is_meta for x in given) and sum(x.nbytes for x in given) > LARGE:
+            if _in_place(function) is not MISSING:
+                return _written_first(function, args, kwargs)
+        if not there and not given and _in_place(function) is MISSING:
+            return function(*args, **kwargs)
+        if not there:
+            return function(*args, **kwargs)
+        return self._device(function, name, args, kwargs, given)
+
+    def _device(
+        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
+    ) -> Any:
+        if function.is_view:
+            return function(*args, **kwargs)
+        if name == "repeat_interleave" and len(args) == 1:
+            with self._gpu.state(quiet=True):
+                return torch.empty(int(self.read(args[0]).sum()), dtype=torch.int64, device="meta")
+        special: Any = _SPECIAL.get(name)
+        if special is not None and (out := special(*args, **kwargs)) is not MISSING:
+            return out
+        if function._schema.is_mutable:
+            out = _written_first(function, args, kwargs)
+            return function(*args, **kwargs) if out is MISSING else out
+        key: Any
+        try:
+            key = (function, _plain(args), tuple((k, _plain(v)) for k, v in kwargs.items()))
+            made = self._made.get(key)
+        except TypeError:
+            return function(*args, **kwargs)
+        if made is None:
+            out = function(*args, **kwargs)
+            if isinstance(out, Tensor):
+                self._made[key] = _form(out)
+            elif isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) for x in out):
+                self._made[key] = [_form(x) for x in out]
+            return out
+        return _new(made) if isinstance(made, tuple) else tuple(map(_new, made))
+
+    # ---- values ------------------------------------------------------------------------------------------------------
+
+    def known(self, x: Tensor) -> Tensor | None:
+        """Its values, where somebody knows them."""
+        memory = self._gpu.ledger.of(x)
+        if not memory.on_device:
+            return None if x.is_meta else x
+        if memory.known is None:
+            return None
+        return memory.known.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the host finds in it."""
+        with self._gpu.state(quiet=True):
+            known = self.known(x)
+            if known is not None:
+                return known.clone()
+            value: Any = False if x.dtype == torch.bool else 1
+            return torch.full(x.shape, value, dtype=x.dtype)
+
+    def know(self, x: Tensor, values: Tensor | None) -> None:
+        """From now on its memory has these values; None: they are unknown."""
+        memory = self._gpu.ledger.of(x)
+        if values is None:
+            memory.known = None
+            return
+        if memory.known is None:
+            if x.nbytes != x.untyped_storage().nbytes():
+                return
+            memory.known = torch.zeros(x.nbytes, dtype=torch.uint8)
+        here = self.known(x)
+        assert here is not None
+        here.copy_(values)
+
+    def follow(
+        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:  # fmt: skip
+        """Computes the values of a kernel of the device that has run, where they are few and known."""
+        if function.is_view or name in ("empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"):
+            return
+        with self._gpu.state(quiet=True, true_device=True):
+            if name == "bincount":
+                self.know(outs[0], torch.full(outs[0].shape, args[0].numel() // max(1, outs[0].numel())))
+                return
+            given = tensors_in((args, kwargs))
+            only_written = name in ("copy_", "zero_", "fill_")
+            small = all(x.nbytes <= SMALL for x in (*given, *outs)) or (name == "_to_copy" and not given[0].is_meta)
+            sources = [x for x in given if not (only_written and any(x is w for w in written))]
+            if small and only_written:
+                for x in written:
+                    if self.known(x) is None:
+                        self.know(x, torch.zeros(x.shape, dtype=x.dtype))
+            values: Any = {id(x): self.known(x) for x in given} if small else {}
+            if not small or any(values[id(x)] is None for x in (*sources, *written)):
+                for x in (*written, *outs):
+                    if self._gpu.on_device(x):
+                        few = x.is_floating_point() and x.nbytes == x.untyped_storage().nbytes() <= FEW
+                        self.know(x, torch.ones(x.shape, dtype=x.dtype) if few else None)
+                return
+            try:
+                result = self._result(function, args, kwargs, values)
+            except (NotImplementedError, RuntimeError, IndexError):  # the host lacks the kernel, or a value is a rule's
+                result = []
+            if not written or not result:
+                for x, value in zip_longest((*outs, *written), result):
+                    if isinstance(x, Tensor) and self._gpu.on_device(x):
+                        self.know(x, value if value is not None and x.shape == value.shape else None)
+
+    @staticmethod
+    def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any], values: dict[int, Tensor]) -> list[Tensor]:
+        """What it computes on the host; what it writes, it writes there, too."""
+        there = {key: (torch.device("cpu") if key == "device" else value) for key, value in kwargs.items()}
+        real, named = torch.utils._pytree.tree_map_only(Tensor, lambda x: values[id(x)], (tuple(args), there))
+        return tensors_in(function(*real, **named))
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The kernel that a GPU chooses, where it can; without memory torch would choose the one that keeps all weights."""
+    if attn_mask is not None or q.dtype not in (torch.bfloat16, torch.float16):
+        return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    out: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+    return out
+
+
+def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, said: Said | None = None) -> None:
+    """What arrives by a call whose other ranks hold what this one holds, or what they have given themselves."""
+    shapes: Shapes = gpu.kernels
+    size = len(call.communicator.ranks)
+    with gpu.state(quiet=True, true_device=True):
+        known = None if source is None else shapes.known(source)
+        if known is None or call.sent or call.kind in ("all_to_all", "recv"):
+            shapes.know(target, None)
+        elif call.kind == "all_gather":
+            rows = known.reshape(-1).repeat(size).view(size, -1)
+            for coordinate, row in () if said is None else said.of.items():
+                if row.numel() == rows.shape[1] and row.dtype == rows.dtype:
+                    rows[coordinate] = row
+            if said is not None:
+                said.keep(known.reshape(-1).clone())
+            shapes.know(target, rows.view(target.shape))
+        elif call.kind == "reduce_scatter":
+            shapes.know(target, known.reshape(size, -1)[0].view(target.shape) * size)
+        elif call.kind == "all_reduce" and "sum" in (call.op or "sum"):
+            total = known * size
+            shapes.know(target, torch.where(total == 0, 1, total) if total.is_floating_point() else total)
+
+
+def _in_place(function: Any) -> Any:
+    return function if function._schema.is_mutable else MISSING
+
+
+def _written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a kernel that writes its arguments returns, without running it; MISSING where that is something new."""
+    schema = function._schema
+    values = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]
+    written = [
+        v for a, v in zip(schema.arguments, values, strict=True) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    if not schema.returns:
+        return None
+    if (
+        len(schema.returns) == len(written)
+        and all(isinstance(x, Tensor) for x in written)
+        and schema.name != "aten::set_"
+    ):
+        return written[0] if len(written) == 1 else tuple(written)
+    return MISSING
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return (x.shape, x.stride(), x.dtype, x.device.type)
+    return tuple(map(_plain, x)) if isinstance(x, (list, tuple)) else x
+
+
+def _form(x: Tensor) -> tuple[Any, ...]:
+    return (x.shape, x.stride(), x.dtype)
+
+
+def _new(form: tuple[Any, ...]) -> Tensor:
+    return torch.empty_strided(form[0], form[1], dtype=form[2], device="meta")
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    """A mask selects everything."""
+    if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool:
+        return MISSING
+    mask = indices[0]
+    return torch.empty((mask.numel(), *x.shape[mask.dim() :]), dtype=x.dtype, device="meta")
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device="meta")
+
+
+def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    dtype = torch.int64 if weights is None else weights.dtype
+    return torch.empty(minlength, dtype=dtype, device="meta")
+
+
+_SPECIAL = {"index": _index, "nonzero": _nonzero, "bincount": _bincount}

@@ -1,0 +1,79 @@
+"""Rehearses a run of any number of GPUs on this machine: the real code of every distinct rank, without values.
+
+    python tools/rehearse.py --config configs/gpt2_124m.yaml --num-devices 8
+    python tools/rehearse.py <flags of pretrain_gpt.py> --num-devices 64
+
+All flags and files of pretrain_gpt.py are understood; no data, tokenizer or checkpoint is needed. Exit status 1 where a
+fault is found: calls of ranks that do not match, a circle of ranks that wait for each other, a race between streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from command_line import ToolParser, run_tool
+from megalite.errors import ConfigError
+from megalite.progress import ProgressBar
+
+MOST_DEVICES = 1_000_000
+
+
+def parser() -> argparse.ArgumentParser:
+    """The tool's own flags; everything else is the training's."""
+    p = ToolParser(__doc__)
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("--num-devices", type=int, required=True, metavar="N", help="ranks of the run")
+    p.add_argument("--ranks", metavar="R,...", help="rehearse these only; unset: every distinct rank")
+    p.add_argument("--steps", type=int, default=2, metavar="N", help="iterations (default 2)")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """Runs the tool; the exit status."""
+    return run_tool(_run, argv)
+
+
+def _run(argv: list[str]) -> int:
+    args, rest = parser().parse_known_args(argv)
+    if not 1 <= args.num_devices <= MOST_DEVICES:
+        raise ConfigError(f"--num-devices={args.num_devices}: from 1 to {MOST_DEVICES:,}")
+    if not 1 <= args.steps <= 100:
+        raise ConfigError(f"--steps={args.steps}: from 1 to 100")
+    ranks = _ranks(args.ranks, args.num_devices)
+    from megalite.rehearsal import ONLY_A_GPU, rehearse, rehearsed  # torch comes with it: after what is wrong is told
+
+    run = rehearsed(rest, args.num_devices, steps=args.steps)
+    with ProgressBar("rehearsing", "ranks") as bar:
+        report = rehearse(run, ranks, on_rank=bar)
+    for fault in report.faults:
+        print(f"{fault}\n")
+    for name, text in report.rows:
+        print(f" {name:<16}{text}")
+    told = sum(not fault.warns for fault in report.faults)
+    print(
+        f" {'found':<16}{f'{told} faults' if told != 1 else '1 fault'}" if report.faults else f" {'found':<16}nothing"
+    )
+    print(f" {ONLY_A_GPU}")
+    return int(report.fails)
+
+
+def _ranks(text: str | None, size: int) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        ranks = [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--ranks={text}: ranks and commas, as in 0,64") from None
+    wrong = [rank for rank in ranks if not 0 <= rank < size]
+    if wrong:
+        raise ConfigError(f"--ranks={wrong[0]}: there are ranks 0 to {size - 1}")
+    return ranks
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
