@@ -26,6 +26,9 @@ EXTRA_OF = {
     "wandb": "track",
     "matplotlib": "plot",
     "lm_eval": "eval",
+    "fsspec": "cloud",
+    "s3fs": "cloud",
+    "gcsfs": "cloud",
 }
 
 #: Module -> package, without which nothing runs.

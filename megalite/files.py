@@ -9,9 +9,28 @@ import stat
 _URL = re.compile(r"\s*(?:[a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]+):(/.*)", re.IGNORECASE | re.DOTALL)
 
 
-def url_problem(path: str) -> str | None:
-    """What stands after `--flag=path: ` where `path` is a URL (`s3://bucket/run`), which no store serves; None where it
-    is a path of a file system. A folder whose name looks like a URL is still named by `./s3:/folder`."""
+SERVED = ("s3", "gs", "memory")
+"""Schemes of the stores that `megalite.stores` opens."""
+_SERVED = re.compile(r"(s3|gs|memory)://([\w][\w.-]*)((?:/[^/\s?#*\\]+)*)/?")
+
+
+def served_url(text: str) -> tuple[str, str, str] | None:
+    """Scheme, bucket and key of a URL that a store serves; None for any other text."""
+    found = _SERVED.fullmatch(text)
+    return None if found is None else (found[1], found[2], found[3][1:])
+
+
+def staging_folder(url: str) -> str:
+    """Where what goes to a URL waits on this host, if no other folder is named: in the user's cache."""
+    return os.path.expanduser(f"~/.cache/megalite/staging/{re.sub(r'[^A-Za-z0-9.-]+', '_', url)}")
+
+
+def url_problem(path: str, *, stores: bool = False) -> str | None:
+    """What stands after `--flag=path: ` where `path` is a URL (`s3://bucket/run`) that is not served here; None where
+    it is a path of a file system. A folder whose name looks like a URL is still named by `./s3:/folder`.
+
+    stores: whether a URL of a store is served here.
+    """
     found = _URL.fullmatch(path)
     if found is None:
         return None
@@ -19,7 +38,19 @@ def url_problem(path: str) -> str | None:
     if scheme == "file":
         place = "/" + rest.removeprefix("//localhost/").lstrip("/")
         return f"is a URL; give the path, {place}"
-    return f"is a URL, and no store of megalite serves {scheme}; give a folder of a file system that all hosts share"
+    if stores:
+        served = served_url(path)
+        if served is not None and served[0] == "memory":
+            return "is this process's memory, and every rank has its own; give s3://BUCKET/NAME or a folder"
+        if served is not None and served[2]:
+            return None
+        if scheme in SERVED:
+            return f"is no place in a store; write {scheme}://BUCKET/NAME"
+        return f"is a URL, and no store of megalite serves {scheme} (it serves s3, gs); give one of those, or a folder"
+    return f"is a URL, and this takes a path; give a folder of a file system{_CAN * (scheme in SERVED)}"
+
+
+_CAN = " (stores take checkpoints and tokens: `save`, `load`, `data_path`)"
 
 
 def input_problem(path: str, most_bytes: int | None = None) -> str | None:

@@ -43,6 +43,7 @@ FLOORS = {
     "megalite.parallel.pipeline": 5,
     "megalite.parallel.rows": 5,
     "megalite.parallel.tensor": 5,
+    "megalite.stores": 5,
     "megalite.parallel.tiers": 4,
     "megalite.parallel.zero": 5,
     "megalite.parallel": 5,

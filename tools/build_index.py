@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     print(tokenizer.describe())
     for name, dataset in (("train", datasets.train), ("valid", datasets.valid), ("test", datasets.test)):
         print(f"{name}: {len(dataset):,} samples" if dataset is not None else f"{name}: not used")
-    where = cache_directory(config.data.data_cache_path, config.checkpoint.save)
+    where = cache_directory(config.data.data_cache_path, config.checkpoint.run_folder)
     print(f"built in {time.monotonic() - started:.1f} s; kept in {where}")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint import CheckpointReader, Manifest, StoredTensor, committed, interrupted, read_manifest
 from megalite.errors import CheckpointError
+from megalite.stores import Place
 
 Json = dict[str, Any]
 
@@ -23,7 +23,7 @@ def group_of(name: str) -> str:
     return "/".join(parts[:-1]) or "weights"
 
 
-def summarize(path: Path) -> Json:
+def summarize(path: Place) -> Json:
     """Step, layout, sizes by kind of state, files and meta of one checkpoint. Raises CheckpointError."""
     manifest = read_manifest(path)
     groups: dict[str, Json] = {}
@@ -46,7 +46,7 @@ def summarize(path: Path) -> Json:
     }
 
 
-def summarize_run(directory: Path) -> Json:
+def summarize_run(directory: str) -> Json:
     """The checkpoints of a run directory, oldest first, and what interrupted saves left. Damaged ones carry `error`."""
     rows = []
     for path in committed(directory):
@@ -86,7 +86,7 @@ def statistics(reader: CheckpointReader, name: str) -> Json:
     }
 
 
-def differences(first: Path, second: Path) -> Json:
+def differences(first: Place, second: Place) -> Json:
     """How two checkpoints differ, at whatever layouts they were saved: names, shapes, dtypes, values, meta.
 
     Values are equal if they are equal as numbers (NaN equals NaN). Raises CheckpointError.

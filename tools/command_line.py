@@ -55,13 +55,17 @@ class ToolParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse's. Raises ConfigError where a path is a URL."""
         found, unknown = super().parse_known_args(args, namespace)
-        problems = [f"{name}={path}: {problem}" for name, path in self._paths(found) if (problem := url_problem(path))]
+        problems = [
+            f"{name}={path}: {problem}"
+            for name, path, stores in self._paths(found)
+            if (problem := url_problem(path, stores=stores))
+        ]
         if problems:
             raise ConfigError(problems)
         return found, unknown
 
-    def _paths(self, found: argparse.Namespace) -> Iterator[tuple[str, str]]:
-        """The files and folders that are named, each with its flag."""
+    def _paths(self, found: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
+        """The files and folders that are named, each with its flag, and whether it may be a URL of a store."""
         for action in self._actions:
             kind = str(action.metavar or "").partition(".")[0].split("|")[-1]
             if kind not in PATHS and action.type is not Path:
@@ -69,11 +73,16 @@ class ToolParser(argparse.ArgumentParser):
             value = getattr(found, action.dest, None)
             for path in value if isinstance(value, list) else [value]:
                 if isinstance(path, (str, Path)):
-                    yield (action.option_strings or [str(action.metavar)])[0], str(path)
+                    yield (action.option_strings or [str(action.metavar)])[0], str(path), action.type is stored
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse: one line instead of a usage text."""
         raise ConfigError(message.replace("argument --", "--"))
+
+
+def stored(text: str) -> str:
+    """The type of a flag whose path may be a URL of a store."""
+    return text
 
 
 def check_numbers(flags: argparse.Namespace, **bounds: tuple[float, float]) -> None:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser, run_tool
+from command_line import ToolParser, run_tool, stored
 from megalite.errors import CheckpointError, ConfigError, RuntimeFailure
 from megalite.extras import optional_package
+from megalite.files import served_url
 from megalite.progress import OnProgress, ProgressBar
 from megalite.strangers import check_model_folder, load_causal_model
 
@@ -65,7 +66,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--from", required=True, choices=SIDES, dest="source", help="what --load is")
     parser.add_argument("--to", required=True, choices=TARGET_SIDES, dest="target", help="what --save becomes")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
+    )
     parser.add_argument("--save", required=True, metavar="DIR", help="new or empty directory")
     parser.add_argument(
         "--base", metavar="DIR", help="of adapters: where the model that they were trained beside lies now"
@@ -176,6 +179,8 @@ def main(argv: list[str]) -> None:
     """Convert and report."""
     flags = parse(argv)
     load, save = Path(flags.load), Path(flags.save)
+    if served_url(flags.load) is not None and (flags.source != "megalite" or flags.verify):
+        raise ConfigError(f"--load={flags.load}: only --from megalite reads a store, without --verify; copy it")
     if flags.verify:
         _check_peer(flags, load)  # before the work of writing
     source = _open(flags, load)
@@ -237,7 +242,7 @@ def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
     if flags.source == "hf":
         return HuggingFaceSource(load)
     base = None if flags.base is None else Path(flags.base)
-    source = open_checkpoint(load, flags.ckpt_step, base, _dtype(flags))
+    source = open_checkpoint(flags.load, flags.ckpt_step, base, _dtype(flags))
     if flags.target == "peft" and not isinstance(source, AdaptedSource):
         raise CheckpointError(f"--load={load}: holds no adapters (it was not trained with --lora); use --to hf")
     return source

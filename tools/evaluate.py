@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool, stored
 from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.progress import LINES, OnProgress, ProgressBar, no_progress
@@ -44,7 +44,9 @@ SHOWN = (
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Measure how well a checkpoint predicts text.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--data-path", metavar="PATH", help=".bin/.idx prefix, text file or JSONL file")
     parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document")

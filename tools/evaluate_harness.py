@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import MOST, ToolParser, check_numbers, run_tool
+from command_line import MOST, ToolParser, check_numbers, run_tool, stored
 from layout_flags import add_layout_flags, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Run tasks of lm-evaluation-harness on a checkpoint.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--tasks", required=True, help="names of tasks, comma between them")
     parser.add_argument(

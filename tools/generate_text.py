@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool, stored
 from generate_chat import Printer, answer, given_sampling
 from layout_flags import add_layout_flags, run_on_ranks
 from megalite.config import Sampling
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Let a checkpoint continue prompts.")
-    parser.add_argument("--load", required=True, metavar="DIR", help="run directory, checkpoint or Hugging Face model")
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: the beginning of a document")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt', or a prompt in each line")

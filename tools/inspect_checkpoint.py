@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +20,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import ToolParser, run_tool
+from command_line import ToolParser, run_tool, stored
 from megalite.errors import CheckpointError
 from megalite.progress import ProgressBar
+from megalite.stores import Place, place
 
 Json = dict[str, Any]
 
@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     parser = ToolParser("Look into a checkpoint: what it holds, whether it is whole, how it differs from another.")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="a run directory or one checkpoint")
+    parser.add_argument("directory", metavar="DIR", type=stored, help="a run directory or one checkpoint")
     parser.add_argument("--ckpt-step", type=int, help="which checkpoint of a run directory; unset: the newest")
     parser.add_argument("--verify", action="store_true", help="check every byte")
     parser.add_argument("--tensors", action="store_true", help="statistics of every tensor")
-    parser.add_argument("--diff", metavar="OTHER", type=Path, help="compare with another checkpoint")
+    parser.add_argument("--diff", metavar="OTHER", type=stored, help="compare with another checkpoint")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     arguments = parser.parse_args(argv)
     report = inspect(arguments)
@@ -56,10 +56,10 @@ def _run(argv: list[str]) -> int:
 def inspect(arguments: argparse.Namespace) -> Json:
     """All that was asked for, as one JSON object. Raises CheckpointError."""
     from checkpoint_contents import differences, statistics, summarize, summarize_run
-    from megalite.checkpoint import COMMITTED, CheckpointReader, verify_checkpoint
+    from megalite.checkpoint import COMMITTED, CheckpointReader, is_file, verify_checkpoint
 
     report: Json = {}
-    if not os.path.isfile(arguments.directory / COMMITTED):
+    if not is_file(place(arguments.directory) / COMMITTED):
         report["run"] = summarize_run(arguments.directory)
     path = find(arguments.directory, arguments.ckpt_step)
     if arguments.verify:
@@ -83,7 +83,7 @@ def inspect(arguments: argparse.Namespace) -> Json:
     return report
 
 
-def find(directory: Path, step: int | None) -> Path:
+def find(directory: str, step: int | None) -> Place:
     """The checkpoint that a directory means."""
     from megalite.checkpoint import resolve_checkpoint
 

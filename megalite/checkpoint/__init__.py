@@ -6,9 +6,11 @@
     iter_0000100/                     ... and renamed: committed
 
     format.py       the manifest and its validation; checksums
-    storage.py      streaming writes, verified block reads, the commit protocol
+    storage.py      streaming writes, the commit protocol
+    reading.py      verified reads of blocks and small files, from a disk or a store
     reshard.py      rectangles: intersections, who writes what (pure)
     saving.py       one save of one rank; background.py: asynchronous
+    remote.py       ... in a store: commit without rename, sweep; uploads.py: sent in the background; lease.py: its lock
     loading.py      slices of a layout cut out of stored rectangles; every byte against its checksum
     run_dir.py      newest committed checkpoint, from where a run starts, retention; lock.py: one run, one directory
     meta.py         typed reading of `meta`; is it a checkpoint of this model
@@ -33,9 +35,11 @@ from megalite.checkpoint.format import (
     parse_json,
     tiling_problem,
 )
+from megalite.checkpoint.lease import RunLease, lock_of
 from megalite.checkpoint.loading import CheckpointReader, verify_checkpoint
-from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors
+from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small
+from megalite.checkpoint.remote import send_along, take_up
 from megalite.checkpoint.reshard import Box, cover
 from megalite.checkpoint.run_dir import (
     TRACKER,
@@ -44,13 +48,15 @@ from megalite.checkpoint.run_dir import (
     directory_name,
     in_the_way,
     interrupted,
+    is_file,
     is_huggingface,
     latest,
     mark_completed,
     resolve_checkpoint,
     set_aside_newer,
     step_of,
+    write_small,
     write_tracker,
 )
 from megalite.checkpoint.saving import check_space, first_problem, write_whole
-from megalite.checkpoint.storage import copy_extras, flat_bytes, fsync_directory, read_extra, read_manifest, read_small
+from megalite.checkpoint.storage import flat_bytes, fsync_directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
-from megalite.checkpoint.format import BLOCK_BYTES, Manifest, checksum
+from megalite.checkpoint.format import BLOCK_BYTES, COMMITTED, Manifest, checksum
+from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.loading import STATE_PREFIXES, RankLoad, unused_names, verify_checkpoint
 from megalite.checkpoint.run_dir import (
     committed,
     decide_start,
     directory_name,
+    is_file,
     remove_interrupted,
     retain,
     set_aside_newer,
@@ -31,14 +34,16 @@ from megalite.checkpoint.saving import (
     SavePlan,
     check_space,
     describe,
-    first_problem,
     make_plan,
+    raise_first,
 )
+from megalite.checkpoint.uploads import Uploads, staging_problem
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
-from megalite.files import url_problem
+from megalite.files import staging_folder
 from megalite.progress import LINES, ProgressBar, amount
+from megalite.stores import Place, StoreUrl, place, run_place
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +54,8 @@ class Checkpointer:
     Every method without "local" in its first line is collective over `world`: all ranks call it with the same step and
     path, and if one of them fails, all raise the same CheckpointError.
 
-    directory: the run directory (`--save`); made by the first save.
+    directory: the run directory (`--save`), made by the first save, or a URL of a store.
+    staging: of a URL: the folder of this host in which saves wait for their upload. lease: which rank 0 holds.
     world: the axis of all ranks; `Axis.single("world")` for one process.
     keep_last: how many checkpoints stay (`--keep-last`); None keeps all. Others are deleted after the next commit.
     retain_interval: checkpoints at multiples of it stay forever (`--save-retain-interval`).
@@ -57,24 +63,29 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Path | str,
+        directory: Place | str,
         *,
         world: Axis,
+        staging: Path | None = None,
+        lease: RunLease | None = None,
         keep_last: int | None = None,
         retain_interval: int | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        if isinstance(directory, str) and (problem := url_problem(directory)) is not None:
-            raise CheckpointError(f"{directory} {problem}")
-        self.directory = Path(directory)
+        self.directory = run_place(directory)
+        own = self.directory if isinstance(self.directory, Path) else Path(staging_folder(str(self.directory)))
+        self._staging = staging if staging is not None and isinstance(self.directory, StoreUrl) else own
         self.world = world
-        self._keep_last, self._retain_interval = keep_last, retain_interval
-        self._block_bytes = block_bytes
+        self._keep_last, self._retain_interval, self._block_bytes = keep_last, retain_interval, block_bytes
         self._swept = False
         self._plan: tuple[list[tuple[str, Any]], SavePlan] | None = None
-        self._last: Path | None = None
+        self._last: Place | None = None
+        self._lease = lease
+        self.uploads = Uploads(world.rank, world.size) if isinstance(self.directory, StoreUrl) else None
         self._memory = StagingMemory()
+        self.after_upload: Callable[[], None] | None = None
         self._flight: BackgroundSave | None = None
+        self._written: threading.Event | None = None
 
     # ---- saving
 
@@ -86,8 +97,9 @@ class Checkpointer:
         files: Mapping[str, bytes] | None = None,
         *,
         background: bool = False,
-    ) -> Path:
-        """Writes a checkpoint and returns its directory once it is committed and durable.
+    ) -> Place:
+        """Writes a checkpoint and returns its directory once it is committed and durable; one that goes to a store once
+        this host's disk has it (`wait` waits for the rest).
 
         shards: all that this rank holds; together the ranks' shards with replica 0 must cover every logical tensor
             exactly once. Copies (replica 1, 2, ...) are not written twice, but share the work.
@@ -96,9 +108,12 @@ class Checkpointer:
             waits for this one and raises if it has failed; call `wait` before exit.
         A checkpoint of `step` that this object has just committed is returned as it is. Raises CheckpointError.
         """
-        self.wait()
+        if self.uploads is None:
+            self.wait()
         if self._last is not None and self._last.name == directory_name(step):
             return self._last
+        if self.uploads is not None:
+            return self._save_for_upload(self.uploads, step, shards, meta, files or {}, background)
         started = time.perf_counter()
         job = self._prepare(step, shards, meta, files or {})
         if background:
@@ -116,13 +131,44 @@ class Checkpointer:
         self._last = job.final
         return job.final
 
-    def _start(self, job: SaveJob, started: float) -> None:
+    def _save_for_upload(
+        self,
+        uploads: Uploads,
+        step: int,
+        shards: Sequence[TensorShard],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        background: bool,
+    ) -> Place:
+        """Stages this rank's part and hands it to the thread that sends it."""
+        started = time.perf_counter()
+        patiently(uploads.wait_for_room, self.world)
+        self._together(uploads.failure)
+        job = self._prepare(step, shards, meta, files)
+        if background:
+            if self._written is not None:
+                patiently(self._written.wait, self.world)  # the copy's memory is free again
+            job = self._copied(job)
+        add = partial(uploads.add, job, lambda: self._after_commit(job, started), background=background)
+        upload = patiently(add, self.world)
+        assert upload is not None
+        self._written = upload.written if background else None
+        self._together(upload.problem if upload.final else None)
+        self._last = job.final
+        return job.final
+
+    def _copied(self, job: SaveJob) -> SaveJob:
+        """The job with a copy of its values."""
         problem = None
         try:
             job = replace(job, parts=self._memory.copy(job.parts))
         except (MemoryError, RuntimeError) as error:
             problem = f"`async_save`: no host memory for a copy of this rank's part ({str(error).splitlines()[0]})"
         self._together(problem)
+        return job
+
+    def _start(self, job: SaveJob, started: float) -> None:
+        job = self._copied(job)
         self._flight = BackgroundSave(job, self.world.size, lambda: self._after_commit(job, started))
 
     def check_room(self, shards: Sequence[TensorShard]) -> None:
@@ -134,9 +180,12 @@ class Checkpointer:
 
         def look() -> None:
             self._sweep()
-            check_space(self.directory, plan.nbytes)
+            if isinstance(self.directory, Path):
+                check_space(self.directory, plan.nbytes)
 
         self._on_first(look)
+        if self.uploads is not None:
+            self._together(staging_problem(self._staging, plan.nbytes // self.world.size))
 
     def _sweep(self) -> None:
         if not self._swept:
@@ -149,10 +198,16 @@ class Checkpointer:
 
         For the trainer's once-a-step agreement; `wait` then raises it on all ranks.
         """
+        if self.uploads is not None:
+            return self.uploads.failure
         return self._flight.problem if self._flight else None
 
     def wait(self) -> None:
         """Waits until no save is in flight. Raises CheckpointError, on all ranks, if it has failed."""
+        if self.uploads is not None:
+            self._together(patiently(self.uploads.wait_sent, self.world))
+            self._together(patiently(self.uploads.wait_committed if self.world.is_first else None, self.world))
+            return
         if self._flight is None:
             return
         flight, self._flight = self._flight, None
@@ -167,9 +222,14 @@ class Checkpointer:
         fault_point("save.begin", rank=self.world.rank, step=step)
         plan = self._agree_on_plan(shards)
         save_id = self._on_first(lambda: self._stage(step, plan.nbytes))
+        staging = self._staging / f"{directory_name(step)}.tmp-{save_id}"
+        if self.uploads is not None:  # each rank's own: the ranks of a host are done with it at different times
+            staging = staging.with_name(f"{staging.name}-{self.world.rank}")
+            staging.mkdir(parents=True, exist_ok=True)
         return SaveJob(
             directory=self.directory,
-            staging=self.directory / f"{directory_name(step)}.tmp-{save_id}",
+            staging=staging,
+            lease=self._lease,
             step=step,
             save_id=save_id,
             rank=self.world.rank,
@@ -185,12 +245,16 @@ class Checkpointer:
         final = self.directory / directory_name(step)
         save_id = uuid.uuid4().hex[:12]
         advice = "choose another `save`"
+        exists = f"`save`={self.directory}: {final.name} exists and is never overwritten; {advice}"
+        if isinstance(self.directory, StoreUrl):
+            if is_file(final / COMMITTED):
+                raise CheckpointError(exists)
+            return save_id
+        assert isinstance(final, Path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if final.exists():
-                raise CheckpointError(
-                    f"`save`={self.directory}: {final.name} exists and is never overwritten; {advice}"
-                )
+                raise CheckpointError(exists)
             self._sweep()
             check_space(self.directory, needed)
             final.with_name(f"{final.name}.tmp-{save_id}").mkdir()
@@ -207,7 +271,7 @@ class Checkpointer:
         except CheckpointError as error:
             problem = error.text
         gathered = all_gather_json([problem, checksum(json.dumps(own.rows).encode()), own.replicas], self.world)
-        _raise_first([problem for problem, *_ in gathered])
+        raise_first([problem for problem, *_ in gathered])
         heads = [(digest, replicas) for _, digest, replicas in gathered]
         if self._plan is None or self._plan[0] != heads:
             digests = [digest for digest, _ in heads]  # of ranks with equal shards only the first describes them
@@ -222,12 +286,14 @@ class Checkpointer:
         seconds = time.perf_counter() - started
         logger.info("saved %s (%s in %.2f s)", job.final, amount(job.plan.nbytes, "B"), seconds)
         retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
+        if self.after_upload is not None:
+            self.after_upload()
 
     # ---- loading
 
     def decide_start(
         self, *, save: str | None, load: str | None, auto_resume: bool = False, ckpt_step: int | None = None
-    ) -> Path | None:
+    ) -> Place | None:
         """The checkpoint that a run begins with (see run_dir.py), None for a fresh start.
 
         With `auto_resume` damaged checkpoints are passed over, each with a warning; if none of them is whole that is an
@@ -238,12 +304,12 @@ class Checkpointer:
             start = decide_start(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
             logger.info(start.reason)
             for path in start.passed_over:
-                seen = os.access(path, os.R_OK | os.X_OK)
+                seen = isinstance(path, StoreUrl) or os.access(path, os.R_OK | os.X_OK)
                 what = "it has no COMMITTED file" if seen else "this user cannot read it; it may be whole"
                 logger.warning("passed over %s: newer, but %s", path, what)
             return [str(path) for path in start.candidates]
 
-        candidates = [Path(name) for name in self._on_first(decide)]
+        candidates = [place(name) for name in self._on_first(decide)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         damaged = []
@@ -260,7 +326,7 @@ class Checkpointer:
                 logger.warning("`auto_resume`: passed over: %s", problems[0])
         raise CheckpointError(f"`auto_resume`: no checkpoint of {save} is whole: {damaged[0]}")
 
-    def go_back(self, step: int) -> Path | None:
+    def go_back(self, step: int) -> Place | None:
         """The newest committed checkpoint up to `step`; those that are newer are put aside (renamed). None: there is
         none, and nothing is renamed."""
         self.wait()
@@ -272,10 +338,11 @@ class Checkpointer:
             return str(old[-1]) if old else None
 
         found = self._on_first(look)
-        self._last = self._last if found is None else Path(found)
-        return None if found is None else Path(found)
+        back = None if found is None else place(found)
+        self._last = back or self._last
+        return back
 
-    def load(self, path: Path | str, shards: Sequence[TensorShard], *, cast: bool = False) -> dict[str, Any]:
+    def load(self, path: Place | str, shards: Sequence[TensorShard], *, cast: bool = False) -> dict[str, Any]:
         """Fills `shard.local` of all shards from a checkpoint of any layout and returns its meta.
 
         Every element is verified and set exactly once; a rank reads only the blocks that it needs, with one block of
@@ -284,7 +351,7 @@ class Checkpointer:
         are then unspecified.
         """
         started = time.perf_counter()
-        mine = RankLoad(Path(path), shards, cast=cast)
+        mine = RankLoad(place(path), shards, cast=cast)
         gathering = GatheredJson([mine.problem, mine.save_id, mine.mask], self.world)
         # The message travels while the first rectangle is read; what it says is known before more is read.
         mine.read_first(rank=self.world.rank)
@@ -297,7 +364,7 @@ class Checkpointer:
 
     def _agree_on_load(self, mine: RankLoad, plans: Sequence[tuple[str | None, str, str]]) -> Manifest:
         """Raises CheckpointError, on all ranks alike, where the ranks' plans do not add up to one load."""
-        _raise_first([problem for problem, _, _ in plans])
+        raise_first([problem for problem, _, _ in plans])
         assert mine.manifest is not None
         if any(save_id != plans[0][1] for _, save_id, _ in plans):
             raise CheckpointError(
@@ -328,11 +395,4 @@ class Checkpointer:
         return answer
 
     def _together(self, problem: str | None) -> None:
-        """If any rank has a problem, all raise the first one."""
-        _raise_first(all_gather_json(problem, self.world))
-
-
-def _raise_first(problems: Sequence[str | None]) -> None:
-    agreed = first_problem(problems)
-    if agreed:
-        raise CheckpointError(agreed)
+        raise_first(all_gather_json(problem, self.world))

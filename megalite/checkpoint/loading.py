@@ -5,21 +5,28 @@ Values are written through the shards' views; the only buffer is one block.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megalite.checkpoint.format import Manifest, StoredShard
+from megalite.checkpoint.reading import (
+    ShardReader,
+    check_sizes,
+    files_of,
+    open_shard_file,
+    read_extra,
+    read_manifest,
+)
 from megalite.checkpoint.reshard import Box, cover
-from megalite.checkpoint.storage import ShardReader, flat_bytes, open_plain, read_extra, read_manifest
+from megalite.checkpoint.storage import flat_bytes
 from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.progress import OnProgress, no_progress
+from megalite.stores import Place, place
 
 
 @dataclass(frozen=True)
@@ -99,17 +106,32 @@ def plan_reads(
     return {name: [places[begin] for begin in sorted(places)] for name, places in sorted(wanted.items())}
 
 
-def run_reads(path: Path, manifest: Manifest, reads: Reads) -> Iterator[int]:
+def run_reads(path: Place, manifest: Manifest, reads: Reads) -> Iterator[int]:
     """Reads, verifies and distributes, rectangle by rectangle; yields the bytes read for each.
 
     The only buffer is one block. Raises CheckpointError naming the file.
     """
     scratch = torch.empty(manifest.block_bytes, dtype=torch.uint8)
+    files = files_of(path, manifest)
     for file_name, places in reads.items():
-        with ShardReader(path / file_name, manifest.files[file_name], manifest.block_bytes) as reader:
+        with open_shard_file(files / file_name, manifest.files[file_name], manifest.block_bytes) as reader:
+            reader.expect(_blocks_of(manifest, places))
             for source, targets in places:
                 dtype = manifest.tensors[source.tensor].torch_dtype
                 yield _read_rectangle(reader, source, targets, dtype, manifest.block_bytes, scratch)
+
+
+def _blocks_of(
+    manifest: Manifest, places: Sequence[tuple[StoredShard, list[LoadTarget]]]
+) -> Iterator[tuple[StoredShard, int, int]]:
+    """The blocks of a file that its targets need: (rectangle, index, bytes), in file order."""
+    for source, targets in places:
+        itemsize = manifest.tensors[source.tensor].torch_dtype.itemsize
+        per_block = manifest.block_bytes // itemsize
+        for index in range(len(source.checksums)):
+            first, last = index * per_block, min((index + 1) * per_block, source.box.numel)
+            if _pieces(source.box, targets, first, last):
+                yield source, index, (last - first) * itemsize
 
 
 def _read_rectangle(
@@ -160,7 +182,7 @@ def _pieces(
 class RankLoad:
     """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it."""
 
-    def __init__(self, path: Path, shards: Sequence[TensorShard], *, cast: bool) -> None:
+    def __init__(self, path: Place, shards: Sequence[TensorShard], *, cast: bool) -> None:
         self.path = path
         self.nbytes = 0
         self.manifest: Manifest | None = None
@@ -199,12 +221,12 @@ class RankLoad:
             self.problem = f"{self.path}: cannot be read ({error.strerror})"
 
 
-def verify_unread(path: Path, manifest: Manifest) -> None:
+def verify_unread(path: Place, manifest: Manifest) -> None:
     """Raises CheckpointError where an extra file is damaged or a file that this layout need not read is not whole."""
     for name in manifest.extra_files:
         read_extra(path, manifest, name)
-    for name, stored in manifest.files.items():
-        os.close(open_plain(path / name, stored.nbytes))
+    folder = files_of(path, manifest)
+    check_sizes([(folder / name, stored.nbytes) for name, stored in manifest.files.items()])
 
 
 class CheckpointReader:
@@ -213,8 +235,8 @@ class CheckpointReader:
     Raises CheckpointError where it is not committed, and from every read that meets damage.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Place | str) -> None:
+        self.path = place(path)
         self.manifest = read_manifest(self.path)
         self._places = self.manifest.shards_by_tensor()
 
@@ -263,7 +285,7 @@ def unused_names(manifest: Manifest, masks: Collection[str]) -> list[str]:
 
 
 def verify_checkpoint(
-    path: Path | str,
+    path: Place | str,
     *,
     share: int = 0,
     shares: int = 1,
@@ -276,7 +298,7 @@ def verify_checkpoint(
     With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files. with_state: else
     the weights alone. contents: else only whether the files are there, as long as they were, with their headers.
     """
-    root = Path(path)
+    root = place(path)
     try:
         manifest = read_manifest(root)
     except CheckpointError as error:
@@ -306,16 +328,19 @@ def verify_checkpoint(
 
 
 def _verify_file(
-    root: Path, manifest: Manifest, name: str, on_read: Callable[[int], None], *, with_state: bool, contents: bool
+    root: Place, manifest: Manifest, name: str, on_read: Callable[[int], None], *, with_state: bool, contents: bool
 ) -> None:
     stored = manifest.files[name]
     buffer = memoryview(bytearray(manifest.block_bytes))
-    with ShardReader(root / name, stored, manifest.block_bytes) as reader:
-        for shard in stored.shards if contents else ():
-            if not with_state and shard.tensor.startswith(STATE_PREFIXES):
-                continue
-            nbytes = shard.box.numel * manifest.tensors[shard.tensor].torch_dtype.itemsize
-            for index in range(len(shard.checksums)):
-                size = min(manifest.block_bytes, nbytes - index * manifest.block_bytes)
-                reader.read_block(shard, index, buffer[:size])
-                on_read(size)
+    wanted = [s for s in stored.shards if contents and (with_state or not s.tensor.startswith(STATE_PREFIXES))]
+    blocks = []
+    for shard in wanted:
+        nbytes = shard.box.numel * manifest.tensors[shard.tensor].torch_dtype.itemsize
+        starts = range(0, nbytes, manifest.block_bytes)
+        blocks += [(shard, n, min(manifest.block_bytes, nbytes - at)) for n, at in enumerate(starts)]
+    with open_shard_file(files_of(root, manifest) / name, stored, manifest.block_bytes) as reader:
+        reader.check_frame()
+        reader.expect(blocks)
+        for shard, index, size in blocks:
+            reader.read_block(shard, index, buffer[:size])
+            on_read(size)

@@ -55,10 +55,18 @@ class LockHolder:
     def read(cls, path: Path) -> LockHolder | None:
         """None where there is no lock or it is not legible (a write that was cut off)."""
         try:
-            value: Any = json.loads(path.read_bytes()[:4096])
+            return cls.parse(path.read_bytes()[:4096])
+        except OSError:
+            return None
+
+    @classmethod
+    def parse(cls, text: bytes) -> LockHolder | None:
+        """The holder from the content of a lock; None where that is not legible."""
+        try:
+            value: Any = json.loads(text)
             texts = {key: str(value[key]) for key in ("token", "host", "process_start", "since", "processes")}
             return cls(pid=int(value["pid"]), **texts)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
 
@@ -213,7 +221,7 @@ class RunLock:
             age = clock_of(self.path.parent) - last
         except OSError as error:
             raise self._not_writable(error) from None
-        lives = _process_lives(holder)
+        lives = process_lives(holder)
         if lives is None:
             lives = 0.0 <= age <= self._stale_after
             if not lives and watches:
@@ -269,7 +277,7 @@ class RunLock:
         self.release()
 
 
-def _process_lives(holder: LockHolder | None) -> bool | None:
+def process_lives(holder: LockHolder | None) -> bool | None:
     """None where this process cannot see the holder's: another host's, another container's."""
     if holder is None or (holder.host, holder.processes) != (socket.gethostname(), process_space()):
         return None

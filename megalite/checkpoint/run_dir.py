@@ -23,9 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST
+from megalite.checkpoint.remote import committed_urls, remove_url, set_aside_urls, settled_urls, sweep
 from megalite.checkpoint.storage import fsync_directory
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.stores import Place, StoreUrl, place
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def directory_name(step: int) -> str:
     return f"iter_{step:07d}"
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Place) -> int:
     """100 for `.../iter_0000100`. Raises CheckpointError for any other name."""
     match = _NAME.fullmatch(path.name)
     if not match:
@@ -53,14 +55,20 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def committed(directory: Path | str) -> list[Path]:
+def committed(directory: Place | str) -> list[Place]:
     """The committed checkpoints of a directory, oldest first; empty where there is no such directory."""
-    return [path for path in _named(directory) if os.path.isfile(path / COMMITTED)]
+    where = place(directory)
+    if isinstance(where, StoreUrl):
+        return [*settled_urls(where, TRACKER)]
+    return [path for path in _named(where) if os.path.isfile(path / COMMITTED)]
 
 
-def uncommitted(directory: Path | str) -> list[Path]:
+def uncommitted(directory: Place | str) -> list[Path]:
     """Directories named like a checkpoint that are none, oldest first: damaged, or made by another program."""
-    return [path for path in _named(directory) if not os.path.isfile(path / COMMITTED)]
+    where = place(directory)
+    if isinstance(where, StoreUrl):
+        return []  # what has no COMMITTED there has another name
+    return [path for path in _named(where) if not os.path.isfile(path / COMMITTED)]
 
 
 def _named(directory: Path | str) -> list[Path]:
@@ -68,48 +76,44 @@ def _named(directory: Path | str) -> list[Path]:
     return sorted((path for path in listing(directory) if _NAME.fullmatch(path.name)), key=step_of)
 
 
-def listing(directory: Path | str) -> list[Path]:
+def listing(directory: Place | str) -> list[Path]:
     """Lists a directory, sorted; empty where there is none. Raises CheckpointError where it cannot be read."""
     try:
-        return sorted(Path(directory).iterdir())
+        return sorted(Path(str(directory)).iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be read ({error.strerror})") from None
 
 
-def interrupted(directory: Path | str) -> list[Path]:
+def interrupted(directory: Place | str) -> list[Path]:
     """Staging directories: saves that are in flight or were interrupted."""
+    if isinstance(place(directory), StoreUrl):
+        return []
     return [path for path in listing(directory) if _STAGED.fullmatch(path.name)]
 
 
-def latest(directory: Path | str) -> Path | None:
+def latest(directory: Place | str) -> Place | None:
     """The newest committed checkpoint of a directory, found by looking."""
     found = committed(directory)
     return found[-1] if found else None
 
 
 def resolve_checkpoint(
-    load: Path | str,
+    load: Place | str,
     ckpt_step: int | None = None,
     *,
     flag: str = "`load`=",
     advice: str = "give a run's `save`, or train without `load`",
-) -> Path:
+) -> Place:
     """The checkpoint that `--load` (a directory of checkpoints, or one checkpoint) and `--ckpt-step` mean.
 
     Raises CheckpointError. flag: what its message begins with. advice: what else could be given.
     """
-    root = Path(load)
-    try:
-        is_folder = stat.S_ISDIR(os.stat(root).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{flag}{load}: no such directory; {advice}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{flag}{load}: cannot be read ({getattr(error, 'strerror', error)})") from None
-    if not is_folder:
-        raise CheckpointError(f"{flag}{load}: is a file{_what_file(root)}; {advice}")
-    if os.path.isfile(root / COMMITTED):
+    root = place(load)
+    if isinstance(root, Path):
+        _check_folder(root, load, flag, advice)
+    if is_file(root / COMMITTED):
         if ckpt_step is not None and _NAME.fullmatch(root.name) and step_of(root) != ckpt_step:
             raise CheckpointError(
                 f"`ckpt_step`={ckpt_step}: {flag}{load} is the checkpoint of another step; drop one of the two"
@@ -127,9 +131,28 @@ def resolve_checkpoint(
     raise CheckpointError(f"{flag}{load}: no committed checkpoint{_what_else(root)}; {advice}")
 
 
-def is_huggingface(root: Path | str) -> bool:
+def is_file(path: Place) -> bool:
+    """Whether there is such a file or object (`Path.is_file` raises where a name is too long)."""
+    return path.is_file() if isinstance(path, StoreUrl) else os.path.isfile(path)
+
+
+def _check_folder(root: Path, load: Place | str, flag: str, advice: str) -> None:
+    """Raises CheckpointError where there is no such folder."""
+    try:
+        is_folder = stat.S_ISDIR(os.stat(root).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{flag}{load}: no such directory; {advice}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{flag}{load}: cannot be read ({getattr(error, 'strerror', error)})") from None
+    if not is_folder:
+        raise CheckpointError(f"{flag}{load}: is a file{_what_file(root)}; {advice}")
+
+
+def is_huggingface(root: Place | str) -> bool:
     """Whether a directory is a Hugging Face model: its config.json, and no checkpoint of ours."""
-    root = Path(root)
+    root = place(root)
+    if isinstance(root, StoreUrl):  # a model of that form is copied to a disk first
+        return False
     return os.path.isfile(root / "config.json") and not os.path.isfile(root / COMMITTED) and not committed(root)
 
 
@@ -147,8 +170,10 @@ def _what_file(path: Path) -> str:
     return ""
 
 
-def _what_else(root: Path) -> str:
+def _what_else(root: Place) -> str:
     """The facts behind `no committed checkpoint`."""
+    if isinstance(root, StoreUrl):
+        return "" if root.store.list(root.key) != ([], []) else " (empty)"
     torn = interrupted(root)
     if torn:
         return f" (found {torn[-1].name}, interrupted)"
@@ -177,15 +202,22 @@ def _what_else(root: Path) -> str:
     return "" if listing(root) else " (empty)"
 
 
-def remove_interrupted(directory: Path | str) -> None:
+def remove_interrupted(directory: Place | str) -> None:
     """Removes what interrupted saves and deletions left. Only for the holder of the run directory's lock."""
+    where = place(directory)
+    if isinstance(where, StoreUrl):
+        sweep(where)
+        return
     for path in interrupted(directory):
         shutil.rmtree(path, ignore_errors=True)
         logger.info("removed %s, left by an interrupted save", path)
 
 
-def remove(path: Path) -> None:
+def remove(path: Place) -> None:
     """Deletes a checkpoint: it loses its name first, so that a kill half-way never leaves a torn one."""
+    if isinstance(path, StoreUrl):
+        remove_url(path)
+        return
     doomed = path.with_name(f"{path.name}.tmp-deleted-{uuid.uuid4().hex[:8]}")
     os.rename(path, doomed)
     fsync_directory(path.parent)
@@ -193,29 +225,39 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def retain(directory: Path | str, *, keep_last: int | None, retain_interval: int | None) -> None:
+def retain(directory: Place | str, *, keep_last: int | None, retain_interval: int | None) -> None:
     """Deletes all but the newest `keep_last` and the milestones (every `retain_interval` steps).
 
     Called after a commit only, so at least one whole checkpoint remains at every instant. A deletion that fails is a
     warning: the save itself has succeeded.
     """
-    for path in committed(directory)[: -max(1, keep_last)] if keep_last is not None else ():
+    where = place(directory)
+    held = [] if keep_last is None else committed_urls(where) if isinstance(where, StoreUrl) else committed(where)
+    for path in held[: -max(1, keep_last or 1)]:
         if retain_interval and step_of(path) % retain_interval == 0:
             continue
         try:
             remove(path)
-        except OSError as error:
-            logger.warning("could not delete the old checkpoint %s: %s", path, error.strerror)
+        except (OSError, CheckpointError) as error:
+            logger.warning("could not delete the old checkpoint %s: %s", path, getattr(error, "strerror", error))
 
 
-def write_tracker(directory: Path, step: int) -> None:
+def write_tracker(directory: Place, step: int) -> None:
     """Megatron's tracker file, for people's scripts. A failure is a warning: nothing depends on it."""
-    temporary = directory / f".{TRACKER}.{uuid.uuid4().hex[:8]}"
     try:
-        temporary.write_text(f"{step}\n")
-        os.replace(temporary, directory / TRACKER)
-    except OSError as error:
-        logger.warning("could not write %s: %s", directory / TRACKER, error.strerror)
+        write_small(directory / TRACKER, f"{step}\n".encode())
+    except (OSError, CheckpointError) as error:
+        logger.warning("could not write %s: %s", directory / TRACKER, getattr(error, "strerror", error))
+
+
+def write_small(path: Place, data: bytes) -> None:
+    """Writes a small file whole or not at all. Raises OSError or CheckpointError."""
+    if isinstance(path, StoreUrl):
+        path.write_bytes(data)
+        return
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)
@@ -227,9 +269,9 @@ class StartDecision:
     passed_over: what has the name of a newer checkpoint and is none.
     """
 
-    candidates: tuple[Path, ...]
+    candidates: tuple[Place, ...]
     reason: str
-    passed_over: tuple[Path, ...] = ()
+    passed_over: tuple[Place, ...] = ()
 
 
 def decide_start(
@@ -276,29 +318,37 @@ def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step:
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
             reason = f"`load`={load}: no committed checkpoint yet{torn}; it is also `save`: a fresh start"
             return StartDecision((), reason)
-    elif held and not _same(str(save), str(Path(load).parent)):  # one checkpoint of --save is that run, too
+    elif held and not _same(str(save), str(place(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
             f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or `load` {save}"
         )
     if foreign_model:
         reason = f"`load`={load}: the weights of a Hugging Face model; a run of its own begins"
-        return StartDecision((Path(load),), reason)
+        return StartDecision((place(load),), reason)
     path = resolve_checkpoint(load, ckpt_step)
     return StartDecision((path,), f"`load`={load}: {path.name}")
 
 
 def _same(first: str, second: str) -> bool:
-    return Path(first).resolve() == Path(second).resolve()
+    return place(first).resolve() == place(second).resolve()
 
 
-def set_aside_newer(save: Path | str, step: int) -> list[Path]:
+def set_aside_newer(save: Place | str, step: int) -> list[Place]:
     """Renames what is named as a checkpoint newer than `step`, whole or damaged: a run from `step` on will reach it.
 
     Nothing is deleted; the new names are not taken for checkpoints. Returns the new paths.
     """
-    moved = []
-    for paths, why in ((committed(save), "aside"), (uncommitted(save), "damaged")):
+    where = place(save)
+    if isinstance(where, StoreUrl):
+        found = settled_urls(where, TRACKER)
+        newer = set_aside_urls([path for path in found if step_of(path) > step])
+        if newer:
+            write_tracker(where, step)
+        return [*newer]
+    moved: list[Place] = []
+    for paths, why in ((committed(where), "aside"), (uncommitted(where), "damaged")):
         for path in paths:
+            assert isinstance(path, Path)
             if step_of(path) > step:
                 aside = path.with_name(f"{path.name}.{why}-{uuid.uuid4().hex[:8]}")
                 os.rename(path, aside)
@@ -306,10 +356,13 @@ def set_aside_newer(save: Path | str, step: int) -> list[Path]:
     return moved
 
 
-def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
+def in_the_way(save: Place | str, files: Sequence[str]) -> str | None:
     """Says which directory, link or device has the name of a file that a run will write; None if nothing has."""
+    where = place(save)
+    if isinstance(where, StoreUrl):
+        return None
     for name in (*files, COMPLETED, TRACKER):
-        path = Path(save) / name
+        path = where / name
         if path.is_dir() and not path.is_symlink():
             return f"`save`={save}: {name} is a directory, and a run writes a file of that name; move it away"
         if path.is_symlink():
@@ -319,11 +372,19 @@ def in_the_way(save: Path | str, files: Sequence[str]) -> str | None:
     return None
 
 
-def mark_completed(save: Path | str, step: int) -> None:
+def mark_completed(save: Place | str, step: int) -> None:
     """Writes COMPLETED: training has done all it was asked for (a requeue loop may stop)."""
-    (Path(save) / COMPLETED).write_text(f"{step}\n")
+    where = place(save) / COMPLETED
+    if isinstance(where, StoreUrl):
+        where.write_bytes(f"{step}\n".encode())
+    else:
+        where.write_text(f"{step}\n")
 
 
-def clear_completed(save: Path | str) -> None:
+def clear_completed(save: Place | str) -> None:
     """Removes COMPLETED: training continues."""
-    (Path(save) / COMPLETED).unlink(missing_ok=True)
+    where = place(save) / COMPLETED
+    if isinstance(where, StoreUrl):
+        where.store.delete(where.key)
+    else:
+        where.unlink(missing_ok=True)

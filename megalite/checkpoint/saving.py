@@ -32,6 +32,8 @@ from megalite.checkpoint.format import (
     file_to_json,
     tiling_problem,
 )
+from megalite.checkpoint.lease import RunLease
+from megalite.checkpoint.remote import commit_in_store
 from megalite.checkpoint.reshard import Box, Duties, HeldRectangle, WriteDuty, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
 from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
@@ -39,6 +41,7 @@ from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.progress import amount
+from megalite.stores import Place, StoreUrl
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +79,12 @@ def first_problem(problems: Sequence[str | None]) -> str | None:
     rank, problem = said[0]
     alike = len(problems) == 1 or (len(said) == len(problems) and len({text for _, text in said}) == 1)
     return problem if alike else f"{problem} [rank {rank}]"
+
+
+def raise_first(problems: Sequence[str | None]) -> None:
+    """Raises CheckpointError with the first problem, if there is one."""
+    if agreed := first_problem(problems):
+        raise CheckpointError(agreed)
 
 
 class Description(NamedTuple):
@@ -204,11 +213,15 @@ def _rectangles(
     return mine
 
 
+class UnusableSave(CheckpointError):
+    """A part of a save could not be written: no repetition helps."""
+
+
 @dataclass(frozen=True)
 class SaveJob:
     """Everything one rank needs to write its part and, on rank 0, to commit."""
 
-    directory: Path
+    directory: Place
     staging: Path
     step: int
     save_id: str
@@ -218,6 +231,7 @@ class SaveJob:
     meta: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
+    lease: RunLease | None = None
 
     @classmethod
     def parts_of(cls, shards: Sequence[TensorShard], duties: Sequence[WriteDuty]) -> list[TensorPart]:
@@ -231,7 +245,7 @@ class SaveJob:
         return parts
 
     @property
-    def final(self) -> Path:
+    def final(self) -> Place:
         return self.directory / directory_name(self.step)
 
     def write_part(self) -> SaveReport:
@@ -265,13 +279,31 @@ class SaveJob:
             entries = {report["file"]: report["entry"] for report in reports if report}
             write_proof(self.staging, self._manifest(entries, extra, len(reports)))
             fault_point("save.before_rename", rank=self.rank, step=self.step)
-            publish(self.staging, self.final)
+            final = self.final
+            assert isinstance(final, Path)  # a save to a store is committed by `commit_upload`
+            publish(self.staging, final)
         except Exception as error:
             shutil.rmtree(self.staging, ignore_errors=True)
             return self.explain(error)
         fault_point("save.after_rename", rank=self.rank, step=self.step)
         write_tracker(self.directory, self.step)
         return None
+
+    def commit_upload(self, reports: Sequence[SaveReport]) -> None:
+        """Rank 0: `commit`, where all files are in a store. Raises CheckpointError; can then be repeated."""
+        assert isinstance(self.final, StoreUrl)
+        if problem := first_problem([report.get("error") for report in reports]):
+            raise UnusableSave(problem)
+        entries = {report["file"]: report["entry"] for report in reports if report}
+        lease = self.lease
+        commit_in_store(
+            self.final,
+            lambda extra: self._manifest(entries, extra, len(reports)),
+            self.files,
+            token=lease.token if lease is not None else "",
+            holds_lease=lambda: lease is None or lease.held,
+        )
+        write_tracker(self.directory, self.step)
 
     def _manifest(self, entries: Mapping[str, Any], extra: Mapping[str, ExtraFile], world_size: int) -> Manifest:
         return Manifest(
@@ -291,7 +323,7 @@ class SaveJob:
         if isinstance(error, OSError):
             return (
                 f"`save`={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "
-                f"({space_line(self.plan.nbytes, self.directory)}); older checkpoints are untouched"
+                f"({space_line(self.plan.nbytes, self.staging.parent)}); older checkpoints are untouched"
             )
         if isinstance(error, CheckpointError):
             return error.text

@@ -1,4 +1,4 @@
-"""Bytes on disk: streaming safetensors files, verified block reads, the atomic directory.
+"""Bytes on disk: streaming safetensors files, the atomic directory.
 
 The commit protocol, in this order:
 
@@ -14,17 +14,13 @@ No host buffer here is larger than one block.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import os
-import re
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -34,18 +30,13 @@ from torch import Tensor
 from megalite.checkpoint.format import (
     COMMITTED,
     DTYPE_NAMES,
-    FORMAT,
     MANIFEST,
     MAX_HEADER_BYTES,
-    MAX_MANIFEST_BYTES,
-    VERSION,
     Manifest,
     StoredFile,
     StoredShard,
-    check_file_name,
     checksum,
     commit_text,
-    parse_manifest,
     to_json,
 )
 from megalite.checkpoint.reshard import Box
@@ -55,7 +46,7 @@ from megalite.errors import CheckpointError
 # Hashing and copying alternate in pieces that stay in the processor's cache: memory is touched once, not twice. Long
 # writes that end where a multiple of their length ends, and values that begin on a page, are kept by the system in
 # larger units, and read faster.
-_READ_BYTES, _WRITE_BYTES, _PAGE = 2**18, 2**20, 4096
+_WRITE_BYTES, _PAGE = 2**20, 4096
 
 
 @dataclass(frozen=True)
@@ -210,126 +201,6 @@ class _NewFile:
                 self.sync()
         finally:
             os.close(self._fd)
-
-
-class ShardReader:
-    """Verified reads from one safetensors file of a checkpoint. Raises CheckpointError naming the file."""
-
-    def __init__(self, path: Path, stored: StoredFile, block_bytes: int) -> None:
-        self._path, self._block_bytes = path, block_bytes
-        self._fd = open_plain(path, stored.nbytes)
-        try:
-            header = bytearray(stored.header_bytes)
-            self.read(0, memoryview(header), stored.header_checksum, "header")
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def read_block(self, shard: StoredShard, index: int, into: memoryview) -> None:
-        """Fills `into` with block `index` of the rectangle and verifies it."""
-        self.read(shard.begin + index * self._block_bytes, into, shard.checksums[index], shard.tensor)
-
-    def read(self, at: int, into: memoryview, expected: str, what: str) -> None:
-        digest = xxhash.xxh3_64()
-        end = at + len(into)
-        while at < end:
-            try:
-                count = os.preadv(self._fd, [into[: _READ_BYTES - at % _READ_BYTES]], at)
-            except OSError as error:
-                advice = "load an older checkpoint with `ckpt_step`"
-                raise CheckpointError(f"{self._path}: {_reason(error)}; {advice}") from None
-            if count == 0:
-                raise CheckpointError(f"{self._path}: file ends early; the checkpoint is damaged")
-            digest.update(into[:count])
-            into, at = into[count:], at + count
-        if digest.hexdigest() != expected:
-            raise CheckpointError(
-                f"{self._path}: damaged at {what} (checksum {digest.hexdigest()}, expected {expected}); "
-                "load an older checkpoint with `ckpt_step`"
-            )
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        os.close(self._fd)
-
-
-def open_plain(path: Path, nbytes: int | None = None) -> int:
-    """A descriptor of a plain file (no symbolic link) of exactly `nbytes`. Raises CheckpointError otherwise."""
-    try:
-        # not blocking: to open a pipe for reading waits for a writer
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise CheckpointError(f"{path}: {_reason(error)}{_advice(error)}") from None
-    found, problem = os.fstat(fd), None
-    if not stat.S_ISREG(found.st_mode):
-        problem = "not a plain file"
-    elif nbytes is not None and found.st_size != nbytes:
-        problem = f"{found.st_size} bytes, expected {nbytes}"
-    if problem:
-        os.close(fd)
-        raise CheckpointError(f"{path}: {problem}; the checkpoint is damaged")
-    return fd
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    return f"cannot be read ({error.strerror})"
-
-
-def _advice(error: OSError) -> str:
-    """What to do about an error of the system: a file that this user may not read can be whole."""
-    if isinstance(error, PermissionError):
-        return "; the checkpoint may be whole, give this user the right to read it"
-    return "; the checkpoint is damaged" if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO) else ""
-
-
-def read_small(path: Path, limit: int, nbytes: int | None = None) -> bytes:
-    """The content of a plain file of at most `limit` bytes."""
-    fd = open_plain(path, nbytes)
-    with os.fdopen(fd, "rb") as file:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: {size} bytes, at most {limit} are read; the checkpoint is damaged")
-        return file.read(limit)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The proven manifest of a committed checkpoint. Raises CheckpointError where it is not committed or damaged."""
-    if not os.path.isdir(path):
-        raise CheckpointError(f"{path}: no such checkpoint directory")
-    if not os.path.exists(path / COMMITTED):
-        raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} file)")
-    proof = read_small(path / COMMITTED, 4096)
-    raw = read_small(path / MANIFEST, MAX_MANIFEST_BYTES)
-    if proof != commit_text(raw):
-        newer = re.match(rb"%s (\d{1,5})\s" % FORMAT.encode(), proof)
-        if newer and int(newer[1]) > VERSION:
-            raise CheckpointError(
-                f"{path}: format v{int(newer[1])}, this megalite reads <= v{VERSION}; upgrade megalite"
-            )
-        raise CheckpointError(f"{path / MANIFEST}: does not match {COMMITTED}; one of the two is damaged")
-    return parse_manifest(raw, str(path / MANIFEST))
-
-
-def copy_extras(path: Path, manifest: Manifest, into: Path) -> None:
-    """Writes verified copies of all files that travel with the weights."""
-    for name in manifest.extra_files:
-        (into / name).write_bytes(read_extra(path, manifest, name))
-
-
-def read_extra(path: Path, manifest: Manifest, name: str) -> bytes:
-    """A verified file that travels with the weights."""
-    check_file_name(name, str(path))
-    entry = manifest.extra_files.get(name)
-    if entry is None:
-        raise CheckpointError(f"{path}: holds no file {name!r} (has: {', '.join(manifest.extra_files) or 'none'})")
-    data = read_small(path / name, entry.nbytes, entry.nbytes)
-    if checksum(data) != entry.checksum:
-        raise CheckpointError(f"{path / name}: damaged (checksum {checksum(data)}, expected {entry.checksum})")
-    return data
 
 
 def fsync_directory(path: Path) -> None:

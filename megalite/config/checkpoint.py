@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import OneOf, option
+from megalite.files import served_url, staging_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,16 @@ class WhoseSchedules(OneOf):
 class CheckpointConfig:
     """A run directory (`save`) holds config.yaml, metrics.jsonl and checkpoints `iter_0000100/`."""
 
-    save: str | None = option(None, "run directory for checkpoints, metrics and configuration", metavar="DIR")
+    save: str | None = option(
+        None, "run directory for checkpoints, metrics and configuration, or s3://BUCKET/RUN", metavar="DIR", stores=True
+    )
+    checkpoint_staging_path: str | None = option(
+        None,
+        "folder on each host's disk for what waits for its upload to a `save` in a store, and for metrics; unset: in "
+        "the user's cache",
+        metavar="DIR",
+        needs="save",
+    )
     save_interval: int | None = option(
         None,
         "iterations between checkpoints; unset: only at the end",
@@ -39,6 +49,7 @@ class CheckpointConfig:
         "directory to resume from; may be `save` itself, which then may still be empty. A Hugging Face model gives its "
         "weights (and its tokenizer, unless one is named)",
         metavar="DIR",
+        stores=True,
     )
     auto_resume: bool = option(
         False, "resume from the newest committed checkpoint of `save`, if there is one", needs="save"
@@ -56,3 +67,10 @@ class CheckpointConfig:
     )
     load_optim: bool = option(True, "load the optimizer state with the weights")
     load_rng: bool = option(True, "continue with the checkpoint's seed, not with `seed`")
+
+    @property
+    def run_folder(self) -> str | None:
+        """The folder on this host in which a run writes its files: `save`, or beside a store where uploads wait."""
+        if self.save is None or served_url(self.save) is None:
+            return self.save
+        return self.checkpoint_staging_path or staging_folder(self.save)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ScheduleError
-from megalite.files import input_problem, url_problem
+from megalite.files import input_problem, served_url, url_problem
 from megalite.schedule import load_program
 
 MAX_WORDS_BYTES = 1 << 20
@@ -134,13 +134,19 @@ def _other_files(config: Config) -> Iterator[str]:
     elif folder is not None and not os.access(folder, os.W_OK | os.X_OK):
         yield f"`optimizer_offload_path`={folder}: cannot be written to; give another folder"
     load, save = config.checkpoint.load, config.checkpoint.save
+    staging = config.checkpoint.checkpoint_staging_path
+    if staging is not None and save is not None and served_url(save) is None:
+        yield f"`checkpoint_staging_path`={staging}: `save`={save} is no URL of a store and stages in itself; drop it"
     is_save = load is not None and save is not None and os.path.abspath(load) == os.path.abspath(save)
-    if load is not None and not is_save and not os.path.lexists(load):  # a file has a message of its own
+    if (
+        load is not None and not is_save and served_url(load) is None and not os.path.lexists(load)
+    ):  # a file has a message of its own
         yield f"`load`={load}: no such directory; omit `load` to start fresh"
-    if save is not None:
-        place = os.path.abspath(save)
+    folder = config.checkpoint.run_folder
+    if save is not None and folder is not None:
+        place = os.path.abspath(folder)
         while not os.path.lexists(place):
             place = os.path.dirname(place)
         if not os.path.isdir(place):
-            what = "is no directory" if place == os.path.abspath(save) else f"{place} is no directory"
+            what = "is no directory" if place == os.path.abspath(folder) else f"{place} is no directory"
             yield f"`save`={save}: {what}; choose another `save`"

@@ -63,7 +63,7 @@ def convert(option: Option, text: str) -> Any:
         return _choice(option, text)
     if not text or any(sign in text for sign in "\0\r\n"):
         raise BadValue("expected a text of one line, without NUL" if text else "expected a value")
-    if option.names_a_file and (problem := url_problem(text)) is not None:
+    if option.names_a_file and (problem := url_problem(text, stores=option.facts.get("stores", False))) is not None:
         raise BadValue(problem)
     return text
 

@@ -119,7 +119,7 @@ def _digest(path: Path, world: Axis) -> str:
         if is_huggingface(path):
             files = sorted([path / CONFIG, *path.glob("*.safetensors")])
         else:
-            files = [resolve_checkpoint(path) / COMMITTED]
+            files = [Path(str(resolve_checkpoint(path))) / COMMITTED]
         mine = files[world.rank :: world.size]
         own = patiently(lambda: {file.name: _checksum(file) for file in mine}, world) or {}
     except (MegaliteError, OSError) as error:

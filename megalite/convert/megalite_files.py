@@ -30,6 +30,7 @@ from megalite.convert.source import EXPERT_BIAS, ModelSource, TrainedRun, conver
 from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
 from megalite.inventory import layer_of
+from megalite.stores import Place
 
 
 class CheckpointSource:
@@ -50,7 +51,7 @@ class CheckpointSource:
         self.origin = Origin.from_meta(meta.get(ORIGIN_META))
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """The checkpoint's own directory."""
         return self._reader.path
 

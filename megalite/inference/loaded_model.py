@@ -28,6 +28,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import StagePlacement, forward_program, token_pairs
+from megalite.stores import Place
 from megalite.train import config_of, load_model, load_weights, make_mesh, parameter_dtype
 
 
@@ -49,7 +50,7 @@ class LoadedModel:
     channel: Channel
     placement: StagePlacement
     parts: ModelParts
-    path: Path
+    path: Place
     iteration: int
     consumed_samples: int
     origin: Origin = field(default_factory=Origin)
@@ -150,7 +151,7 @@ def load_for_inference(
 class _Found:
     """What is at a path. load: fills shards with its weights, on all ranks. progress: iteration, samples consumed."""
 
-    path: Path
+    path: Place
     config: Config
     tokenizer: Tokenizer
     origin: Origin

@@ -7,7 +7,6 @@ optimizer   `optimizer/<moment>/<name>`, `optimizer/step`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import placement_of
 from megalite.library.names import stored_tensors
 from megalite.library.parts import Parts
+from megalite.stores import Place
 
 STATE, OLDER = "optimizer/", "previous/"
 STATE_KEYS = "state_keys"
@@ -46,7 +46,7 @@ def still_shards(parts: Parts, mesh: ParallelMesh) -> Iterator[TensorShard]:
                     yield TensorShard(name, tuple(value.shape), (0,) * value.dim(), value, copy)
 
 
-def read_weights(path: Path | str) -> dict[str, Tensor]:
+def read_weights(path: Place | str) -> dict[str, Tensor]:
     """The state dict of a module that `--model-module` or `ShardedOptimizer.save` has written, whole and on the CPU:
     `module.load_state_dict(megalite.read_weights("runs/mine"))`.
 
@@ -61,7 +61,7 @@ def read_weights(path: Path | str) -> dict[str, Tensor]:
     return {key: read[name] for key, name in aliases.items() if name in read}
 
 
-def lacking_states(found: Path, shards: Sequence[TensorShard], world: Axis) -> str:
+def lacking_states(found: Place, shards: Sequence[TensorShard], world: Axis) -> str:
     """What to say of a checkpoint that does not fit where all that it lacks are states, else nothing. Collective."""
     try:
         stored = CheckpointReader(found).manifest.tensors

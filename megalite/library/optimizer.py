@@ -43,6 +43,7 @@ from megalite.library.words import in_arguments
 from megalite.optim import OPTIMIZERS, Delay, LossScaler
 from megalite.parallel.zero import ZeroOptions
 from megalite.schedule import NORM, SCHEDULES, STEP, Action
+from megalite.stores import Place
 
 ADAMW = "adamw"
 PROGRESS = "megalite_progress"
@@ -188,9 +189,9 @@ class ShardedOptimizer:
         latest = self.events.take_results()[-1].norm
         return torch.full_like(latest, math.nan) if self._pipeline.base_program.update_per_microbatch else latest
 
-    def save(self, directory: Path | str, iteration: int, meta: Mapping[str, Any] | None = None) -> Path:
+    def save(self, directory: Path | str, iteration: int, meta: Mapping[str, Any] | None = None) -> Place:
         """Writes weights and optimizer state to `directory/iter_0000100` and returns that. Collective. Staged, checked
-        and renamed: what is there is whole, and any layout loads it.
+        and renamed: what is there is whole, and any layout loads it. A directory may be a URL (`s3://bucket/run`).
 
         meta: JSON of yours, rank 0's is stored. Raises CheckpointError.
         """
@@ -205,7 +206,10 @@ class ShardedOptimizer:
         }
         stored = dict(meta or {}) | {PROGRESS: progress}
         try:
-            return Checkpointer(directory, world=pipe.mesh.world).save(iteration, shards, stored)
+            checkpointer = Checkpointer(directory, world=pipe.mesh.world)
+            saved = checkpointer.save(iteration, shards, stored)
+            checkpointer.wait()
+            return saved
         except CheckpointError as error:
             raise CheckpointError(in_arguments(error.text)) from None
 

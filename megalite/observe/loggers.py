@@ -284,7 +284,7 @@ class WandbHook(Hook):
         self._directory = "."
 
     def on_start(self, trainer: TrainerView) -> None:
-        options, save = trainer.config.logging.wandb, trainer.config.checkpoint.save
+        options, save = trainer.config.logging.wandb, trainer.config.checkpoint.run_folder
         wandb = optional_package(f"`wandb_project`={options.wandb_project}", "wandb")
         self._library = wandb
         directory = options.wandb_save_dir or save

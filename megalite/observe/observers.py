@@ -56,7 +56,7 @@ def make_hooks(
     named in profiles.
     """
     hooks: list[Hook] = [*first, SlowRankHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
-    logging, save = config.logging, config.checkpoint.save
+    logging, save = config.logging, config.checkpoint.run_folder
     if rank == 0:
         metrics = None if save is None else Path(save) / METRICS_FILE
         hooks += [PaceHook(metrics), ConsoleHook()]

@@ -91,7 +91,7 @@ class History:
         legs, lines = legs_and_lines(records)
         held = {id(line) for line in lines}
         replaced = [one for one in records if one["kind"] == "train" and id(one) not in held]
-        return cls(run, iteration, committed(run), legs, lines, replaced)
+        return cls(run, iteration, [path for path in committed(run) if isinstance(path, Path)], legs, lines, replaced)
 
     @property
     def before(self) -> Path | None:

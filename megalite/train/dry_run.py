@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import RunLock, check_space, in_the_way, read_manifest, verify_checkpoint
+from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint
 from megalite.comm import Axis, ContextAxes
 from megalite.config import Config, dump_yaml
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
@@ -20,6 +20,7 @@ from megalite.observe import RUN_FILES
 from megalite.planner import checkpoint_bytes, format_table, within_budget
 from megalite.progress import ProgressBar, amount
 from megalite.schedule import Program, render_text, simulate
+from megalite.stores import Place
 from megalite.train.announcement import rows_of
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
@@ -106,9 +107,10 @@ def check_local_memory(
 
 def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[Config, list[str]]:
     """What the start of a run checks. Returns the settled configuration, and notes of what was not checked."""
-    save, notes = config.checkpoint.save, []
+    save, notes = config.checkpoint.run_folder, []
     if save is not None and not config.training.skip_train:
         check_writable(save)
+        lock_of(str(config.checkpoint.save)).check()
     directory = RunDirectory(config, Axis.single("world"))
     start = directory.start()
     config = resolve_schedules(directory.config, world_size, start).config
@@ -127,7 +129,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
     return config, notes
 
 
-def check_whole(path: Path, *, with_state: bool) -> list[str]:
+def check_whole(path: Place, *, with_state: bool) -> list[str]:
     """Reads what the start would load of a checkpoint, against its checksums; of a large one the sizes of its files
     only. Returns notes of what was not read. Raises CheckpointError."""
     size = sum(stored.nbytes for stored in read_manifest(path).files.values())
@@ -175,7 +177,6 @@ def check_writable(save: str) -> None:
         raise CheckpointError(f"`save`={save}: {existing} is a file; choose another `save`")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise CheckpointError(f"`save`={save}: no permission to write in {existing}; choose another `save`")
-    RunLock(save).check()
     problem = in_the_way(save, (CONFIG_FILE, *RUN_FILES))
     if problem:
         raise CheckpointError(problem)

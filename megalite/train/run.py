@@ -20,7 +20,7 @@ from megalite.config import Config
 from megalite.convert import Origin
 from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
-from megalite.observe import PipelineTracer, Record, make_hooks
+from megalite.observe import Hook, PipelineTracer, Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor
 from megalite.planner import format_table, within_budget
@@ -44,6 +44,7 @@ from megalite.train.samples import sample_writer, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
 from megalite.train.spikes import make_rollback, make_spike_guard
 from megalite.train.trainer import Trainer, TrainingProgress
+from megalite.train.uploads_hook import upload_hooks
 from megalite.train.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -188,7 +189,7 @@ def assemble_trainer(
         after, so all of them use the scale from before that update; a change takes effect one batch later."""
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
-    executor, traffic = make_executor(config, model, mesh, updater, world.device), traffic_hooks(config, model.rows)
+    executor = make_executor(config, model, mesh, updater, world.device)
     train_iters = config.train_iterations(world.size)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
     traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
@@ -205,7 +206,7 @@ def assemble_trainer(
         lengths=config.length_schedule,
         train_iters=train_iters,
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
-        hooks=make_hooks(config, world.rank, start_facts, flops, traffic, model.plan, executor),
+        hooks=make_hooks(config, world.rank, start_facts, flops, record_hooks(state), model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
@@ -255,3 +256,8 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         late=late,
         spikes=state.spikes,
     )
+
+
+def record_hooks(state: RunState) -> list[Hook]:
+    """The hooks that add to records what the others write: traffic of host rows, uploads to a store."""
+    return [*traffic_hooks(state.config, state.model.rows), *upload_hooks(state.checkpointer)]

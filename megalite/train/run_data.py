@@ -170,7 +170,7 @@ def open_datasets(
         test_samples=per_evaluation if evaluates else 0,
         seed=training.seed,
         tokenizer=tokenizer,
-        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.save),
+        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.run_folder),
         earlier_requests=earlier_requests,
         vocab_size=config.model.vocab_size,
     )

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from pathlib import Path
 from types import TracebackType
 
 from megalite.checkpoint import (
     Checkpointer,
-    RunLock,
+    RunLease,
     check_model,
     check_state,
     clear_completed,
     in_the_way,
+    lock_of,
     mark_completed,
+    send_along,
     set_aside_newer,
+    take_up,
+    write_small,
 )
 from megalite.comm import Axis, all_gather_json
 from megalite.config import Config, dump_yaml
 from megalite.convert import BaseModel
 from megalite.errors import CheckpointError, ConfigError
 from megalite.observe import RUN_FILES
+from megalite.stores import Place, StoreUrl, place
 from megalite.train.starting_point import StartingPoint, open_start, settle_base
 
 logger = logging.getLogger(__name__)
@@ -42,11 +46,14 @@ class RunDirectory:
         self._world = world
         self._save = config.checkpoint.save
         writes = self._save is not None and not config.training.skip_train
-        self._lock = RunLock(self._save) if writes and world.is_first and self._save is not None else None
+        self._lock = lock_of(self._save) if writes and world.is_first and self._save is not None else None
         checkpoint = config.checkpoint
+        self._folder = None if checkpoint.run_folder is None else Path(checkpoint.run_folder)
         self.checkpointer = Checkpointer(
             checkpoint.save or checkpoint.load or ".",
             world=world,
+            staging=self._folder,
+            lease=self._lock if isinstance(self._lock, RunLease) else None,
             keep_last=checkpoint.keep_last_n,
             retain_interval=checkpoint.save_retain_interval,
         )
@@ -116,13 +123,13 @@ class RunDirectory:
         self.config = _with_seed_of(self.config, start)
         return start
 
-    def _goes_on(self, path: Path) -> bool:
+    def _goes_on(self, path: Place) -> bool:
         """Whether this run has begun with `--load` before and `--auto-resume` now takes it up again from `--save`: what
         was said of `--load` (`--finetune`, `--no-load-optim`, `--no-load-rng`) does not concern its own checkpoints."""
         settings = self.config.checkpoint
         if not settings.auto_resume or settings.save is None or settings.load is None:
             return False
-        save, load = Path(settings.save).resolve(), Path(settings.load).resolve()
+        save, load = place(settings.save).resolve(), place(settings.load).resolve()
         return load != save and path.resolve().parent == save
 
     def begin(self, iteration: int) -> None:
@@ -131,7 +138,7 @@ class RunDirectory:
         problem = None
         if self._save is not None and self._world.is_first:
             try:
-                self._begin(Path(self._save), iteration)
+                self._begin(place(self._save), iteration)
             except OSError as error:
                 where = error.filename or self._save
                 problem = f"`save`={self._save}: could not write {where}: {error.strerror}; choose another `save`"
@@ -139,23 +146,33 @@ class RunDirectory:
         if problem:
             raise CheckpointError(problem)
 
-    def _begin(self, save: Path, iteration: int) -> None:
+    def _begin(self, save: Place, iteration: int) -> None:
         for path in set_aside_newer(save, iteration):
             logger.warning("this run continues from iteration %d: what was newer is now %s", iteration, path.name)
         clear_completed(save)
-        target = save / CONFIG_FILE
-        staged = target.with_name(f".{CONFIG_FILE}.tmp")
-        staged.write_text(dump_yaml(self.config), encoding="utf-8")
-        os.replace(staged, target)
+        write_small(save / CONFIG_FILE, dump_yaml(self.config).encode())
+        if isinstance(save, StoreUrl) and self._folder is not None:
+            take_up(save, self._folder, RUN_FILES)
+            self.checkpointer.after_upload = self._send_records
+
+    def _send_records(self) -> None:
+        """Copies what grows with the run (metrics, samples) beside its checkpoints in a store."""
+        where = place(str(self._save))
+        if isinstance(where, StoreUrl) and self._folder is not None:
+            send_along(self._folder, where, RUN_FILES)
 
     def end(self, iteration: int, *, completed: bool) -> None:
         """Training has ended; the last checkpoint is durable before COMPLETED says so."""
         self.checkpointer.wait()
+        if self._world.is_first and self._save is not None:
+            self._send_records()
         if completed and self._save is not None and self._world.is_first:
             try:
                 mark_completed(self._save, iteration)
             except OSError as error:
                 logger.warning("could not write %s: %s", error.filename or self._save, error.strerror)
+            except CheckpointError as error:
+                logger.warning("could not write COMPLETED: %s", error)
 
 
 def _with_seed_of(config: Config, start: StartingPoint) -> Config:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint import Checkpointer, Meta, read_manifest
@@ -32,6 +31,7 @@ from megalite.engine import OLDER, SpikeGuard, complete_older, older_shards
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
+from megalite.stores import Place
 from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
@@ -168,14 +168,14 @@ class RunState:
     def _states(self, version: int) -> list[TensorShard]:
         return [shard for state in self.model.states for shard in state.shards(version)]
 
-    def _stored_older(self, path: Path, version: int) -> list[TensorShard]:
+    def _stored_older(self, path: Place, version: int) -> list[TensorShard]:
         """The older versions that a checkpoint holds; a layout with fewer stages has saved fewer."""
         if self.model.num_versions == 1:
             return []
         stored = {name for name in read_manifest(path).tensors if name.startswith(OLDER)}
         return [shard for shard in older_shards(self.model, version) if shard.name in stored]
 
-    def _holds(self, path: Path, prefix: str) -> bool:
+    def _holds(self, path: Place, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in read_manifest(path).tensors)
 
     def _take_up_delay(self, progress: TrainingProgress, meta: Meta | None) -> None:

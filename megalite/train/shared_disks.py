@@ -17,6 +17,7 @@ from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config
 from megalite.data import cache_directory
 from megalite.errors import CheckpointError
+from megalite.files import served_url
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,9 @@ def check_shared_disks(config: Config, world: World, ranks: Axis) -> None:
     if world.local_size == world.size:
         return
     save = config.checkpoint.save if not config.training.skip_train else None
-    folders = {} if save is None else {"save": save}
+    folders = {} if save is None or served_url(save) is not None else {"save": save}
     if not config.data.mock_data:
-        folders["data_cache_path"] = str(cache_directory(config.data.data_cache_path, save))
+        folders["data_cache_path"] = str(cache_directory(config.data.data_cache_path, config.checkpoint.run_folder))
     token = str(all_gather_json(uuid.uuid4().hex if world.is_first else None, ranks)[0])
     first = {name: _write(Path(folder) / f".probe-{token}") for name, folder in folders.items() if world.is_first}
     all_gather_json(None, ranks)  # rank 0 has written

@@ -21,6 +21,7 @@ from megalite.checkpoint import (
     Manifest,
     check_tensors,
     committed,
+    copy_extras,
     first_problem,
     is_huggingface,
     read_extra,
@@ -32,7 +33,9 @@ from megalite.config import Config, ModelConfig, Offer, from_dict
 from megalite.convert import BASE_META, CONFIG, ORIGIN_META, BaseModel, CheckpointSource, HuggingFaceSource, Origin
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
+from megalite.files import staging_folder
 from megalite.progress import amount
+from megalite.stores import Place, StoreUrl, close_stores, place
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ class StartingPoint:
     wrote the checkpoint. source: gives the tensors of a Hugging Face model; None for a checkpoint.
     """
 
-    path: Path
+    path: Place
     model: ModelConfig
     meta: Mapping[str, Any]
     weights_only: bool
@@ -59,12 +62,12 @@ class StartingPoint:
         return self.source.origin if self.source is not None else Origin.from_meta(self.meta.get(ORIGIN_META))
 
 
-def open_start(path: Path, *, finetune: bool, adapters: bool = False) -> StartingPoint:
+def open_start(path: Place, *, finetune: bool, adapters: bool = False) -> StartingPoint:
     """Reads what is there besides the tensors. adapters: the run has them, so of a model without it takes the weights.
 
     Raises CheckpointError; ConfigError for a model that we do not have.
     """
-    if is_huggingface(path):
+    if isinstance(path, Path) and is_huggingface(path):
         source = HuggingFaceSource(path)
         return StartingPoint(path, source.model, {}, weights_only=True, source=source)
     manifest = read_manifest(path)
@@ -79,8 +82,14 @@ def open_start(path: Path, *, finetune: bool, adapters: bool = False) -> Startin
 
 def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
     """What `--load` says of the model, for the parser; None where nothing is committed yet. Raises MegaliteError."""
-    root = Path(load)
-    if is_huggingface(root):
+    try:
+        return _offer_of(place(load), ckpt_step)
+    finally:
+        close_stores()  # ranks may be forked from this process
+
+
+def _offer_of(root: Place, ckpt_step: int | None) -> Offer | None:
+    if isinstance(root, Path) and is_huggingface(root):
         source = HuggingFaceSource(root)
         return Offer(f"{root / CONFIG}", source.model, _tokenizer_flags(source.tokenizer.kind, root), huggingface=True)
     if ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
@@ -90,7 +99,13 @@ def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
     model, tokenizer = config_of(path, manifest).model, {}
     if DESCRIPTION_FILE in manifest.extra_files:
         kind, _ = read_description(read_extra(path, manifest, DESCRIPTION_FILE), str(path / DESCRIPTION_FILE))
-        tokenizer = _tokenizer_flags(kind, path)
+        if isinstance(path, StoreUrl):  # a tokenizer is read from a disk
+            folder = Path(staging_folder(str(path)))
+            folder.mkdir(parents=True, exist_ok=True)
+            copy_extras(path, manifest, folder)
+        else:
+            folder = path
+        tokenizer = _tokenizer_flags(kind, folder)
     return Offer(str(path), model, tokenizer)
 
 
@@ -100,7 +115,7 @@ def _tokenizer_flags(kind: str, directory: Path) -> dict[str, Any]:
     return {"tokenizer_type": kind} | ({} if without_files else {"tokenizer_model": str(directory)})
 
 
-def config_of(path: Path, manifest: Manifest) -> Config:
+def config_of(path: Place, manifest: Manifest) -> Config:
     """The configuration of the run that wrote a checkpoint, whose weights it holds. Raises MegaliteError."""
     if not isinstance(manifest.meta.get("config"), dict):
         raise CheckpointError(f"{path}: holds no configuration; was it written by megalite's trainer?")
@@ -121,6 +136,8 @@ def settle_base(config: Config, start: StartingPoint | None, world: Axis) -> Bas
     if start is None:
         return BaseModel(None, seed=seed)
     if start.saved is None or start.saved.model.lora.lora_rank is None:
+        if isinstance(start.path, StoreUrl):
+            raise CheckpointError(f"`load`={start.path}: adapters need their model on a disk; copy it there")
         return BaseModel.at(start.path, world)
     where = str(start.path)
     recorded = BaseModel.of_meta(start.meta, where)
@@ -142,7 +159,7 @@ def load_base(base: BaseModel, shards: Sequence[TensorShard], world: Axis) -> No
         Checkpointer(".", world=world).load(source.path, shards, cast=True)
 
 
-def load_model(path: Path, shards: Sequence[TensorShard], world: Axis) -> None:
+def load_model(path: Place, shards: Sequence[TensorShard], world: Axis) -> None:
     """All weights of a checkpoint, adapters and their model included, cast to the shards' dtype. Collective. Raises
     CheckpointError."""
     manifest = read_manifest(path)

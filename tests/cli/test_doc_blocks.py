@@ -34,6 +34,7 @@ SEARCH = "which only CI's trial of README (scripts/fresh_machine.sh) and tests/c
 #: What a command that is not run begins with or holds: why it is not.
 NOT_RUN = {
     r"^pip install": "needs a network",
+    r"s3://": "needs a store: tests/faults/test_store_faults.py trains with one",
     r"^sbatch": "needs SLURM: tests/cli/test_scripts.py runs scripts/slurm.sbatch with DRY_RUN=1",
     r"evaluate_harness": "needs a network: tests/cli/test_generate_evaluate.py asks it with tasks of its own",
     r"benchmarks/": "measures for minutes: tests/cli/test_benchmarks.py",

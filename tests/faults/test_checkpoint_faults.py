@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, RunLock, committed, latest, resolve_checkpoint
-from megalite.checkpoint.lock import LockHolder
+from megalite.checkpoint import Checkpointer, committed, latest, resolve_checkpoint
+from megalite.checkpoint.lock import LockHolder, RunLock
 from megalite.checkpoint.run_dir import interrupted
 from megalite.comm.collectives import barrier
 from megalite.comm.mesh import Axis, ParallelMesh

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megalite.checkpoint.format import BLOCK_BYTES, Manifest
 from megalite.checkpoint.loading import plan_reads, run_reads
+from megalite.checkpoint.reading import read_manifest
 from megalite.checkpoint.saving import SaveJob, describe, make_plan
-from megalite.checkpoint.storage import read_manifest
 from megalite.comm.rectangles import TensorShard, range_to_rectangles
 
 Model = dict[str, Tensor]

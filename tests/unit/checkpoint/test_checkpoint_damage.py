@@ -22,7 +22,7 @@ from megalite.checkpoint.format import (
     parse_manifest,
     structure_hash,
 )
-from megalite.checkpoint.storage import read_extra, read_manifest
+from megalite.checkpoint.reading import read_extra, read_manifest
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError

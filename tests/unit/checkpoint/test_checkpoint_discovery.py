@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, committed, latest, resolve_checkpoint, verify_checkpoint
+from megalite.checkpoint.reading import read_manifest
 from megalite.checkpoint.run_dir import TRACKER, interrupted
-from megalite.checkpoint.storage import read_manifest
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError

@@ -10,7 +10,7 @@ import torch
 from checkpoint_layouts import holds, load_as_ranks, make_model, random_layout, save_as_ranks
 from safetensors import safe_open
 
-from megalite.checkpoint.storage import read_manifest
+from megalite.checkpoint.reading import read_manifest
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 

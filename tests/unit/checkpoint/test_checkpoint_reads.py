@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, RunLock, storage, verify_checkpoint
+from megalite.checkpoint import Checkpointer, storage, verify_checkpoint
+from megalite.checkpoint.lock import RunLock
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError

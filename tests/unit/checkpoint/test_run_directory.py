@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megalite.checkpoint import Checkpointer, RunLock
-from megalite.checkpoint.lock import LockHolder
+from megalite.checkpoint import Checkpointer
+from megalite.checkpoint.lock import LockHolder, RunLock
 from megalite.checkpoint.run_dir import (
     clear_completed,
     decide_start,
@@ -164,7 +164,7 @@ def test_completed(tmp_path: Path) -> None:
 
 HOLD = """
 import sys, time
-from megalite.checkpoint import RunLock
+from megalite.checkpoint.lock import RunLock
 lock = RunLock(sys.argv[1], heartbeat=0.05).acquire()
 print("held", flush=True)
 time.sleep(60)

@@ -1,0 +1,248 @@
+"""Checkpoints in a store, where nothing can be renamed.
+
+    iter_0000100.<save id>/           a prefix for each attempt: torn and concurrent uploads never mix
+      rank_00000.safetensors            sent by its rank; size and last block are read back
+      manifest.json                     rank 0, when all ranks have reported; read back
+    iter_0000100/COMMITTED            created last, on condition that there is none: this object is the checkpoint.
+                                      It holds the proof of the manifest, the save id and the run's token
+
+Deletion takes COMMITTED away first. What a run has set aside keeps its data, under `iter_0000100.aside-<save id>/`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megalite.checkpoint.format import (
+    COMMITTED,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    ExtraFile,
+    Manifest,
+    check_file_name,
+    checksum,
+    commit_text,
+    to_json,
+)
+from megalite.errors import CheckpointError
+from megalite.faults import fault_point
+from megalite.stores import Missing, StoreUrl
+
+logger = logging.getLogger(__name__)
+
+REREADS = 3  # a bit can flip on the way: what does not fit its checksum is asked for again
+SETTLE_SECONDS = 30.0
+READ_BACK = 16 * 2**20
+_CHECKPOINT = re.compile(r"iter_\d{7,12}", re.ASCII)
+_ATTEMPT = re.compile(r"(iter_\d{7,12})\.([0-9a-f]{12})", re.ASCII)
+_WHOSE = re.compile(rb"save ([\w-]{1,64}) run ([\w-]{0,64})\n")
+
+
+def proof_of(manifest: bytes, save_id: str, token: str) -> bytes:
+    """The content of COMMITTED."""
+    return commit_text(manifest) + f"save {save_id} run {token}\n".encode()
+
+
+def attempt_place(path: StoreUrl, save_id: str) -> StoreUrl:
+    """Where the files of a checkpoint `.../iter_0000100` are, those of one set aside included."""
+    return path.with_name(f"{path.name.partition('.')[0]}.{save_id}")
+
+
+def read_proven(path: StoreUrl) -> tuple[bytes, bytes, str]:
+    """COMMITTED without its last line, manifest.json as it stands, and the save id. Raises CheckpointError."""
+    where = path / COMMITTED
+    for _ in range(REREADS):
+        try:
+            proof = where.store.read(where.key)
+        except Missing:
+            raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} object)") from None
+        own, _, whose = proof.rpartition(b"save ")
+        found = _WHOSE.fullmatch(b"save " + whose)
+        if len(proof) > 4096 or found is None:
+            continue
+        manifest = attempt_place(path, found[1].decode()) / MANIFEST
+        try:
+            if manifest.store.size(manifest.key) > MAX_MANIFEST_BYTES:
+                break
+            raw = manifest.read_bytes()
+        except Missing:
+            raise CheckpointError(f"{manifest}: missing; the checkpoint is damaged") from None
+        if own == commit_text(raw):
+            return own, raw, found[1].decode()
+    raise CheckpointError(f"{path}: {COMMITTED} and {MANIFEST} do not fit each other; the checkpoint is damaged")
+
+
+def save_id_of(path: StoreUrl) -> str | None:
+    """The save that COMMITTED names; None where there is none, or it is not legible."""
+    try:
+        found = _WHOSE.search((path / COMMITTED).read_bytes())
+    except Missing:
+        return None
+    return None if found is None else found[1].decode()
+
+
+def committed_urls(directory: StoreUrl) -> list[StoreUrl]:
+    """The committed checkpoints that a listing shows, by step."""
+    found = [directory / name for name in directory.store.list(directory.key).folders if _CHECKPOINT.fullmatch(name)]
+    return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def settled_urls(directory: StoreUrl, tracker: str, *, seconds: float = SETTLE_SECONDS) -> list[StoreUrl]:
+    """... where a listing may be older than the newest commit: the tracker file names that, and it is looked for."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = committed_urls(directory)
+        newest = _tracked(directory / tracker)
+        if newest is None or (found and int(found[-1].name[5:]) >= newest):
+            return found
+        named = directory / f"iter_{newest:07d}"
+        if (named / COMMITTED).is_file():
+            return [path for path in found if path != named] + [named]
+        if time.monotonic() > deadline:
+            logger.warning("%s: %s is ahead of what is there; is the listing stale?", directory, tracker)
+            return found
+        time.sleep(1.0)
+
+
+def _tracked(path: StoreUrl) -> int | None:
+    try:
+        text = path.read_bytes()[:20].strip()
+    except Missing:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def send_file(target: StoreUrl, file: Path, *, rank: int, step: int) -> None:
+    """Uploads a file and reads its size and last block back. Raises StoreError, and OSError of the local disk."""
+    fault_point("upload.begin", rank=rank, step=step)
+    target.store.put(target.key, file)
+    fault_point("upload.sent", rank=rank, step=step)
+    size = file.stat().st_size
+    start = max(0, size - READ_BACK)
+    with open(file, "rb") as source:
+        source.seek(start)
+        own = source.read()
+    _read_back(target, size, start, own)
+
+
+def _send_bytes(target: StoreUrl, data: bytes) -> None:
+    target.store.put(target.key, data)
+    _read_back(target, len(data), 0, data)
+
+
+def _read_back(target: StoreUrl, size: int, start: int, own: bytes) -> None:
+    problem = f"has {target.store.size(target.key)} of {size} bytes"
+    if target.store.size(target.key) == size:
+        if any(target.store.read(target.key, start, size) == own for _ in range(REREADS)):
+            return
+        problem = "has other bytes than were sent"
+    raise CheckpointError(f"{target}: {problem}; the upload is repeated")
+
+
+def commit_in_store(
+    final: StoreUrl,
+    manifest: Callable[[Mapping[str, ExtraFile]], Manifest],
+    files: Mapping[str, bytes],
+    *,
+    token: str,
+    holds_lease: Callable[[], bool],
+) -> None:
+    """Rank 0: makes an attempt, all of whose files are there, the checkpoint `final`. Can be repeated.
+
+    manifest: from the entries of the small files. holds_lease: asked last. Raises CheckpointError.
+    """
+    whole = manifest({check_file_name(name, "checkpoint"): ExtraFile(len(d), checksum(d)) for name, d in files.items()})
+    attempt = attempt_place(final, whole.save_id)
+    for name, data in files.items():
+        _send_bytes(attempt / name, data)
+    raw = to_json(whole)
+    fault_point("save.before_manifest", rank=0, step=whole.step)
+    _send_bytes(attempt / MANIFEST, raw)
+    if not holds_lease():
+        raise LeaseLost(f"`save`={final.parent}: another run has taken it over; this one saves no more")
+    fault_point("save.before_rename", rank=0, step=whole.step)
+    if not final.store.create((final / COMMITTED).key, proof_of(raw, whole.save_id, token)):
+        raise LeaseLost(f"`save`={final.parent}: another run has committed {final.name}; this one saves no more")
+    fault_point("save.after_rename", rank=0, step=whole.step)
+
+
+class LeaseLost(CheckpointError):
+    """Another run writes to the same URL."""
+
+
+def remove_url(path: StoreUrl) -> None:
+    """Deletes a checkpoint: COMMITTED first, so that a kill half-way leaves none."""
+    save_id = save_id_of(path)
+    path.store.delete((path / COMMITTED).key)
+    fault_point("save.gc", rank=0, step=int(path.name[5:]))
+    if save_id is not None:
+        path.store.delete_folder(attempt_place(path, save_id).key)
+
+
+def sweep(directory: StoreUrl) -> None:
+    """Removes what interrupted uploads and deletions left. Only for a new holder of the lease.
+
+    COMMITTED is read, not listed: a listing may be older than a commit.
+    """
+    store = directory.store
+    for name in store.list(directory.key).folders:
+        attempt = _ATTEMPT.fullmatch(name)
+        if attempt is None:
+            continue
+        path = directory / attempt[1]
+        aside = path.with_name(f"{attempt[1]}.aside-{attempt[2]}")
+        if not _may_need(path, attempt[2]) and not (aside / COMMITTED).is_file():
+            store.delete_folder((directory / name).key)
+            logger.info("removed %s, left by an interrupted save", directory / name)
+    dropped = store.drop_uploads(directory.key)
+    if dropped:
+        logger.info("removed the parts of %d uploads under %s, left by interrupted saves", dropped, directory)
+
+
+def _may_need(path: StoreUrl, save_id: str) -> bool:
+    """Whether a checkpoint consists of the files of this save, for all that can be read."""
+    if save_id_of(path) is None and not (path / COMMITTED).is_file():
+        return False
+    try:
+        return read_proven(path)[2] == save_id
+    except CheckpointError:
+        return True
+
+
+def take_up(directory: StoreUrl, folder: Path, names: Sequence[str]) -> None:
+    """Fetches files that a run goes on writing, where this host has shorter ones or none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        try:
+            data = (directory / name).read_bytes()
+        except Missing:
+            continue
+        mine = folder / name
+        if not mine.is_file() or mine.stat().st_size < len(data):
+            mine.write_bytes(data)
+
+
+def send_along(folder: Path, directory: StoreUrl, names: Sequence[str]) -> None:
+    """Puts copies of such files beside the checkpoints. A failure is a warning."""
+    for name in names:
+        try:
+            if (folder / name).is_file():
+                directory.store.put((directory / name).key, (folder / name).read_bytes())
+        except (OSError, CheckpointError) as error:
+            logger.warning("could not copy %s to %s: %s", folder / name, directory, error)
+
+
+def set_aside_urls(paths: Sequence[StoreUrl]) -> list[StoreUrl]:
+    """Takes their names from checkpoints: COMMITTED moves, the files stay where they are."""
+    moved = []
+    for path in paths:
+        proof, save_id = (path / COMMITTED).read_bytes(), save_id_of(path)
+        aside = path.with_name(f"{path.name}.aside-{save_id}")
+        (aside / COMMITTED).write_bytes(proof)
+        path.store.delete((path / COMMITTED).key)
+        moved.append(aside)
+    return moved

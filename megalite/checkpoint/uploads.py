@@ -1,0 +1,199 @@
+"""Saves on their way to a store: staged on this host's disk, sent in the background, tried again after a failure.
+
+    main thread   stage (or, with async_save, copy) --- train ---- train ---- train ------ drain()
+    this thread                   \\--- send, read back, report ---- again? ---/
+    rank 0's                                                 \\--- all have reported: commit, delete old ones
+
+No collective: a rank's report is an object beside its file. A save that fails keeps its local copy and is tried again
+until MOST_FAILED of them wait; then `failure` says so, and the ranks end the run by their vote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megalite.checkpoint.format import parse_json
+from megalite.checkpoint.remote import LeaseLost, attempt_place, send_file
+from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space
+from megalite.errors import CheckpointError
+from megalite.stores import StoreUrl
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED, MOST_WAITING = 3, 2
+FIRST_POLL, LONGEST_POLL, AGAIN_SECONDS = 0.02, 1.0, 5.0
+
+
+class Upload:
+    """One save of this rank. sent: its part is in the store. failed: attempts that have failed. written: the staged
+    file is there (or could not be written: `final`)."""
+
+    def __init__(self, job: SaveJob, done: Callable[[], None]) -> None:
+        self.job, self.done = job, done
+        self.report: SaveReport | None = None
+        self.sent = False
+        self.failed = 0
+        self.problem: str | None = None
+        self.final = False
+        self.again = 0.0
+        self.written = threading.Event()
+
+    @property
+    def attempt(self) -> StoreUrl:
+        assert isinstance(self.job.final, StoreUrl)
+        return attempt_place(self.job.final, self.job.save_id)
+
+    def write(self) -> None:
+        """Stages this rank's part."""
+        self.report = self.job.write_part()
+        if "error" in self.report:
+            self.problem, self.final = self.report["error"], True
+        self.written.set()
+
+    def send(self) -> None:
+        """Sends what is staged, then the report. Raises CheckpointError, OSError."""
+        assert self.report is not None
+        rank, step = self.job.rank, self.job.step
+        if "file" in self.report:
+            name = self.report["file"]
+            send_file(self.attempt / name, self.job.staging / name, rank=rank, step=step)
+        if rank:
+            (self.attempt / f"report_{rank:05d}.json").write_bytes(json.dumps(self.report).encode())
+        self.sent = True
+        if "file" in self.report:
+            (self.job.staging / self.report["file"]).unlink(missing_ok=True)
+
+    def commit(self, world_size: int) -> bool:
+        """Rank 0: commits if all ranks have reported. Raises CheckpointError."""
+        names = [f"report_{rank:05d}.json" for rank in range(1, world_size)]
+        if set(names) - set(self.attempt.store.list(self.attempt.key).objects):
+            return False
+        others = [parse_json((self.attempt / name).read_bytes(), name) for name in names]
+        assert self.report is not None
+        self.job.commit_upload([self.report, *others])
+        for name in names:
+            self.attempt.store.delete((self.attempt / name).key)
+        return True
+
+
+class Uploads:
+    """The saves of this rank that are not in the store yet, oldest first."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._waiting: list[Upload] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: SaveJob, done: Callable[[], None], *, background: bool) -> Upload:
+        """Takes a save over: what is not written in the background is staged on return."""
+        upload = Upload(job, done)
+        if not background:
+            upload.write()
+        with self._changed:
+            self._waiting.append(upload)
+            self._changed.notify_all()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+            self._thread.start()
+        return upload
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run should end: a save that cannot succeed any more, or too many that have failed."""
+        waiting = list(self._waiting)
+        for upload in waiting:
+            if upload.final:
+                return upload.problem
+        failing = [upload for upload in waiting if upload.failed]
+        if len(failing) < MOST_FAILED:
+            return None
+        kept = failing[0].job.staging.parent
+        return f"{len(failing)} saves could not be uploaded and are kept in {kept}: {failing[-1].problem}"
+
+    def wait_for_room(self) -> None:
+        """Waits while older saves are still on their way; not for those that have failed and are tried again."""
+        self._wait(lambda: self.failure or sum(not up.failed for up in self._waiting) < MOST_WAITING)
+
+    def wait_sent(self) -> str | None:
+        """Waits until this rank's parts are in the store, giving each that fails one more attempt. Returns what is
+        wrong."""
+        tried = {upload: upload.failed for upload in self._waiting}
+        for upload in tried:
+            upload.again = 0.0
+        self._wait(lambda: all(up.sent or up.final or up.failed > tried[up] for up in tried if up in self._waiting))
+        return next((up.problem for up in self._waiting if not up.sent or up.final), None)
+
+    def wait_committed(self) -> str | None:
+        """Rank 0, when all parts are there: waits for the commits. Returns what is wrong."""
+        tried = {upload: upload.failed for upload in self._waiting}
+        self._wait(lambda: not self._waiting or any(up.final or up.failed > tried[up] for up in self._waiting))
+        return self._waiting[0].problem if self._waiting else None
+
+    def _wait(self, reached: Callable[[], object]) -> None:
+        with self._changed:
+            while not reached():
+                self._changed.wait(0.5)
+
+    def _run(self) -> None:
+        pause = FIRST_POLL
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+            moved = [self._advance(upload) for upload in list(self._waiting)]
+            pause = FIRST_POLL if any(moved) else min(LONGEST_POLL, 2 * pause)
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait(0 if any(moved) else pause)
+
+    def _advance(self, upload: Upload) -> bool:
+        """One attempt at what a save needs next; whether it came further."""
+        if upload.final or time.monotonic() < upload.again:
+            return False
+        try:
+            if upload.report is None:
+                upload.write()
+            elif not upload.sent:
+                upload.send()
+            elif self._rank == 0 and not upload.commit(self._world_size):
+                return False
+            else:
+                shutil.rmtree(upload.job.staging, ignore_errors=True)
+                upload.done()
+                self._waiting.remove(upload)
+            return True
+        except (LeaseLost, UnusableSave) as error:
+            upload.problem, upload.final = error.text, True
+        except (CheckpointError, OSError) as error:
+            upload.problem = error.text if isinstance(error, CheckpointError) else upload.job.explain(error)
+            upload.failed += 1
+            upload.again = time.monotonic() + AGAIN_SECONDS
+            logger.warning("step %d is kept in %s: %s", upload.job.step, upload.job.staging, upload.problem)
+        except Exception as error:  # a thread must not end without a word
+            upload.problem, upload.final = upload.job.explain(error), True
+        return False
+
+
+def staging_problem(folder: Path, needed: int) -> str | None:
+    """What is wrong with the folder in which saves wait. What earlier runs have staged there and not sent is removed:
+    only for a run that holds the lease."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("iter_*.tmp-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        check_space(folder, needed)
+    except OSError as error:
+        return f"`checkpoint_staging_path`={folder}: cannot be written ({error.strerror})"
+    except CheckpointError as error:
+        return error.text
+    return None

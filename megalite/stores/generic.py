@@ -1,0 +1,81 @@
+"""What fsspec serves beside S3, in whole objects: Google's store, and memory (for tests and examples)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megalite.extras import optional_package
+from megalite.stores.store import DEADLINE, Again, Listing, Missing, Refused, Store, StoreError, Tagged
+
+T = TypeVar("T")
+
+PACKAGES = {"gs": "gcsfs", "memory": "fsspec"}
+
+
+class GenericStore(Store):
+    """A bucket behind an fsspec file system. It can create, but not swap: two writers are told apart at the commit, and
+    not before. Memory is one process's alone, so its swap is safe."""
+
+    def __init__(self, scheme: str, bucket: str, *, deadline: float = DEADLINE) -> None:
+        super().__init__(f"{scheme}://{bucket}", deadline=deadline)
+        fsspec = optional_package(self.root, "fsspec")
+        if scheme != "memory":
+            optional_package(self.root, PACKAGES[scheme])
+        self.conditional = scheme == "memory"
+        self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
+        self._bucket = bucket
+
+    def _ask(self, name: str, call: Callable[..., T], *arguments: Any, **more: Any) -> T:
+        try:
+            return call(f"{self._bucket}/{name}", *arguments, **more)
+        except FileNotFoundError:
+            raise Missing(f"{self.root}/{name}: no such object") from None
+        except FileExistsError as error:
+            raise Refused(str(error)) from None
+        except PermissionError as error:
+            raise StoreError(f"{self.root}/{name}: refused ({error}); check the credentials and their rights") from None
+        except Exception as error:
+            raise Again(f"{type(error).__name__}: {str(error)[:200]}") from None
+
+    def _list(self, prefix: str) -> Listing:
+        try:
+            entries = self._ask(prefix, self._fs.ls, detail=True, refresh=True)
+        except Missing:
+            return Listing([], [])
+        names = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
+        objects, folders = ([name for name in sorted(names) if names[name] == kind] for kind in ("file", "directory"))
+        return Listing(objects, folders)
+
+    def _read(self, name: str, start: int, stop: int | None) -> Tagged:
+        data = bytes(self._ask(name, self._fs.cat_file, start=start or None, end=stop))
+        return Tagged(data, hashlib.sha256(data).hexdigest())
+
+    def _head(self, name: str) -> tuple[int, str]:
+        found = self._ask(name, self._fs.info)
+        if found["type"] != "file":
+            raise Missing(f"{self.root}/{name}: no such object")
+        return int(found["size"]), str(found.get("etag") or found.get("generation") or found.get("created") or "")
+
+    def _write(self, name: str, data: bytes) -> None:
+        self._ask(name, self._fs.pipe_file, data)
+
+    def _put_file(self, name: str, file: Path) -> None:
+        self._retrying(lambda: self._ask(name, lambda key: self._fs.put_file(str(file), key)), f"write {name}")
+
+    def _create(self, name: str, data: bytes) -> None:
+        self._ask(name, self._fs.pipe_file, data, mode="create")
+
+    def _swap(self, name: str, data: bytes, etag: str) -> str:
+        if not self.conditional or self._read(name, 0, None).etag != etag:
+            raise Refused("another version")
+        self._write(name, data)
+        return hashlib.sha256(data).hexdigest()
+
+    def _delete(self, name: str) -> None:
+        try:
+            self._ask(name, self._fs.rm_file)
+        except Missing:
+            pass

@@ -1,0 +1,115 @@
+"""`StoreUrl`: a place in a store, with the methods of a path that readers use; `place` tells URLs from paths."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalite.errors import CheckpointError
+from megalite.files import served_url, url_problem
+from megalite.stores.generic import GenericStore
+from megalite.stores.s3 import S3Store
+from megalite.stores.store import Store
+
+
+@functools.cache
+def _opened(scheme: str, bucket: str, process: int) -> Store:
+    """The store of a bucket, opened once a process: a client does not survive a fork."""
+    return S3Store(bucket) if scheme == "s3" else GenericStore(scheme, bucket)
+
+
+class StoreUrl:
+    """`s3://bucket/run/iter_0000100`: equal, ordered and shown by its text. key: the name inside the bucket."""
+
+    def __init__(self, scheme: str, bucket: str, key: str) -> None:
+        self.scheme, self.bucket, self.key = scheme, bucket, key
+
+    @property
+    def store(self) -> Store:
+        return _opened(self.scheme, self.bucket, os.getpid())
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def parent(self) -> StoreUrl:
+        return StoreUrl(self.scheme, self.bucket, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StoreUrl:
+        return self.parent / name
+
+    def __truediv__(self, name: str) -> StoreUrl:
+        return StoreUrl(self.scheme, self.bucket, f"{self.key}/{name}" if self.key else name)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + f"/{self.key}" * bool(self.key)
+
+    def __repr__(self) -> str:
+        return f"StoreUrl({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoreUrl) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __lt__(self, other: StoreUrl) -> bool:
+        return str(self) < str(other)
+
+    def resolve(self) -> StoreUrl:
+        return self
+
+    def is_file(self) -> bool:
+        return self.store.exists(self.key)
+
+    def iterdir(self) -> Iterator[StoreUrl]:
+        """The objects and folders directly under it."""
+        found = self.store.list(self.key)
+        return (self / name for name in sorted({*found.objects, *found.folders}))
+
+    def read_bytes(self) -> bytes:
+        return self.store.read(self.key)
+
+    def write_bytes(self, data: bytes) -> None:
+        self.store.put(self.key, data)
+
+
+Place = Path | StoreUrl
+"""A path of a file system, or a URL of a store."""
+
+
+def place(text: Place | str) -> Place:
+    """Where a flag points: a URL that a store serves, or a path."""
+    if not isinstance(text, str):
+        return text
+    found = served_url(text)
+    return Path(text) if found is None else StoreUrl(*found)
+
+
+def run_place(text: Place | str) -> Place:
+    """`place` of a run directory. Raises CheckpointError for a URL that no store serves."""
+    problem = url_problem(text, stores=True) if isinstance(text, str) and served_url(text) is None else None
+    if problem is not None:
+        raise CheckpointError(f"{text} {problem}")
+    return place(text)
+
+
+def close_stores() -> None:
+    """Ends what clients run in the background of this process, which will fork; a store is opened anew when it is
+    used."""
+    _opened.cache_clear()
+    asyn = sys.modules.get("fsspec.asyn")
+    if asyn is not None and asyn.loop[0] is not None:
+        loop, thread = asyn.loop[0], asyn.iothread[0]
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not None:
+            thread.join()
+        asyn.reset_lock()

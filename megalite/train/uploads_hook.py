@@ -1,0 +1,27 @@
+"""What a `save` record of metrics.jsonl says of a store: requests that were repeated, saves on their way."""
+
+from __future__ import annotations
+
+from megalite.checkpoint import Checkpointer
+from megalite.observe import Hook, Record, TrainerView
+from megalite.stores import StoreUrl
+
+
+class UploadsHook(Hook):
+    """Adds `store_retries` (since the record before) and `uploads_waiting` (this save included), of rank 0."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._seen = 0
+
+    def on_save(self, trainer: TrainerView, record: Record) -> None:
+        where, uploads = self._checkpointer.directory, self._checkpointer.uploads
+        assert isinstance(where, StoreUrl) and uploads is not None
+        retries = where.store.retries
+        record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(uploads)
+        self._seen = retries
+
+
+def upload_hooks(checkpointer: Checkpointer) -> list[Hook]:
+    """The hook of a run that saves to a store; none for any other."""
+    return [] if checkpointer.uploads is None else [UploadsHook(checkpointer)]
