@@ -102,6 +102,59 @@ LATER = [pytest.param(layout, marks=pytest.mark.landing) for layout in (
 )]  # fmt: skip
 
 
+PP, TP, CP = ("--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2", "--context-parallel-size 2")
+UNTIED = "--untie-embeddings-and-output-weights"
+MATRIX = [
+    "--offload optimizer --zero-stage 1",
+    "--offload optimizer --zero-stage 3",
+    "--offload optimizer fraction=0.5 --delayed-parameter-update",
+    "--offload optimizer --delayed-parameter-update --zero-stage 1",
+    "--offload activations=1",
+    "--offload activations=2 params --zero-stage 2",
+    f"--offload embedding {UNTIED}",
+    f"--offload embedding {UNTIED} --zero-stage 1 {PP}",
+    "--zero-stage 0",
+    "--zero-stage 1 --overlap-param-gather --bf16",
+    "--zero-stage 3 --bf16 --grad-reduce-in-bf16",
+    "--zero-stage 2 --no-overlap-grad-reduce",
+    "--zero-stage 1 --store-param-remainders --bf16",
+    "--zero-stage 1 --clip-grad 0 --async-save",
+    "--zero-stage 1 --spikes action=skip window=4",
+    "--zero-stage 1 --optimizer soap",
+    "--zero-stage 2 --optimizer adafactor",
+    f"{TP} --sequence-parallel --tp-comm-overlap --micro-batch-size 2",
+    f"{TP} --sequence-parallel --tp-comm-overlap --micro-batch-size 2 --num-experts 4",
+    f"{TP} --bf16 --fp8-format hybrid",
+    "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-recipe delayed",
+    f"{CP} --bf16",
+    f"{CP} --cp-comm-type a2a",
+    f"{CP} --cp-comm-type all_gather",
+    f"{PP} --pipeline-schedule zb-h1 --zero-stage 1",
+    f"{PP} --pipeline-schedule zb-v --num-layers 4",
+    f"{PP} --pipeline-schedule pipedream {UNTIED} --clip-grad 0",
+    f"{PP} --pipeline-schedule 2bw --staleness-correction predict",
+    f"{PP} --recompute-granularity full",
+    "--hidden-dropout 0.1 --attention-dropout 0.1",
+    "--reset-position-ids --reset-attention-mask",
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", MATRIX)
+def test_no_path_of_the_matrix_has_a_race(layout: str) -> None:
+    assert train(layout, 2)[1] == set()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [
+    "--num-distributed-optimizer-instances 2 --zero-stage 1",
+    "--num-distributed-optimizer-instances 2 --zero-stage 3",
+    f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-v --num-layers 4",
+])  # fmt: skip
+def test_four_ranks_have_no_race(layout: str) -> None:
+    assert train(layout, 4)[1] == set()
+
+
 @pytest.mark.parametrize("layout", [ZERO_3, ZERO_1, *LATER])
 def test_a_run_has_no_race(layout: str) -> None:
     losses, races = train(layout, 2)
