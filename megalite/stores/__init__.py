@@ -11,7 +11,7 @@ by a conditional write: `create` succeeds for one writer, `swap` for the one tha
 be lost, and a repeated request is then refused because the first one has succeeded: whoever is refused reads the object
 back, and it was its own if the content is.
 
-A store is opened in the process that uses it, never before a fork. Proved by tests/unit/stores and
+A store is opened in the process that uses it, never before a fork. Proved by
 tests/faults/test_store_faults.py, against a server of S3's protocol behind a proxy that fails on purpose.
 """
 
