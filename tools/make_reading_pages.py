@@ -47,7 +47,7 @@ LATER: tuple[tuple[str, str, str], ...] = (
     ("learning rate, loss scale, age of gradients", "megalite/optim", "lr_schedule loss_scaler staleness"),
     ("dropout that is the same at every layout", "megalite/nn", "dropout"),
     ("sizes, which the planner asks for, too; what it decides", "megalite/inventory", 
-     "layers activation_bytes tiling memory_plan"),
+     "layers pieces mixers activation_bytes tiling memory_plan"),
     ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3)", "megalite/parallel/zero", "unshard"),
     ("what stages of a rank share, which optimizer holds a part of the state, which stage runs a part of the layers",
      "megalite/parallel", "zero/rank_memory zero/host_optimizer pipeline/offloaded tiers/mover"),

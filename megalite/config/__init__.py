@@ -33,15 +33,17 @@ from megalite.config.data import TOKENIZERS, VOCABULARIES, DataConfig
 from megalite.config.embedding_cache import cache_problem, cache_rows, own_rows
 from megalite.config.experts import Experts
 from megalite.config.files import schedule_file
+from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems
 from megalite.config.logging import LoggingConfig
 from megalite.config.lora import Lora
 from megalite.config.megatron_flags import MegatronFlag, megatron_flags
-from megalite.config.model import LAYER_PATTERNS, ModelConfig, RopeScaling
+from megalite.config.model import LAYER_PATTERNS, ModelConfig
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
+from megalite.config.rope import RopeScaling
 from megalite.config.rules.shape import model_shape
 from megalite.config.sampling import Sampling
 from megalite.config.saved import dump_yaml, from_dict, to_dict

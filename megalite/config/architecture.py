@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
-from megalite.config.model import LAYER_PATTERNS, ModelConfig, RopeScaling
+from megalite.config.model import LAYER_PATTERNS, ModelConfig
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
+from megalite.config.rope import RopeScaling
 from megalite.config.schema import flat
 from megalite.config.values import show
 from megalite.errors import ConfigError
@@ -72,6 +74,11 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["softmax_scale"] = None
     if model.embedding_multiplier == 1.0:
         values["embedding_multiplier"] = None
+    if model.mixer == "latent":
+        values |= {"kv_channels": None, "add_qkv_bias": None, "rotary_percent": None}
+        values["latent_norm_epsilon"] = model.latent.latent_norm_epsilon or model.norm_epsilon
+    else:
+        values |= dict.fromkeys(flat(Latent()))
     for name in LAYER_PATTERNS:
         values[name] = _mixed(model, name)
     values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank

@@ -64,6 +64,18 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         },
         switch="use_rope_scaling",
     ),
+    "mla": ArgumentFlag(
+        "latent attention: keys and values of all heads are made of one small vector a token",
+        {
+            "q_lora_rank": "q_lora_rank",
+            "kv_lora_rank": "kv_lora_rank",
+            "qk_head_dim": "qk_head_dim",
+            "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
+            "v_head_dim": "v_head_dim",
+            "norm_epsilon": "latent_norm_epsilon",
+        },
+        switch="multi_latent_attention",
+    ),
     "skip_freq": ArgumentFlag(
         "layers that do without something: N, every N-th, or a list",
         {

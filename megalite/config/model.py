@@ -9,9 +9,11 @@ from typing import Any
 
 from megalite.config.experts import Experts
 from megalite.config.foreign import ForeignModule
+from megalite.config.latent import Latent
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
-from megalite.config.schema import Spelled, option, required
+from megalite.config.rope import RopeScaling
+from megalite.config.schema import option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh", "quick-geglu", "squared-relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-tanh", "quick-geglu")
@@ -34,55 +36,6 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "untie_embeddings_and_output_weights": True,
     },
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling(Spelled):
-    """Scaling of RoPE, to read further than it was trained."""
-
-    rotary_seq_len_interpolation_factor: float = option(
-        1.0, "positions are divided by it before rotation (linear scaling)", ge=1
-    )
-    use_rope_scaling: bool = option(False, "scale the rotary frequencies")
-    rope_scaling_type: str = option(
-        "llama3",
-        "llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
-        choices=("llama3", "yarn"),
-        only_with="use_rope_scaling",
-    )
-    rope_scaling_factor: float = option(8.0, "factor for the low frequencies", ge=1, only_with="use_rope_scaling")
-    rope_scaling_original_length: int = option(
-        8192, "sequence length of the training before it", ge=1, only_with="use_rope_scaling"
-    )
-    yarn_beta_fast: float = option(
-        32.0, "YaRN: channels that turn more often in that length are kept", gt=0, only_with="use_rope_scaling"
-    )
-    yarn_beta_slow: float = option(
-        1.0, "YaRN: those that turn less often are slowed down fully", gt=0, only_with="use_rope_scaling"
-    )
-    yarn_correction_range_round_to_int: bool = option(
-        True, "YaRN: blend between whole channels", only_with="use_rope_scaling"
-    )
-    mscale: float | None = option(
-        None,
-        "YaRN: temperature (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1); unset: 0.1 ln factor + 1",
-        gt=0,
-        needs="mscale_all_dim",
-    )
-    mscale_all_dim: float | None = option(None, "YaRN: see mscale", gt=0, needs="mscale")
-
-    @property
-    def kind(self) -> str | None:
-        """How frequencies are scaled, None: not."""
-        return self.rope_scaling_type if self.use_rope_scaling else None
-
-    @property
-    def yarn_temperature(self) -> float:
-        """What YaRN multiplies cosines and sines by."""
-        log = 0.1 * math.log(self.rope_scaling_factor)
-        if self.mscale is None or self.mscale_all_dim is None:
-            return log + 1.0
-        return (log * self.mscale + 1.0) / (log * self.mscale_all_dim + 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +128,7 @@ class ModelConfig:
     activation_func_clamp_value: float | None = option(
         None, "the gate of an MLP is at most this, its value between minus this and this (gpt-oss: 7); unset: any", gt=0
     )
+    latent: Latent = Latent()
     experts: Experts = Experts()
     lora: Lora = Lora()
     module: ForeignModule = ForeignModule()
@@ -259,13 +213,22 @@ class ModelConfig:
         return tuple(i % pattern == 0 if isinstance(pattern, int) else bool(pattern[i]) for i in layers)
 
     @property
+    def mixer(self) -> str:
+        """What lets the tokens of a block see each other: `attention`, or `latent` attention."""
+        return "latent" if self.latent.multi_latent_attention else "attention"
+
+    @property
     def head_dim(self) -> int:
-        """Channels d of one attention head."""
+        """Channels d of a query or key of one attention head."""
+        if self.mixer == "latent":
+            return self.latent.qk_channels
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
 
     @property
     def query_groups(self) -> int:
         """Key/value heads g."""
+        if self.mixer == "latent":
+            return self.num_attention_heads
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
     @property
@@ -279,15 +242,31 @@ class ModelConfig:
         return self.query_groups * self.head_dim
 
     @property
+    def value_size(self) -> int:
+        """Width of all heads' results together."""
+        return self.num_attention_heads * (self.latent.v_head_dim if self.mixer == "latent" else self.head_dim)
+
+    @property
+    def kernel_dim(self) -> int:
+        """Channels of a head as kernels see it: those of queries, keys and values are equally many."""
+        return max(self.head_dim, self.latent.v_head_dim) if self.mixer == "latent" else self.head_dim
+
+    @property
     def query_multiplier(self) -> float | None:
-        """What makes queries of which a score is `softmax_scale` of what it would be; None: nothing is to be done."""
-        if self.softmax_scale is None or math.isclose(self.softmax_scale, self.head_dim**-0.5, rel_tol=1e-15):
+        """What makes queries of which a score is what it should be, where kernels divide it by `sqrt(kernel_dim)`;
+        None: nothing is to be done."""
+        scale = self.softmax_scale
+        if scale is None and self.mixer == "latent":
+            scale = self.head_dim**-0.5 * self.rope_scaling.latent_temperature**2
+        if scale is None or math.isclose(scale, self.kernel_dim**-0.5, rel_tol=1e-15):
             return None
-        return self.softmax_scale * math.sqrt(self.head_dim)
+        return scale * math.sqrt(self.kernel_dim)
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that RoPE rotates (the first ones)."""
+        """Channels of a head that RoPE rotates (the first ones; of latent attention those beside the others)."""
+        if self.mixer == "latent":
+            return self.latent.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property

@@ -129,7 +129,7 @@ def _derived(config: Config) -> dict[str, Any]:
         "ffn_hidden_size": model.ffn_size,
         **({"moe_ffn_hidden_size": model.expert_ffn_size} if model.experts.num_experts else {}),
         "num_query_groups": model.query_groups,
-        "kv_channels": model.head_dim,
+        **({"kv_channels": model.head_dim} if model.mixer == "attention" else {}),
         "max_position_embeddings": model.max_positions,
         **({} if of_file else {"pipeline_schedule": parallel.schedule}),
         **({} if of_file else {"virtual_pipeline_model_parallel_size": parallel.num_chunks}),

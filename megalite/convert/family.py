@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.convert.fields import Fields
-from megalite.inventory import parameter_shapes
+from megalite.convert.source import stored_shapes
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class HuggingFaceFamily:
 
     architecture: transformers' class. prefix: what some files leave out in front of the names of all but the output.
     read: config.json -> ModelConfig, raises ConfigError. write: ModelConfig -> config.json's entries of the shape.
-    ignored: endings of stored buffers that transformers computes anew.
+    ignored: endings of stored buffers that transformers computes anew. predicts: files may have layers behind the last
+    one, which predict further tokens.
     """
 
     name: str
@@ -104,11 +105,12 @@ class HuggingFaceFamily:
     read: Callable[[Fields], ModelConfig]
     write: Callable[[ModelConfig], Mapping[str, Any]]
     ignored: tuple[str, ...] = ()
+    predicts: bool = False
 
     def pairs(self, model: ModelConfig) -> Iterator[TensorPair]:
         """Every tensor of this model, in its order."""
         rules = {rule.ours: rule for rule in self.rules}
-        for name in parameter_shapes(model):
+        for name in stored_shapes(model):
             index = ""
             if name.startswith("layers."):
                 _, index, rest = name.split(".", 2)

@@ -7,6 +7,8 @@ model-00001-of-00003.safetensors ...    several and model.safetensors.index.json
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -25,10 +27,11 @@ from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import Origin
 from megalite.convert.quantized import Quantized, quantized_tensors
 from megalite.convert.registry import config_of_weights, family_of, read_model
-from megalite.convert.source import ModelSource, staged
+from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
-from megalite.inventory import parameter_shapes
+
+logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -56,7 +59,7 @@ class HuggingFaceSource:
         if settings := raw.get("quantization_config"):
             self._quantized = quantized_tensors(settings, self._files, CONFIG)
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
-        self._shapes = parameter_shapes(self.model)
+        self._shapes = stored_shapes(self.model)
         self._check_names()
 
     @property
@@ -128,6 +131,18 @@ class HuggingFaceSource:
         output = next(rule.theirs[0] for rule in self.family.rules if rule.ours == "head.output") + ".weight"
         return {name if name == output else prefix + name: place for name, place in table.items()}
 
+    def _further_layers(self) -> set[str]:
+        """Tensors of layers behind the last one, which are left out."""
+        numbers = {name: re.match(r"model\.layers\.(\d{1,6})\.", name) for name in self._files}
+        last = self.model.num_layers if self.family.predicts else 10**6
+        found = {name for name, match in numbers.items() if match is not None and int(match[1]) >= last}
+        if found:
+            logger.warning(
+                "%s: %d tensors of layers from %d on, which predict further tokens, are left out",
+                self.directory, len(found), last,
+            )  # fmt: skip
+        return found
+
     def _weight_files(self) -> list[str]:
         if (self.directory / INDEX).is_file():
             index = self.directory / INDEX
@@ -152,7 +167,8 @@ class HuggingFaceSource:
         known = self.family.ignored
         if not self.model.untie_embeddings_and_output_weights:
             known = (*known, "lm_head.weight", "embed_out.weight")  # a stored copy of the tied embedding
-        unexpected = sorted(name for name in self._files.keys() - wanted if not name.endswith(known))
+        beyond = self._further_layers()
+        unexpected = sorted(name for name in self._files.keys() - wanted - beyond if not name.endswith(known))
         if unexpected:
             raise CheckpointError(f"{self.directory}: a {self.family.name} of this {CONFIG} has no {_some(unexpected)}")
 
@@ -199,7 +215,7 @@ def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path
         tensors: dict[str, Tensor] = {}
         for pair in pairs:
             values = source.read(pair.ours)
-            values = values if dtype is None else values.to(dtype)
+            values = converted(pair.ours, values, dtype)
             parts = pair.form.to_theirs(source.model, values)
             tensors |= {name: _alone(part) for name, part in zip(pair.theirs, parts, strict=True)}
         save_file(tensors, staging / file, metadata={"format": "pt"})
@@ -219,7 +235,7 @@ def _alone(part: Tensor) -> Tensor:
 
 def _shards(source: ModelSource, family: HuggingFaceFamily) -> Iterator[list[TensorPair]]:
     """Tensors in the order of the model, cut where a file would become too large."""
-    shapes = parameter_shapes(source.model)
+    shapes = stored_shapes(source.model)
     pairs: list[TensorPair] = []
     held = 0
     for pair in family.pairs(source.model):

@@ -19,6 +19,7 @@ from megalite.config import (
     effective,
     model_shape,
 )
+from megalite.convert.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.gemma import GEMMA3
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, HuggingFaceFamily] = {
     f.name: f
     for f in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3, GPT_OSS),
+        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
     )
 }
 

@@ -3,6 +3,8 @@
     parameter.py    one logical tensor, and its part on a rank of any layout
     adapters.py     low-rank adapters beside linear layers (LoRA)
     layers.py       of each layer: parameters, matrix products, sums over the tensor axis; names, counts, FLOPs
+    pieces.py       matrix products, parameters of norms and linear layers
+    mixers.py       what mixes the tokens of a block: attention, latent attention
     parameter_placement.py      which rectangle of its logical tensor a parameter is
     families.py     which axes cut, shard and replicate the parameters of a family
     memory_plan.py  where memory lies and what is recomputed, as flags say it or a budget decided it
@@ -43,7 +45,6 @@ from megalite.inventory.layers import (
     FLOPS_CONVENTION,
     WORD_EMBEDDINGS,
     Layer,
-    Product,
     add_up,
     block_models,
     blocks_of,
@@ -59,6 +60,7 @@ from megalite.inventory.layers import (
 )
 from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, given_recompute
 from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape, placement_of
+from megalite.inventory.pieces import Product
 from megalite.inventory.pipeline import computations, lowered_program, stage_layer_ranges
 from megalite.inventory.tiling import (
     BLOCKED_FROM,

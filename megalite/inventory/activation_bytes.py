@@ -153,6 +153,34 @@ def _blocked(config: Config, model: ModelConfig) -> bool:
     return BLOCKED_FROM <= model.seq_length <= BLOCKED_UP_TO and model.recompute_granularity != "selective"
 
 
+def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
+    """Of latent attention: the small vectors before and behind their norms, and of all tokens; queries, keys and values
+    of the heads as they come and as kernels take them; results."""
+    parallel, size, tokens, given = config.parallel, ElementBytes.of(config), micro_tokens(config), model.latent
+    tp, e = parallel.tensor_model_parallel_size, size.compute
+    product = size.wide if on_cpu else e
+    here, heads = tokens / (tp if parallel.sequence_parallel else 1), model.num_attention_heads / tp
+    made = given.q_lora_rank or 0
+    kept: float = e * tokens * ((made or model.hidden_size) + given.compressed)
+    if model.qk_layernorm:
+        normed = made + given.kv_lora_rank
+        of_rms = (size.wide if on_cpu else 0) + (size.wide - e if on_cpu else 0)
+        kept += here * (
+            e * (made + given.compressed) + 2 * size.wide + (model.normalization == "RMSNorm") * of_rms * normed
+        )
+    width, values = tokens * heads * model.kernel_dim, tokens * model.value_size / tp
+    own = given.v_head_dim == model.kernel_dim and product == e  # values are no copy
+    blocked = on_cpu and _sees_everything(config, model) and _blocked(config, model) and not model.reshapes_softmax
+    if blocked:
+        kept += product * heads * config.training.micro_batch_size * block_area(model.seq_length)
+        own = False
+    kept += 2 * product * width + (
+        e * tokens * heads * (given.qk_head_dim + given.v_head_dim) if own else product * width
+    )
+    kept += e * values + (product * width if width != values or product != e else 0)
+    return kept + tokens * heads * max(4, size.wide)
+
+
 class ContextBytes(NamedTuple):
     """What a rank sends of one block and micro-batch so that attention sees whole sequences. traded: tokens for heads,
     as much forward as backward. forward, backward: passed round the ring, or gathered and scattered."""
@@ -191,7 +219,8 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         norms = _norms_bytes(config, model, on_cpu)
         worst = imbalance(config, WORST_IMBALANCE)
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
-        return norms + _attention_bytes(config, model, on_cpu) + between + dropout
+        mixer = _latent_bytes if model.mixer == "latent" else _attention_bytes
+        return norms + mixer(config, model, on_cpu) + between + dropout
     if not layer.products:
         return 0.0
     computed = tokens * h * size.compute + weight_only_bytes(config, layer)

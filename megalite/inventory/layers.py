@@ -19,56 +19,21 @@ from functools import lru_cache
 from megalite.config import Experts, ModelConfig, ParallelConfig
 from megalite.errors import ConfigError
 from megalite.inventory.adapters import with_adapters
-from megalite.inventory.parameter import Parameter, share
+from megalite.inventory.mixers import MIXERS, entering
+from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import Shape
+from megalite.inventory.pieces import Product, column, norm, row
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 FLOPS_CONVENTION = "model FLOPs, Megatron's convention: causal attention halved, no recomputation"
 
 
-@dataclass(frozen=True)
-class Product:
-    """`[m, k] x [k, n]`, m the tokens of a micro-batch.
-
-    cut: which of n and k the tensor axis cuts, none where empty. multiple: of each rank's part of it. core: of two
-    activations, inside attention: no weights, cut by heads, causal (half of it counts), and what selective
-    recomputation repeats. Of experts, n or k is that of all that a token takes.
-    """
-
-    name: str
-    n: int
-    k: int
-    cut: str
-    multiple: int = 1
-    core: bool = False
-
-    def local(self, shards: int) -> tuple[int, int]:
-        """(n, k) of one of `shards` tensor-parallel ranks."""
-        if not self.cut:
-            return self.n, self.k
-        if self.cut == "n":
-            return share(self.n, shards, self.multiple), self.k
-        return self.n, share(self.k, shards, self.multiple)
-
-    def shards(self, parallel: ParallelConfig) -> int:
-        """Ranks of the axis that cuts it."""
-        of_expert = self.name.startswith("experts.")
-        return parallel.expert_tensor_size if of_expert else parallel.tensor_model_parallel_size
-
-    def flops(self, shards: int | None = None) -> int:
-        """Of one token forward, 2 per multiply-add. shards: with what `shards` tensor-parallel ranks pad."""
-        n, k = self.n, self.k
-        if shards is not None and self.cut:
-            n = share(self.n, shards, self.multiple) * shards
-        return n * k if self.core else 2 * n * k
-
-
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer. model: the configuration as this layer has it.
 
-    gathers: inputs that each tensor-parallel rank needs whole (`f` of Megatron-LM: gathered under sequence
+    gathers: inputs of width h that each tensor-parallel rank needs whole (`f` of Megatron-LM: gathered under sequence
     parallelism, their gradients summed). sums: outputs that are summed over the axis (`g`: scattered under sequence
     parallelism, their gradients gathered).
     """
@@ -77,7 +42,7 @@ class Layer:
     model: ModelConfig
     parameters: tuple[Parameter, ...]
     products: tuple[Product, ...] = ()
-    gathers: int = 0
+    gathers: float = 0
     sums: int = 0
 
     @property
@@ -122,39 +87,6 @@ class Layer:
         return sum(p.flops(shards) for p in self.products if core is None or p.core == core)
 
 
-def _norm(name: str, size: int, model: ModelConfig, partial: str = "sequence") -> list[Parameter]:
-    weight = Parameter(f"{name}.weight", (size,), partial=partial, decay=False, init_value=_norm_start(model))
-    bias = Parameter(f"{name}.bias", (size,), partial=partial, decay=False)
-    return [weight, bias] if model.normalization == "LayerNorm" else [weight]
-
-
-def _head_norm(name: str, width: int, model: ModelConfig) -> list[Parameter]:
-    """Of queries or keys: one for all heads, or one over all of them, whose weights are cut with the heads."""
-    if not model.qk_layernorm_across_heads:
-        return _norm(name, model.head_dim, model, "heads")
-    return [Parameter(f"{name}.weight", (width,), 0, decay=False, init_value=_norm_start(model))]
-
-
-def _norm_start(model: ModelConfig) -> float:
-    """The weight of a norm that leaves what it has normalised as it is."""
-    return 0.0 if model.apply_layernorm_1p else 1.0
-
-
-def _column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
-    """Outputs are cut. A gated projection keeps gate and value apart in a leading dimension, so that a slice of it is a
-    rectangle."""
-    cut = len(rows) - 1
-    weight = Parameter(f"{name}.weight", (*rows, columns), cut, init_std=model.init_method_std)
-    return [weight, Parameter(f"{name}.bias", rows, cut, decay=False)] if bias else [weight]
-
-
-def _row(name: str, rows: int, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
-    """Inputs are cut; writes to the residual stream: the 2L of them add up to one (GPT-2)."""
-    std = model.init_method_std / math.sqrt(2 * model.num_layers)
-    weight = Parameter(f"{name}.weight", (rows, columns), 1, init_std=std)
-    return [weight, Parameter(f"{name}.bias", (rows,), partial="sequence", decay=False)] if bias else [weight]
-
-
 def _vocabulary(name: str, model: ModelConfig, copy_of: str | None = None) -> Parameter:
     shape, multiple = (model.vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
     return Parameter(name, shape, 0, multiple, init_std=model.init_method_std, copy_of=copy_of)
@@ -173,43 +105,26 @@ def _embedding(model: ModelConfig) -> Layer:
 @lru_cache(maxsize=256)
 def _block(model: ModelConfig) -> Layer:
     h, before, behind = model.hidden_size, model.norm_placement != "post", model.norm_placement != "pre"
-    mixer, mixer_products = _attention(model)
+    mixer, mixer_products = MIXERS[model.mixer](model)
     mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
     parameters = [
-        *(_norm("input_norm", h, model) if before else []),
+        *(norm("input_norm", h, model) if before else []),
         *mixer,
-        *(_norm("post_attention_norm", h, model) if behind else []),
-        *(_norm("mlp_norm", h, model) if before else []),
+        *(norm("post_attention_norm", h, model) if behind else []),
+        *(norm("mlp_norm", h, model) if before else []),
         *mlp,
-        *(_norm("post_mlp_norm", h, model) if behind else []),
+        *(norm("post_mlp_norm", h, model) if behind else []),
     ]
     products = (*mixer_products, *mlp_products)
-    return Layer("block", model, tuple(with_adapters(parameters, model)), products, gathers=2, sums=2)
-
-
-def _attention(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
-    """Projections, norms of queries and keys, sinks."""
-    h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
-    qkv, sinks = q + 2 * model.kv_size, model.softmax_type == "learnable"
-    head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
-    parameters = [
-        *([Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if sinks else []),
-        *_column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
-        *_row("attention.proj", h, q, model, bias),
-        *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
-    ]
-    return parameters, [
-        Product("qkv", qkv, h, "n"),
-        Product("scores", s, q, "k", core=True),
-        Product("context", q, s, "n", core=True),
-        Product("proj", h, q, "k"),
-    ]
+    return Layer(
+        "block", model, tuple(with_adapters(parameters, model)), products, gathers=1 + entering(model) / h, sums=2
+    )
 
 
 def _mlp(name: str, model: ModelConfig, f: int) -> tuple[list[Parameter], list[Product]]:
     """Up and down, `name` inside of the block."""
     h, bias, up = model.hidden_size, model.add_bias_linear, (2, f) if model.gated else (f,)
-    parameters = [*_column(f"{name}.fc1", up, h, model, bias), *_row(f"{name}.fc2", h, f, model, bias)]
+    parameters = [*column(f"{name}.fc1", up, h, model, bias), *row(f"{name}.fc2", h, f, model, bias)]
     inside = name.removeprefix("mlp").lstrip(".")
     label = f"{inside}." if inside else ""
     return parameters, [Product(f"{label}fc1", math.prod(up), h, "n"), Product(f"{label}fc2", h, f, "k")]
@@ -225,7 +140,7 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     ]
     if given.moe_router_bias:
         router.append(Parameter("mlp.router.bias", (number,), partial="sequence", decay=False, wide=True))
-    columns = _column("mlp.experts.fc1", (number, *up), h, model, bias)
+    columns = column("mlp.experts.fc1", (number, *up), h, model, bias)
     std = model.init_method_std / math.sqrt(2 * model.num_layers)
     rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=std)]
     rows += [Parameter("mlp.experts.fc2.bias", (number, h), decay=False)] if bias else []
@@ -242,7 +157,7 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
 
 def _head(model: ModelConfig) -> Layer:
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-    parameters = [*_norm("final_norm", model.hidden_size, model), _vocabulary("output.weight", model, tied)]
+    parameters = [*norm("final_norm", model.hidden_size, model), _vocabulary("output.weight", model, tied)]
     output = Product("output", model.vocab_size, model.hidden_size, "n", model.make_vocab_size_divisible_by)
     return Layer("head", model, tuple(with_adapters(parameters, model)), (output,), gathers=1)
 

@@ -7,13 +7,12 @@ activation again in backward needs no second graph for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig
+from megalite.nn.clamped_gate import Elementwise, Gradient, clamped, quick_geglu, quick_geglu_gradient
 
 aten = torch.ops.aten
 
@@ -72,22 +71,6 @@ def geglu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return torch.cat([dgate, dy * F.gelu(gate, approximate="tanh")], -1)
 
 
-QUICK = 1.702
-
-
-def quick_geglu(x: Tensor) -> Tensor:
-    """quick_gelu(gate) * value, with x sigmoid(1.702 x) for GELU."""
-    gate, value = x.chunk(2, -1)
-    return gate * torch.sigmoid(QUICK * gate) * value
-
-
-def quick_geglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    gate, value = x.chunk(2, -1)
-    opened = torch.sigmoid(QUICK * gate)
-    slope = opened * (1 + QUICK * gate * (1 - opened))
-    return torch.cat([dy * value * slope, dy * gate * opened], -1)
-
-
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x) ** 2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
@@ -97,7 +80,7 @@ def squared_relu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dy * F.relu(x) * 2
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Elementwise] = {
     "gelu": gelu,
     "gelu-tanh": gelu_tanh,
     "swiglu": swiglu,
@@ -107,7 +90,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squared-relu": squared_relu,
 }
 
-GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+GRADIENTS: dict[str, Gradient] = {
     "gelu": gelu_gradient,
     "gelu-tanh": gelu_tanh_gradient,
     "swiglu": swiglu_gradient,
@@ -118,24 +101,8 @@ GRADIENTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-Elementwise = Callable[[Tensor], Tensor]
-
-
-def activation_of(config: ModelConfig) -> tuple[Elementwise, Callable[[Tensor, Tensor], Tensor]]:
+def activation_of(config: ModelConfig) -> tuple[Elementwise, Gradient]:
     """(Activation, its gradient) of a model's MLPs."""
     plain, gradient = ACTIVATIONS[config.activation], GRADIENTS[config.activation]
     offset, most = config.glu_linear_offset, config.activation_func_clamp_value
-    if offset == 0.0 and most is None:
-        return plain, gradient
-    bound = torch.inf if most is None else most
-
-    def shifted(x: Tensor) -> Tensor:
-        gate, value = x.chunk(2, -1)
-        return torch.cat([gate.clamp(max=bound), value.clamp(-bound, bound) + offset], -1)
-
-    def shifted_gradient(x: Tensor, dy: Tensor) -> Tensor:
-        gate, value = x.chunk(2, -1)
-        within = torch.cat([gate <= bound, value.abs() <= bound], -1)
-        return gradient(shifted(x), dy) * within
-
-    return lambda x: plain(shifted(x)), shifted_gradient
+    return (plain, gradient) if offset == 0.0 and most is None else clamped(plain, gradient, offset, most)

@@ -16,6 +16,7 @@ Two micro-batches can alternate between them, so that one computes while a messa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.blocked import register_operator
+from megalite.nn.attention.latent import LatentAttention
 from megalite.nn.attention.layer import Attention
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.nn.experts import MoE
@@ -33,6 +35,12 @@ from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment, chained
 from megalite.parallel.tensor import LayerContext, Message, add_adapters
+
+Mixer = Attention | LatentAttention
+"""What lets tokens see each other: `segments`, from a normalised x to what is added to it; `linears` and `attend`, what
+is compiled and what is not."""
+
+MIXERS: Mapping[str, Callable[..., Mixer]] = {"attention": Attention, "latent": LatentAttention}
 
 
 class Block(nn.Module):
@@ -52,7 +60,7 @@ class Block(nn.Module):
 
         before, behind = config.norm_placement != "post", config.norm_placement != "pre"
         self.input_norm = norm(there=before)
-        self.attention = Attention(config, index, ctx, rotary)
+        self.attention = MIXERS[config.mixer](config, index, ctx, rotary)
         self.post_attention_norm = norm(there=behind)
         self.mlp_norm = norm(there=before)
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
@@ -126,7 +134,7 @@ class Block(nn.Module):
         """
         register_operator()
         mlp = self.mlp.shared_experts if isinstance(self.mlp, MoE) else self.mlp
-        linears = [self.attention.qkv, self.attention.proj, *([] if mlp is None else [mlp.fc1, mlp.fc2])]
+        linears = [*self.attention.linears, *([] if mlp is None else [mlp.fc1, mlp.fc2])]
         places = (
             *((norm, "forward") for norm in present(self.input_norm)),
             (self.attention, "attend"),

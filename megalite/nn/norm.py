@@ -24,9 +24,12 @@ class Norm(nn.Module):
     split_input: each tensor-parallel rank sees other tokens or heads, so it computes a share of the weights' gradients.
     """
 
-    def __init__(self, size: int, config: ModelConfig, ctx: LayerContext, *, split_input: bool) -> None:
+    def __init__(
+        self, size: int, config: ModelConfig, ctx: LayerContext, *, split_input: bool, epsilon: float | None = None
+    ) -> None:
+        """epsilon: None: the model's."""
         super().__init__()
-        self.size, self.epsilon = size, config.norm_epsilon
+        self.size, self.epsilon = size, epsilon or config.norm_epsilon
         partial = ctx.tp.names if split_input else NO_AXES
         self.plus_one = config.apply_layernorm_1p
         place = ParameterPlacement((size,), (0,), partial=partial, decay=False, init_value=float(not self.plus_one))

@@ -284,7 +284,7 @@ class Roofline:
         sequence = config.parallel.sequence_parallel
         one = group.gather(half) if sequence else group.all_reduce(half)
 
-        def exposed(messages: int, meanwhile: float) -> float:
+        def exposed(messages: float, meanwhile: float) -> float:
             return max(0.0, 2 * messages * one - overlap * meanwhile)
 
         forward = exposed(layer.sums, columns) + (exposed(layer.gathers, rows + attention[0]) if sequence else 0.0)

@@ -21,6 +21,15 @@ KINDS = {
     "--glu linear_offset=1 clamp_value=0.01 --rope-scaling type=yarn factor=4 original_length=8 beta_fast=3 "
     "beta_slow=0.1 round_to_int=false --num-experts 4 --moe-router bias --moe-z-loss-coeff 0.1",
 }
+MLA = "kv_lora_rank=8 qk_head_dim=6 qk_pos_emb_head_dim=4 v_head_dim=5"
+KINDS |= {
+    "latent": f"--num-layers 4 --model-type llama --clip-grad 0.05 --mla q_lora_rank=12 {MLA} --qk-layernorm "
+    "--rope-scaling type=yarn factor=4 original_length=8 beta_fast=3 beta_slow=0.1 mscale=1 mscale_all_dim=1.5 "
+    "--num-experts 8 --moe-layer-freq [0]+[1]*3 --moe-shared-expert-intermediate-size 16 --moe-router "
+    "score_function=sigmoid expert_bias num_groups=4 group_topk=1 topk_scaling_factor=2.5",
+    "latent plain": f"--num-layers 4 --model-type llama --clip-grad 0.05 --mla {MLA} --window-size 5 "
+    "--skip-freq window=2 --softmax-type learnable",
+}
 LAYOUTS = {
     "halves zero3": ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2 "
                      "--zero-stage 3", 4),
@@ -32,8 +41,13 @@ LAYOUTS = {
                    "full --recompute-method uniform", 2),
     "experts": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --expert-model-parallel-size 2 "
                 "--zero-stage 2 --micro-batch-size 1", 4),
+    "2bw tp": ("--pipeline-model-parallel-size 2 --pipeline-schedule 2bw --tensor-model-parallel-size 2 "
+               "--micro-batch-size 1", 4),
+    "a2a tp": ("--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2 --sequence-parallel "
+               "--micro-batch-size 1 --zero-stage 3", 4),
 }  # fmt: skip
-QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zero3"), ("gpt-oss", "experts")}
+QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zero3"),
+         ("latent plain", "a2a tp"), ("latent", "zb-v cp")}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,7 +61,8 @@ QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zer
 )
 def test_every_layout_is_one_process(kind: str, layout: str) -> None:
     flags, world_size = LAYOUTS[layout]
-    compare(Layout(tuple(KINDS[kind].split()), tuple(flags.split()), world_size))
+    delay = int("2bw" in layout)
+    compare(Layout(tuple(KINDS[kind].split()), tuple(flags.split()), world_size, delay=delay))
 
 
 @pytest.mark.parametrize("placement", ["post", "sandwich"])

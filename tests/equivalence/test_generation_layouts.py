@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.comm import World
-from megalite.config import ContextParallelism, ModelConfig, ParallelConfig, RopeScaling
+from megalite.config import ContextParallelism, Latent, ModelConfig, ParallelConfig, RopeScaling
 from megalite.config.experts import Experts
 from megalite.config.parallel import ExpertParallelism
 from megalite.generation import Request, Sampling
@@ -64,6 +64,16 @@ GPT_OSS = replace(
     activation_func_clamp_value=0.01,
     experts=Experts(num_experts=4, moe_router_bias=True),
 )
+LATENT = replace(
+    LLAMA,
+    num_query_groups=None,
+    qk_layernorm=True,
+    softmax_type="learnable",
+    latent=Latent(
+        multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=5
+    ),
+    rope_scaling=replace(OLMO3.rope_scaling, mscale=1.0, mscale_all_dim=1.5),
+)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
 MODELS = {
     "gpt": GPT,
@@ -74,6 +84,7 @@ MODELS = {
     "olmo3": OLMO3,
     "gemma3": GEMMA3,
     "gpt-oss": GPT_OSS,
+    "latent": LATENT,
 }
 
 # Different lengths, one as long as the 16 positions, one longer, and more than there are stages.

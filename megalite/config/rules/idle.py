@@ -62,6 +62,7 @@ def _of_model(config: Config) -> Iterable[Idle]:
             kind == "rope" and not any(map(model.has_rope, range(model.num_layers))),
             f"with `no_rope_freq`={model.no_rope_freq}, which leaves no layer with RoPE",
         ),
+        ("kv_channels", model.mixer == "latent", "with `multi_latent_attention`, whose heads have sizes of their own"),
         (" ".join(YARN), model.rope_scaling.kind == "llama3", "with `rope_scaling_type`=llama3"),
         ("reset_position_ids", kind == "none", "with `position_embedding_type`=none"),
         (

@@ -15,7 +15,7 @@ from megalite.errors import ConfigError
 def model_shape(config: Config, world_size: int) -> Iterator[str]:
     model = config.model
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
-    if model.kv_channels is None and hidden % heads:
+    if model.kv_channels is None and hidden % heads and model.mixer == "attention":
         near = multiples_around(hidden, heads)
         yield f"`hidden_size`={hidden}: not divisible by `num_attention_heads`={heads}; try {near}"
     if heads % groups:
@@ -26,7 +26,8 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
             f"`seq_length`={model.seq_length}: exceeds `max_position_embeddings`={model.max_positions} "
             "(learned positions); raise it or use `position_embedding_type` rope"
         )
-    if model.position_embedding_type == "rope" and (model.rotary_dim % 2 or model.rotary_dim == 0):
+    rotated = model.position_embedding_type == "rope" and model.mixer == "attention"
+    if rotated and (model.rotary_dim % 2 or model.rotary_dim == 0):
         yield (
             f"`rotary_percent`={show(model.rotary_percent)}: rotates {model.rotary_dim} of a head's {model.head_dim} "
             "channels (`hidden_size` / `num_attention_heads`); RoPE needs an even number above 0"
@@ -49,7 +50,29 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
         yield f"`window_rotary_base`={base}: every layer has the window; give `rotary_base`, or `window_attn_skip_freq`"
     if model.use_parallel_residual and model.norm_placement != "pre":
         yield f"`norm_placement`={model.norm_placement}: not with `use_parallel_residual`; drop one of them"
+    yield from _latent(model)
     yield from _layer_patterns(model)
+
+
+def _latent(model: ModelConfig) -> Iterator[str]:
+    """What latent attention has no place for."""
+    if model.mixer != "latent":
+        return
+    flag, groups = "`multi_latent_attention`", model.num_query_groups
+    if groups not in (None, model.num_attention_heads):
+        yield f"`num_query_groups`={groups}: not with {flag}, where each head has keys of its own; drop it"
+    if model.qk_layernorm_across_heads:
+        yield f"`qk_layernorm_across_heads`: not with {flag}; `qk_layernorm` normalises what heads are made of"
+    if model.add_qkv_bias:
+        yield f"`add_qkv_bias`: not with {flag}, whose queries and keys have no bias; drop it"
+    if model.rotary_percent != 1:
+        yield f"`rotary_percent`={show(model.rotary_percent)}: not with {flag}; `qk_pos_emb_head_dim` are rotated"
+    if model.lora.lora_rank is not None:
+        yield f"`lora_rank`={model.lora.lora_rank}: not with {flag}, whose matrices have no adapters; train it whole"
+    if model.latent.qk_pos_emb_head_dim % 2:
+        yield f"`qk_pos_emb_head_dim`={model.latent.qk_pos_emb_head_dim}: RoPE needs an even number"
+    if model.latent.latent_norm_epsilon is not None and not model.qk_layernorm:
+        yield "`latent_norm_epsilon`: needs `qk_layernorm`"
 
 
 def _layer_patterns(model: ModelConfig) -> Iterator[str]:

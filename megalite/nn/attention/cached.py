@@ -45,14 +45,25 @@ def cached_attention(
     if len(q) > 1 or places is None:
         k, v = cache.append(k, v)
         return core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=microbatch.sample_ids)
+    k, v, hidden = with_token(core, k, v, microbatch, axes, cache)
+    return attend_token(q, k, v, hidden, axes, softcap=core.softcap, sinks=sinks, dtype=core.tile_dtype(q))
+
+
+def with_token(
+    core: AttentionCore, k: Tensor, v: Tensor, microbatch: Microbatch, axes: ContextAxes, cache: LayerCache
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Adds those of one token, on one of the ranks that share the sequence: (all keys and values of this rank, what is
+    hidden of them)."""
+    starts, places = microbatch.document_starts, microbatch.places
+    assert places is not None
     mine = axes.size == 1 or int(places) % axes.size == axes.heads.rank + axes.heads.size * axes.ring.rank
     kept = slice(0, int(mine))
     k, v = cache.append(k[kept], v[kept], places[kept] if axes.size > 1 else None)
     keys = torch.arange(len(k), device=k.device) if cache.places is None else cache.places
-    hidden = None
-    if starts is not None or core.window is not None:
-        hidden = ~Visibility.of(places, keys, window=core.window, document_starts=starts).dense().view(-1, 1, 1, len(k))
-    return attend_token(q, k, v, hidden, axes, softcap=core.softcap, sinks=sinks, dtype=core.tile_dtype(q))
+    if starts is None and core.window is None:
+        return k, v, None
+    sight = Visibility.of(places, keys, window=core.window, document_starts=starts)
+    return k, v, ~sight.dense().view(-1, 1, 1, len(k))
 
 
 def attend_token(

@@ -12,13 +12,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalite.config import ModelConfig
+from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
 from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
 from megalite.nn.attention.masked import MASKED
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
-from megalite.nn.dropout import combine
+from megalite.nn.dropout import combine, site_key
+from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
 from megalite.visibility import Visibility
 
 
@@ -43,6 +46,20 @@ class AttentionCore:
     product_dtype: torch.dtype | None = None
     window: int | None = None
     softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, index: int, ctx: LayerContext) -> AttentionCore:
+        """That of layer `index`."""
+        return cls(
+            window=config.window_size,
+            softmax_in_fp32=config.attention_softmax_in_fp32,
+            recompute=config.recompute_granularity == "selective",
+            dropout=config.attention_dropout,
+            key=site_key(ctx.seed, "layers", index, "attention"),
+            product_dtype=product_dtype(ctx.dtype, torch.device(ctx.device).type),
+            first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
+            softcap=config.attn_logit_softcapping,
+        )
 
     def __call__(
         self,
@@ -114,6 +131,15 @@ class AttentionCore:
         keys = combine(0, combine(self.key, sample_ids)[:, None] ^ combine(1, heads)[None])
         keys = combine(2, keys[..., None] ^ combine(3, queries))  # [b, g * r, s]
         return keys.view(len(sample_ids) * g, r, -1).transpose(1, 2).flatten(1)
+
+
+def new_sinks(config: ModelConfig, ctx: LayerContext) -> nn.Parameter | None:
+    """The learned sinks of this rank's heads, where a layer has any."""
+    if config.softmax_type != "learnable":
+        return None
+    heads = config.num_attention_heads // ctx.tp.size
+    shape, first = (config.num_attention_heads,), (ctx.tp.rank * heads,)
+    return new_parameter((heads,), ParameterPlacement(shape, first, ctx.tp.names, decay=False), ctx)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

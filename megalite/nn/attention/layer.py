@@ -6,22 +6,19 @@ then its value. A tensor-parallel rank therefore holds whole groups, and its sli
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
-from megalite.nn.attention.core import AttentionCore
-from megalite.nn.dropout import site_key
+from megalite.nn.attention.core import AttentionCore, new_sinks
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, new_parameter, product_dtype
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Linear, RowParallelLinear
 
 
 class Attention(nn.Module):
@@ -45,22 +42,13 @@ class Attention(nn.Module):
         )
         self.q_norm = head_norm(config.query_size, config, ctx) if config.qk_layernorm else None
         self.k_norm = head_norm(config.kv_size, config, ctx) if config.qk_layernorm else None
-        heads = config.num_attention_heads // ctx.tp.size
-        self.softmax_type = config.softmax_type
-        if config.softmax_type == "learnable":
-            shape, first = (config.num_attention_heads,), (ctx.tp.rank * heads,)
-            place = ParameterPlacement(shape, first, ctx.tp.names, decay=False)
-            self.softmax_offset = new_parameter((heads,), place, ctx)
-        self.core = AttentionCore(
-            window=config.window_size,
-            softmax_in_fp32=config.attention_softmax_in_fp32,
-            recompute=config.recompute_granularity == "selective",
-            dropout=config.attention_dropout,
-            key=site_key(ctx.seed, "layers", index, "attention"),
-            product_dtype=product_dtype(ctx.dtype, torch.device(ctx.device).type),
-            first_head=ctx.tp.rank * heads,
-            softcap=config.attn_logit_softcapping,
-        )
+        self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)
+        self.core = AttentionCore.of(config, index, ctx)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers, which stay as they are where what is between them is compiled."""
+        return self.qkv, self.proj
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut behind its messages, and in front of the last product."""

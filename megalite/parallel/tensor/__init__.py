@@ -26,6 +26,12 @@ from megalite.parallel.tensor.late_messages import (
     enter_parallel,
     leave_parallel,
 )
-from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, weight_gradients
+from megalite.parallel.tensor.linear import (
+    ColumnParallelLinear,
+    Linear,
+    RowParallelLinear,
+    weight_gradients,
+)
 from megalite.parallel.tensor.loss_kernels import LossKernels
 from megalite.parallel.tensor.products import Products, product_dtype
+from megalite.parallel.tensor.replicated import ReplicatedLinear

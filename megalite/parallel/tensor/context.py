@@ -53,13 +53,15 @@ class LayerContext:
     halves: str = ""
     deferred: bool = False
 
-    def products(self, *, inputs: Axis | None = None, outputs: Axis | None = None) -> Products:
-        """The products of a linear layer with inputs or outputs cut over an axis."""
+    def products(
+        self, *, inputs: Axis | None = None, outputs: Axis | None = None, tokens: Axis | None = None
+    ) -> Products:
+        """The products of a linear layer with inputs, outputs or tokens (beside `cp`) cut over an axis."""
         if self.float8.fp8_format is None:
             return Products(product_dtype(self.dtype, torch.device(self.device).type))
         cuts = {"in": inputs, "out": outputs}
         axes = {dim: [] if axis is None else [axis] for dim, axis in cuts.items()}
-        axes["tokens"] = [self.cp.heads, self.cp.ring]
+        axes["tokens"] = [self.cp.heads, self.cp.ring, *([] if tokens is None else [tokens])]
         if self.float8.fp8_recipe == "delayed":
             return DelayedProducts(self.float8, axes, self.wide_dtype, self.magnitudes, self.device)
         return Float8Products(self.float8, axes, self.wide_dtype)

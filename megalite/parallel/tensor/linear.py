@@ -40,15 +40,25 @@ class ColumnParallelLinear(nn.Module):
     Under sequence parallelism the input is `[s/t, b, in]`. It is gathered here, and again in backward, so that it is
     never stored whole.
 
+    enters: False: the input is whole already, and its gradient is summed by `enter_parallel`, which made it so.
     parts: > 1 stacks several projections of the same input, each cut by itself (gate and value of a gated MLP). The
         weight is `[parts, out/t, in]`, and the result `[s, b, parts * out/t]` holds the parts one after the other.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, *, parts: int = 1, bias: bool, init_std: float, ctx: LayerContext
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        parts: int = 1,
+        bias: bool,
+        init_std: float,
+        ctx: LayerContext,
+        enters: bool = True,
     ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
+        self.tp = ctx.tp if enters else Axis.single("tp")
+        self.sequence_parallel = ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(outputs=ctx.tp)
         self.adapters: Adapters | None = None

@@ -25,8 +25,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3 8b fsdp": (RATES, (QUOTED,)),
     "mixtral 8x7b": ("", ()),
     "deepseek v3 fsdp": (
-        "--recompute-modules --multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
-        "--v-head-dim --rotary-scaling-factor --mtp-num-layers --mtp-loss-scaling-factor "
+        "--recompute-modules --rotary-scaling-factor --mtp-num-layers --mtp-loss-scaling-factor "
         "--moe-router-force-load-balancing --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype",
         ("--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",),
     ),

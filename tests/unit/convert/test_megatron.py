@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalite import strangers
-from megalite.config.model import ModelConfig, RopeScaling
+from megalite.config.model import ModelConfig
+from megalite.config.rope import RopeScaling
 from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,

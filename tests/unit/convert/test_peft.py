@@ -21,7 +21,8 @@ from megalite.convert import AdaptedSource, open_checkpoint, write_huggingface, 
 from megalite.train import offer_of
 from megalite.train.run import open_run
 from megalite.train.run_data import open_data, resolve_tokenizer
-from tests.unit.convert.test_families import S, V, our_logits, peer, tokens
+from tests.unit.convert.family_cases import S, V
+from tests.unit.convert.test_families import our_logits, peer, tokens
 
 STEPS = 5
 SCALE = 7 / 3

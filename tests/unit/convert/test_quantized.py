@@ -14,7 +14,8 @@ from torch import Tensor
 from megalite.convert import CheckpointSource, HuggingFaceSource, write_checkpoint, write_huggingface
 from megalite.convert.quantized import from_blocks, from_mxfp4
 from megalite.errors import CheckpointError, ConfigError
-from tests.unit.convert.test_families import CASES, peer
+from tests.unit.convert.family_cases import CASES
+from tests.unit.convert.test_families import peer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

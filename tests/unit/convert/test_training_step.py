@@ -22,7 +22,8 @@ from megalite.convert.registry import FAMILIES
 from megalite.train.run import open_run
 from megalite.train.run_data import open_data, resolve_tokenizer
 from tests.unit.convert.double_transformers import double_transformers
-from tests.unit.convert.test_families import CASES, S, V, in_fp64, kind_of, peer
+from tests.unit.convert.family_cases import CASES, S, V
+from tests.unit.convert.test_families import in_fp64, kind_of, peer
 
 transformers = pytest.importorskip("transformers")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_families import GATED, WIDTH
 
 from megalite.convert.registry import read_model
 from megalite.errors import ConfigError
+from tests.unit.convert.family_cases import GATED, WIDTH
 
 LLAMA = GATED | {"model_type": "llama"}
 NEOX = WIDTH | {"intermediate_size": 64, "model_type": "gpt_neox", "rotary_pct": 0.5}

@@ -12,12 +12,13 @@ import pytest
 
 from megalite.comm.mesh import Axis, ExpertAxes
 from megalite.config.experts import Experts
+from megalite.config.latent import Latent
 from megalite.config.lora import Lora
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
 from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
 from megalite.models import build_stack, layer_specs
-from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.tensor import ColumnParallelLinear, Linear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(
@@ -34,6 +35,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "untie_embeddings_and_output_weights": (True, False),
     "num_query_groups": (None, 2),
 }
+LATENT = Latent(
+    multi_latent_attention=True, q_lora_rank=10, kv_lora_rank=12, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8
+)
 OTHERS = [
     {**FAMILY_DEFAULTS["llama"], "model_type": "llama", "num_query_groups": 2},
     {"activation": "geglu", "kv_channels": 10, "max_position_embeddings": 20, "init_method_std": 0.5},
@@ -46,6 +50,8 @@ OTHERS = [
     {"norm_placement": "sandwich", "experts": Experts(num_experts=4, moe_layer_freq="2")},
     {"experts": Experts(num_experts=4, moe_layer_freq="2", moe_ffn_hidden_size=20)},
     {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},
+    {**FAMILY_DEFAULTS["llama"], "latent": LATENT, "qk_layernorm": True, "softmax_type": "learnable"},
+    {"latent": dataclasses.replace(LATENT, q_lora_rank=None), "normalization": "RMSNorm"},
     {"activation": "quick-geglu", "experts": Experts(num_experts=4, moe_router_bias=True)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
 ]
@@ -102,16 +108,15 @@ def test_products_are_those_of_the_linear_layers() -> None:
         for model in (ModelConfig(**{**SHAPE, **changes}) for changes in ({}, *OTHERS) if "experts" not in changes):
             block = build_stack(model, layer_specs(model)[1:2], ctx).ordered()[0]
             linears = {
-                name.rpartition(".")[2]: module
-                for name, module in block.named_modules()
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+                name.rpartition(".")[2]: module for name, module in block.named_modules() if isinstance(module, Linear)
             }
             products = {p.name: p for p in model_layers(model)[1].products if not p.core}
             assert list(linears) == list(products)
             for name, linear in linears.items():
                 *rows, columns = linear.weight.shape
                 assert products[name].local(size) == (math.prod(rows), columns)
-                assert products[name].cut == ("n" if isinstance(linear, ColumnParallelLinear) else "k")
+                cuts = {ColumnParallelLinear: "n", RowParallelLinear: "k", ReplicatedLinear: ""}
+                assert products[name].cut == cuts[type(linear)]
 
 
 def test_counts_are_sums_of_what_is_listed() -> None:

@@ -24,6 +24,9 @@ BASE = (
 ).split()
 
 
+LATENT = "--mla kv_lora_rank=24 qk_head_dim=20 qk_pos_emb_head_dim=12 v_head_dim=24"
+
+
 def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, float]:
     """(Bytes of the storages that autograd saved, weights apart; the prediction)."""
     config = parse([*BASE, "--micro-batch-size", str(samples), *flags.split()])
@@ -86,6 +89,10 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         "--model-type llama --norm-placement sandwich",
         "--norm-placement sandwich --hidden-dropout 0.1",
         "--model-type llama --apply-layernorm-1p --softmax-scale 0.5 --embedding-multiplier 8",
+        "--model-type llama --mla q_lora_rank=40 kv_lora_rank=24 qk_head_dim=20 qk_pos_emb_head_dim=12 v_head_dim=32",
+        f"--model-type llama {LATENT} --qk-layernorm",
+        f"--model-type llama {LATENT} --qk-layernorm --seq-length 192",
+        f"{LATENT} --window-size 20",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ],

@@ -1,0 +1,85 @@
+"""What mixes the tokens of a block, by the name of the mixer: its parameters and its matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megalite.config import ModelConfig
+from megalite.inventory.parameter import Parameter
+from megalite.inventory.pieces import Product, column, norm, norm_start, row
+
+Contents = tuple[list[Parameter], list[Product]]
+
+
+def _head_norm(name: str, width: int, model: ModelConfig) -> list[Parameter]:
+    """Of queries or keys: one for all heads, or one over all of them, whose weights are cut with the heads."""
+    if not model.qk_layernorm_across_heads:
+        return norm(name, model.head_dim, model, "heads")
+    return [Parameter(f"{name}.weight", (width,), 0, decay=False, init_value=norm_start(model))]
+
+
+def _sinks(model: ModelConfig) -> list[Parameter]:
+    """A logit of each head."""
+    learned = model.softmax_type == "learnable"
+    return [Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if learned else []
+
+
+def _attention(model: ModelConfig) -> Contents:
+    """Projections, norms of queries and keys, sinks."""
+    h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
+    qkv = q + 2 * model.kv_size
+    head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
+    parameters = [
+        *_sinks(model),
+        *column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
+        *row("attention.proj", h, q, model, bias),
+        *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
+    ]
+    return parameters, [
+        Product("qkv", qkv, h, "n"),
+        Product("scores", s, q, "k", core=True),
+        Product("context", q, s, "n", core=True),
+        Product("proj", h, q, "k"),
+    ]
+
+
+def _latent(model: ModelConfig) -> Contents:
+    """Down to two small vectors a token, which every rank of the tensor axis has whole, and up from them, by heads."""
+    h, a, s, given = model.hidden_size, model.num_attention_heads, model.seq_length, model.latent
+    q, value, up = model.query_size, model.value_size, a * (given.qk_head_dim + given.v_head_dim)
+    rank, width, made = given.kv_lora_rank, given.compressed, given.q_lora_rank
+    parameters, products = _sinks(model), list[Product]()
+    if made is not None:
+        parameters += _down("q_down", made, made, model)
+        products += [Product("q_down", made, h, "")]
+    parameters += _down("kv_down", width, rank, model)
+    queries = "q" if made is None else "q_up"
+    parameters += column(f"attention.{queries}", (q,), made or h, model, False)
+    parameters += column("attention.kv_up", (up,), rank, model, False)
+    parameters += row("attention.proj", h, value, model, model.add_bias_linear)
+    return parameters, [
+        *products,
+        Product("kv_down", width, h, ""),
+        Product(queries, q, made or h, "n"),
+        Product("kv_up", up, rank, "n"),
+        Product("scores", s, q, "k", core=True),
+        Product("context", value, s, "n", core=True),
+        Product("proj", h, value, "k"),
+    ]
+
+
+def _down(name: str, rows: int, normed: int, model: ModelConfig) -> list[Parameter]:
+    """A matrix that is not cut, and the norm of the first of what it makes."""
+    shape, std = (rows, model.hidden_size), model.init_method_std
+    weight = Parameter(f"attention.{name}.weight", shape, partial="sequence", init_std=std)
+    return [weight, *(norm(f"attention.{name}_norm", normed, model) if model.qk_layernorm else [])]
+
+
+MIXERS: Mapping[str, Callable[[ModelConfig], Contents]] = {"attention": _attention, "latent": _latent}
+
+
+def entering(model: ModelConfig) -> int:
+    """Numbers of a token that each rank of the tensor axis needs whole for its heads."""
+    if model.mixer == "attention":
+        return model.hidden_size
+    return (model.latent.q_lora_rank or model.hidden_size) + model.latent.compressed

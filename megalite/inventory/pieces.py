@@ -1,0 +1,74 @@
+"""What layers are made of: matrix products, and the parameters of norms and linear layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megalite.config import ModelConfig, ParallelConfig
+from megalite.inventory.parameter import Parameter, share
+from megalite.inventory.parameter_placement import Shape
+
+
+@dataclass(frozen=True)
+class Product:
+    """`[m, k] x [k, n]`, m the tokens of a micro-batch.
+
+    cut: which of n and k the tensor axis cuts, none where empty. multiple: of each rank's part of it. core: of two
+    activations, inside attention: no weights, cut by heads, causal (half of it counts), and what selective
+    recomputation repeats. Of experts, n or k is that of all that a token takes.
+    """
+
+    name: str
+    n: int
+    k: int
+    cut: str
+    multiple: int = 1
+    core: bool = False
+
+    def local(self, shards: int) -> tuple[int, int]:
+        """(n, k) of one of `shards` tensor-parallel ranks."""
+        if not self.cut:
+            return self.n, self.k
+        if self.cut == "n":
+            return share(self.n, shards, self.multiple), self.k
+        return self.n, share(self.k, shards, self.multiple)
+
+    def shards(self, parallel: ParallelConfig) -> int:
+        """Ranks of the axis that cuts it."""
+        of_expert = self.name.startswith("experts.")
+        return parallel.expert_tensor_size if of_expert else parallel.tensor_model_parallel_size
+
+    def flops(self, shards: int | None = None) -> int:
+        """Of one token forward, 2 per multiply-add. shards: with what `shards` tensor-parallel ranks pad."""
+        n, k = self.n, self.k
+        if shards is not None and self.cut:
+            n = share(self.n, shards, self.multiple) * shards
+        return n * k if self.core else 2 * n * k
+
+
+def norm(name: str, size: int, model: ModelConfig, partial: str = "sequence") -> list[Parameter]:
+    """Of the last dimension of `size`. partial: as in `Parameter`."""
+    weight = Parameter(f"{name}.weight", (size,), partial=partial, decay=False, init_value=norm_start(model))
+    bias = Parameter(f"{name}.bias", (size,), partial=partial, decay=False)
+    return [weight, bias] if model.normalization == "LayerNorm" else [weight]
+
+
+def norm_start(model: ModelConfig) -> float:
+    """The weight of a norm that leaves what it has normalised as it is."""
+    return 0.0 if model.apply_layernorm_1p else 1.0
+
+
+def column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
+    """Outputs are cut. A gated projection keeps gate and value apart in a leading dimension, so that a slice of it is a
+    rectangle."""
+    cut = len(rows) - 1
+    weight = Parameter(f"{name}.weight", (*rows, columns), cut, init_std=model.init_method_std)
+    return [weight, Parameter(f"{name}.bias", rows, cut, decay=False)] if bias else [weight]
+
+
+def row(name: str, rows: int, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
+    """Inputs are cut; writes to the residual stream: the 2L of them add up to one (GPT-2)."""
+    std = model.init_method_std / math.sqrt(2 * model.num_layers)
+    weight = Parameter(f"{name}.weight", (rows, columns), 1, init_std=std)
+    return [weight, Parameter(f"{name}.bias", (rows,), partial="sequence", decay=False)] if bias else [weight]

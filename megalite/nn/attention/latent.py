@@ -1,0 +1,166 @@
+"""Latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one small vector.
+
+    c_q = N(W_qd x)                  or x itself           [s, b, rq]
+    c, k_r = W_kvd x;  c = N(c)                            [s, b, r], [s, b, dr]
+    q = W_qu c_q                     each head [q_n, q_r]  [s, b, a, dn + dr]
+    W_kvu c                          each head [k_n, v]    [s, b, a, dn + dv]
+    o = softmax(s (q_n k_n + rot(q_r) rot(k_r))) v         s = (dn + dr)^-1/2, times YaRN's temperature twice
+
+Every rank of the tensor axis has c_q, c and k_r whole (`enter_parallel` sums their gradients over heads: each rank's
+heads see the same k_r), and its heads' rows of the matrices up. Under sequence parallelism the small vectors are
+gathered, not x.
+
+A cache keeps c and rot(k_r), r + dr numbers a token. One token is attended to without making keys and values again:
+q_n k_n = (W_k^T q_n) c, and W_v stands behind the sum over c.
+
+Kernels want as many channels of values as of keys: the fewer are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config import ModelConfig
+from megalite.microbatch import Microbatch
+from megalite.nn.attention.cached import attend_token, with_token
+from megalite.nn.attention.context import context_attention
+from megalite.nn.attention.core import AttentionCore, new_sinks
+from megalite.nn.kv_cache import LayerCache
+from megalite.nn.mlp import output_std
+from megalite.nn.norm import Norm
+from megalite.nn.rope import Rotary, rotate
+from megalite.nn.segment import MakeMessage, Segment
+from megalite.parallel.tensor import (
+    ColumnParallelLinear,
+    LayerContext,
+    Linear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    enter_parallel,
+)
+
+
+class LatentAttention(nn.Module):
+    """proj(mix(project(x))), `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+
+    def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
+        super().__init__()
+        given, h, a, std = config.latent, config.hidden_size, config.num_attention_heads, config.init_method_std
+        self.given, self.heads, self.rotary = given, a // ctx.tp.size, rotary
+        self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
+        self.width, self.query_multiplier = config.kernel_dim, config.query_multiplier
+        made, rank, split = given.q_lora_rank, given.kv_lora_rank, ctx.sequence_split
+        self.query_width = made or h
+
+        def norm(size: int) -> Norm | None:
+            epsilon = given.latent_norm_epsilon
+            return Norm(size, config, ctx, split_input=split, epsilon=epsilon) if config.qk_layernorm else None
+
+        self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)
+        self.q_down = None if made is None else ReplicatedLinear(h, made, init_std=std, ctx=ctx)
+        self.q_down_norm = None if made is None else norm(made)
+        self.kv_down = ReplicatedLinear(h, given.compressed, init_std=std, ctx=ctx)
+        self.kv_down_norm = norm(rank)
+        queries = ColumnParallelLinear(
+            self.query_width, config.query_size, bias=False, init_std=std, ctx=ctx, enters=False
+        )
+        self.queries = "q" if made is None else "q_up"
+        self.add_module(self.queries, queries)
+        up = a * (given.qk_head_dim + given.v_head_dim)
+        self.kv_up = ColumnParallelLinear(rank, up, bias=False, init_std=std, ctx=ctx, enters=False)
+        self.proj = RowParallelLinear(
+            config.value_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
+        )
+        self.core = AttentionCore.of(config, index, ctx)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers, which stay as they are where what is between them is compiled."""
+        down = () if self.q_down is None else (self.q_down,)
+        return *down, self.kv_down, self.get_submodule(self.queries), self.kv_up, self.proj
+
+    def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
+        """Cut as attention is: the small vectors travel in place of x."""
+        before, behind, tp, split = message(), message(), self.tp, self.split
+        norms = tuple(norm for norm in (self.q_down_norm, self.kv_down_norm) if norm is not None)
+        return [
+            Segment(lambda x: before.send(self.project(x), tp, sequence=split), norms),
+            Segment(lambda small: enter_parallel(small, before, tp, sequence=split)),
+            Segment(lambda small: self.mix(small, microbatch, cache), (self,)),
+            Segment(lambda context: self.proj(context, behind)),
+            Segment(lambda y: behind.receive(y, tp, sequence=split)),
+        ]
+
+    def project(self, x: Tensor) -> Tensor:
+        """What queries, keys and values are made of, side by side: `[s, b, h]` -> `[s, b, rq + r + dr]`."""
+        made = x if self.q_down is None else self.q_down(x)
+        made = made if self.q_down_norm is None else self.q_down_norm(made)
+        c, k_r = self.kv_down(x).split((self.given.kv_lora_rank, self.given.qk_pos_emb_head_dim), -1)
+        return torch.cat((made, c if self.kv_down_norm is None else self.kv_down_norm(c), k_r), -1)
+
+    def mix(self, small: Tensor, microbatch: Microbatch, cache: LayerCache | None) -> Tensor:
+        """Attention of this rank's heads, `[s, b, rq + r + dr]` -> `[s, b, a dv / t]`."""
+        rank, dr = self.given.kv_lora_rank, self.given.qk_pos_emb_head_dim
+        made, c, k_r = small.split((self.query_width, rank, dr), -1)
+        q = self.get_submodule(self.queries)(made)
+        if self.rotary is not None:
+            rotation = self.rotary(microbatch.positions, k_r.dtype)
+            k_r = rotate(k_r[:, :, None, None], rotation).view(k_r.shape)
+        if cache is None:
+            return self.attend(q, self.kv_up(c), k_r, microbatch, alone=self.cp.size == 1)
+        alone, places, stored = microbatch.order is None, microbatch.places, torch.cat((c, k_r), -1)[:, :, None]
+        if alone and len(q) == 1 and places is not None:
+            return self.attend_token(q, stored, microbatch, cache)
+        if alone:
+            stored, _ = cache.append(stored, stored[..., :0])
+        else:
+            cache.append(stored, stored[..., :0], places)
+        c, k_r = stored[:, :, 0].split((rank, dr), -1)
+        return self.attend(q, self.kv_up(c), k_r, microbatch, alone=alone)
+
+    def attend(self, q: Tensor, kv: Tensor, k_r: Tensor, microbatch: Microbatch, *, alone: bool) -> Tensor:
+        """The same from queries `[s, b, a (dn + dr) / t]`, keys and values `[n, b, a (dn + dv) / t]` of n >= s tokens
+        and the rotated part of keys `[n, b, dr]`. alone: whether no other rank has a part of the sequence."""
+        dn, dv, samples = self.given.qk_head_dim, self.given.v_head_dim, q.shape[1]
+        k_n, v = kv.view(len(kv), samples, self.heads, -1).split((dn, dv), -1)
+        k = torch.cat((k_n, k_r[:, :, None].expand(-1, -1, self.heads, -1)), -1)
+        q, k, v = (self._padded(x) for x in (self.turned(q, microbatch), k, v))
+        sinks, training, core = self.sinks(q), self.training, self.core
+        if alone:
+            starts, ids = microbatch.document_starts, microbatch.sample_ids
+            y = core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=ids, training=training)
+        else:
+            y = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
+        return y if dv == self.width else y.view(len(q), samples, self.heads, -1)[..., :dv].flatten(2)
+
+    def attend_token(self, q: Tensor, stored: Tensor, microbatch: Microbatch, cache: LayerCache) -> Tensor:
+        """The same of one token, `stored` `[1, b, 1, r + dr]`, without keys and values of the others."""
+        dn, dv, rank = self.given.qk_head_dim, self.given.v_head_dim, self.given.kv_lora_rank
+        w_k, w_v = self.kv_up.weight.view(self.heads, dn + dv, rank).split((dn, dv), 1)
+        stored, _, hidden = with_token(self.core, stored, stored[..., :0], microbatch, self.cp, cache)
+        q_n, q_r = self.turned(q, microbatch)[:, :, :, 0].split((dn, q.shape[-1] // self.heads - dn), -1)
+        small = torch.cat((torch.einsum("sbad,adr->sbar", q_n, w_k), q_r), -1)
+        small = small * (small.shape[-1] / self.width) ** 0.5  # the scale is that of other channels
+        core, sinks, dtype = self.core, self.sinks(q), self.core.tile_dtype(q)
+        values = stored[..., :rank]
+        y = attend_token(
+            small[:, :, None], stored, values, hidden, self.cp, softcap=core.softcap, sinks=sinks, dtype=dtype
+        )
+        return torch.einsum("sbar,avr->sbav", y.view(*q.shape[:2], self.heads, rank), w_v).flatten(2)
+
+    def turned(self, q: Tensor, microbatch: Microbatch) -> Tensor:
+        """Queries with their last channels rotated, `[s, b, a (dn + dr) / t]` -> `[s, b, a / t, 1, dn + dr]`."""
+        q = q.view(*q.shape[:2], self.heads, 1, -1)
+        if self.rotary is not None:
+            q_n, q_r = q.split((self.given.qk_head_dim, self.given.qk_pos_emb_head_dim), -1)
+            q = torch.cat((q_n, rotate(q_r, self.rotary(microbatch.positions, q.dtype))), -1)
+        return q if self.query_multiplier is None else q * self.query_multiplier
+
+    def sinks(self, q: Tensor) -> Tensor | None:
+        """As `Attention.sinks`."""
+        return q.new_zeros(self.heads) if self.softmax_type == "off-by-one" else self.softmax_offset
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, self.width - x.shape[-1])) if x.shape[-1] < self.width else x
