@@ -83,6 +83,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="from dcp: a config.json of Hugging Face's that says what model it is; unset: the one in --load",
     )  # fmt: skip
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument(
+        "--use-ema", action="store_true", help="from megalite: the average of the weights of a run with --ema-decay"
+    )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights; unset: as they are stored")
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
     group = parser.add_argument_group("Megatron-LM")
@@ -124,6 +127,10 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--ckpt-step={flags.ckpt_step}: with --from dcp name the step's folder in --load; drop it")
     if flags.base is not None and flags.source != "megalite":
         raise ConfigError(f"--base={flags.base}: only with --from megalite; drop it")
+    if flags.use_ema and flags.source != "megalite":
+        raise ConfigError("--use-ema: only with --from megalite; drop it")
+    if flags.use_ema and flags.ckpt_format == "torch_dist" and not flags.no_load_optim:
+        raise ConfigError("--use-ema: the moments belong to the weights themselves; add --no-load-optim")
     if flags.base_hub_id is not None:
         if flags.target not in ("hf", "peft"):
             raise ConfigError(f"--base-hub-id={flags.base_hub_id}: only with --to hf or --to peft; drop it")
@@ -200,7 +207,7 @@ def main(argv: list[str]) -> None:
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
-        verify(ours, theirs, step, _dtype(flags), source)
+        verify(ours, theirs, step, _dtype(flags), source, use_ema=flags.use_ema)
 
 
 def _check_peer(flags: argparse.Namespace, load: Path) -> None:
@@ -242,7 +249,7 @@ def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
     if flags.source == "hf":
         return HuggingFaceSource(load)
     base = None if flags.base is None else Path(flags.base)
-    source = open_checkpoint(flags.load, flags.ckpt_step, base, _dtype(flags))
+    source = open_checkpoint(flags.load, flags.ckpt_step, base, _dtype(flags), use_ema=flags.use_ema)
     if flags.target == "peft" and not isinstance(source, AdaptedSource):
         raise CheckpointError(f"--load={load}: holds no adapters (it was not trained with --lora); use --to hf")
     return source
@@ -303,7 +310,15 @@ def _dtype(flags: argparse.Namespace) -> torch.dtype | None:
     return getattr(torch, DTYPES[flags.dtype]) if flags.dtype else None
 
 
-def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype | None, source: ModelSource) -> None:
+def verify(
+    ours: Path,
+    theirs: Path,
+    ckpt_step: int | None,
+    written: torch.dtype | None,
+    source: ModelSource,
+    *,
+    use_ema: bool = False,
+) -> None:
     """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype, adapters merged.
 
     Raises RuntimeFailure where they differ by more than the rounding of sums.
@@ -315,7 +330,7 @@ def verify(ours: Path, theirs: Path, ckpt_step: int | None, written: torch.dtype
     from megalite.microbatch import Microbatch
     from megalite.nn import Head
 
-    loaded = load_for_inference(ours, ckpt_step=ckpt_step, device="cpu")
+    loaded = load_for_inference(ours, ckpt_step=ckpt_step, use_ema=use_ema, device="cpu")
     model = loaded.config.model
     length = min(TOKENS, model.max_positions)
     tokens = torch.randint(0, model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))

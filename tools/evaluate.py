@@ -48,6 +48,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
     parser.add_argument("--data-path", metavar="PATH", help=".bin/.idx prefix, text file or JSONL file")
     parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document")
     parser.add_argument(
@@ -102,7 +103,12 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
 
     world.report_phase("loading")
     loaded = load_for_inference(
-        flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
+        flags.load,
+        ckpt_step=flags.ckpt_step,
+        use_ema=flags.use_ema,
+        device=str(world.device),
+        world=world,
+        parallel=flags.parallel,
     )
     world.report_phase("evaluating")
     unit = "passages" if flags.task == "lambada" else "samples"

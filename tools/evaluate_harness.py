@@ -29,6 +29,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
     parser.add_argument("--tasks", required=True, help="names of tasks, comma between them")
     parser.add_argument(
         "--include-path", metavar="DIR", help="folder with task files of your own; lm_eval runs programs that they name"
@@ -56,7 +57,12 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     from megalite.inference import load_for_inference
 
     loaded = load_for_inference(
-        flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
+        flags.load,
+        ckpt_step=flags.ckpt_step,
+        use_ema=flags.use_ema,
+        device=str(world.device),
+        world=world,
+        parallel=flags.parallel,
     )
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
     results = run_tasks(model, flags)

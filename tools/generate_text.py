@@ -42,6 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
     )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
     parser.add_argument("--prompt", default="", help="text to continue; empty: the beginning of a document")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt', or a prompt in each line")
     parser.add_argument(
@@ -101,7 +102,12 @@ def continue_prompts(flags: argparse.Namespace, world: World) -> None:
 
     world.report_phase("loading")
     loaded = load_for_inference(
-        flags.load, ckpt_step=flags.ckpt_step, device=str(world.device), world=world, parallel=flags.parallel
+        flags.load,
+        ckpt_step=flags.ckpt_step,
+        use_ema=flags.use_ema,
+        device=str(world.device),
+        world=world,
+        parallel=flags.parallel,
     )
     world.report_phase("generating")
     tokenizer = loaded.tokenizer

@@ -36,7 +36,7 @@ from megalite.checkpoint.format import (
     tiling_problem,
 )
 from megalite.checkpoint.lease import RunLease, lock_of
-from megalite.checkpoint.loading import CheckpointReader, verify_checkpoint
+from megalite.checkpoint.loading import AVERAGES, AveragedReader, CheckpointReader, reader_of, verify_checkpoint
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors
 from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small
 from megalite.checkpoint.remote import send_along, take_up

@@ -60,6 +60,7 @@ def _flat_range(stored: Box, shard: TensorShard, common: Box, dtype: torch.dtype
 
 # Names of tensors that belong to a run rather than to the model: fine-tuning and generation do not ask for them.
 STATE_PREFIXES = ("optimizer/", "previous/")
+AVERAGES = "optimizer/ema/"
 
 Reads = dict[str, list[tuple[StoredShard, list[LoadTarget]]]]
 Places = Mapping[str, Sequence[tuple[str, StoredShard]]]
@@ -267,6 +268,34 @@ class CheckpointReader:
         rows = max(1, max_bytes // (stored.nbytes // stored.shape[0]))
         for first in range(0, stored.shape[0], rows):
             yield whole.rows(first, min(first + rows, stored.shape[0]))
+
+
+class AveragedReader(CheckpointReader):
+    """Reads averages of weights (`--ema-decay`) in place of the weights; what has none is read as it is.
+
+    Raises CheckpointError where the checkpoint holds no averages.
+    """
+
+    def __init__(self, path: Place | str) -> None:
+        super().__init__(path)
+        self.directory = self.path
+        if not any(name.startswith(AVERAGES) for name in self.manifest.tensors):
+            raise CheckpointError(
+                f"`use_ema`: {self.path} holds no average of weights, its run had no `ema_decay`; drop it"
+            )
+
+    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
+        """As `CheckpointReader.read`."""
+        return super().read(AVERAGES + name if self.averages(name) else name, box)
+
+    def averages(self, name: str) -> bool:
+        """Whether it holds an average of the weight."""
+        return AVERAGES + name in self.manifest.tensors
+
+
+def reader_of(path: Place | str, *, use_ema: bool) -> CheckpointReader:
+    """Reads a checkpoint's weights, or their averages. Raises CheckpointError."""
+    return AveragedReader(path) if use_ema else CheckpointReader(path)
 
 
 def names_mask(manifest: Manifest, names: Collection[str]) -> str:

@@ -186,6 +186,14 @@ class OptimizerConfig:
         "keep the masters of bf16 weights as the 16 bits that the weights lack: 2 bytes less each. Masters are exact; "
         "weights half-way between two bf16 numbers are rounded away from zero, not to even",
     )
+    ema_decay: float | None = option(
+        None,
+        "average the master weights: the average keeps this part of itself at each update, less in the first "
+        "10 / (1 - decay); evaluated beside the weights and saved with them",
+        gt=0,
+        lt=1,
+        hint="0.999 looks back over about 1,000 updates",
+    )
     staleness: StalenessCorrection = StalenessCorrection()
     clip_grad: float = option(
         1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables it"

@@ -95,8 +95,9 @@ class OptimizerSpec:
     nesterov: str | None = None
 
     def most_moments(self, settings: OptimizerConfig) -> int:
-        """How many moments most elements of a model have: those of the blocks' matrices."""
-        return self.whole_moments if self.whole is not None else len(self.moments(settings))
+        """How many moments most elements of a model have: those of the blocks' matrices. An average is one, too."""
+        own = self.whole_moments if self.whole is not None else len(self.moments(settings))
+        return own + (settings.ema_decay is not None)
 
 
 OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(

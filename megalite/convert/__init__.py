@@ -12,6 +12,7 @@
     hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
     hf_tokenizer.py     its tokenizer, special tokens and settings of generation; model_card.py: its README.md
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
+    merged.py           weighted means of checkpoints
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
@@ -25,9 +26,10 @@
 To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
 (CONTRIBUTING, "Adding a converter").
 
-Invariants: no tensor is computed with, only renamed, cut and put together, so every round trip is bit-equal; what the
-other side cannot represent is refused, never left out; nothing that is read is executed. Memory: one layer (megalite),
-one shard (Hugging Face) or one rank's file (Megatron-LM). Proved by tests/unit/convert/ against transformers.
+Invariants: no tensor is computed with (but in means, `merged.py`), only renamed, cut and put together, so every round
+trip is bit-equal; what the other side cannot represent is refused, never left out; nothing that is read is executed.
+Memory: one layer (megalite), one shard (Hugging Face) or one rank's file (Megatron-LM). Proved
+by tests/unit/convert/ against transformers.
 """
 
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
@@ -41,5 +43,6 @@ from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_state import state_of
 from megalite.convert.megatron_state_writing import KeptState
 from megalite.convert.megatron_writing import write_megatron
+from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
 from megalite.convert.source import ModelSource, TrainedRun, stored_shapes

@@ -22,7 +22,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, resolve_checkpoint
+from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, reader_of, resolve_checkpoint
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
@@ -145,9 +145,15 @@ class AdaptedSource:
     """
 
     def __init__(
-        self, directory: Path | str, ckpt_step: int | None = None, *, base: Path | None, dtype: torch.dtype | None
+        self,
+        directory: Path | str,
+        ckpt_step: int | None = None,
+        *,
+        base: Path | None,
+        dtype: torch.dtype | None,
+        use_ema: bool = False,
     ) -> None:
-        self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
+        self._reader = reader_of(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
         where = str(self._reader.path)
         meta = self._reader.manifest.meta
         config = from_dict(meta["config"], where)
@@ -205,15 +211,17 @@ def open_checkpoint(
     ckpt_step: int | None = None,
     base: Path | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    use_ema: bool = False,
 ) -> ModelSource:
-    """The weights of a checkpoint, merged where it holds adapters. base, dtype: see `AdaptedSource`. Raises
-    CheckpointError."""
+    """The weights of a checkpoint, or their averages, merged where it holds adapters. base, dtype: see `AdaptedSource`.
+    Raises CheckpointError."""
     reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
     if BASE_META in reader.manifest.meta:
-        return AdaptedSource(directory, ckpt_step, base=base, dtype=dtype)
+        return AdaptedSource(directory, ckpt_step, base=base, dtype=dtype, use_ema=use_ema)
     if base is not None:
         raise CheckpointError(f"`base`={base}: {reader.path} holds a whole model; drop it")
-    return CheckpointSource(directory, ckpt_step)
+    return CheckpointSource(directory, ckpt_step, use_ema=use_ema)
 
 
 def write_peft(

@@ -18,6 +18,7 @@ from megalite.checkpoint import (
     check_tensors,
     copy_extras,
     directory_name,
+    reader_of,
     resolve_checkpoint,
     write_tracker,
     write_whole,
@@ -34,13 +35,14 @@ from megalite.stores import Place
 
 
 class CheckpointSource:
-    """The weights of a checkpoint: of a run directory the newest, or `ckpt_step`; optimizer state is left out.
+    """The weights of a checkpoint: of a run directory the newest, or `ckpt_step`; optimizer state is left out. use_ema:
+    the averages of the weights instead.
 
     Raises CheckpointError where nothing is committed, or it is damaged.
     """
 
-    def __init__(self, directory: Path | str, ckpt_step: int | None = None) -> None:
-        self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
+    def __init__(self, directory: Place | str, ckpt_step: int | None = None, *, use_ema: bool = False) -> None:
+        self._reader = reader_of(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
         meta = self._reader.manifest.meta
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")

@@ -9,6 +9,7 @@
     older_weights.py   the weight versions before the newest, in checkpoints
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
+    averages.py    averages of the masters as weights
     spikes.py      which gradient norms are out of proportion
 
 `megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
@@ -17,6 +18,7 @@ Invariant: gradients are reduced, measured, clipped and applied in one place, wh
 Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_library.py`.
 """
 
+from megalite.engine.averages import averages_as_weights, begin_averages
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
 from megalite.engine.older_weights import OLDER, complete_older, older_shards

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.comm import Axis
 from megalite.config import Correction, OptimizerConfig
 from megalite.engine.weights import MakeSharded
-from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
+from megalite.optim import CORRECTIONS, OPTIMIZERS, Averaged, Delay, UpdateRule
 from megalite.parallel.zero import DelayedOptimizer, MakeOptimizer, ParameterBuffers, ParamGroup, ShardedOptimizer
 
 
@@ -17,9 +17,10 @@ def rule_maker(settings: OptimizerConfig, correction: Correction, delay: Delay |
 
     def make(groups: list[ParamGroup]) -> Any:
         rule = OPTIMIZERS[settings.optimizer](groups, settings)
-        if delay is None or not isinstance(rule, UpdateRule):
+        if not isinstance(rule, UpdateRule):
             return rule
-        return CORRECTIONS[correction.method](rule, delay, correction.lookahead)
+        corrected = rule if delay is None else CORRECTIONS[correction.method](rule, delay, correction.lookahead)
+        return corrected if settings.ema_decay is None else Averaged(corrected, settings.ema_decay)
 
     return make
 

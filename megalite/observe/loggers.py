@@ -211,6 +211,8 @@ def evaluation_line(record: Record) -> str:
     ]
     if "bits_per_byte" in record:
         parts.append(f"bits per byte: {record['bits_per_byte']:.4f}")
+    if "ema_lm_loss" in record:
+        parts.append(f"lm loss value of the average: {record['ema_lm_loss']:.6E}")
     return " | ".join(parts) + " |"
 
 
@@ -223,6 +225,7 @@ def tags(record: Record) -> dict[str, float]:
         name = _split(record)
         named = {f"lm loss {name}": record["lm_loss"], f"lm loss {name} ppl": record["ppl"]}
         named[f"bits per byte {name}"] = record.get("bits_per_byte")
+        named[f"lm loss {name} ema"] = record.get("ema_lm_loss")
     return {tag: float(value) for tag, value in named.items() if value is not None}
 
 

@@ -345,7 +345,7 @@ def checkpoint_bytes(config: Config) -> int:
             continue
         shape = parameter.shape
         state = wide if rule.whole is not None and rule.whole(name, len(shape)) else flat
-        total += math.prod(shape) * (wide + state)
+        total += math.prod(shape) * (wide + state + wide * (config.optimizer.ema_decay is not None))
         total += wide * _statistics(shape, parameter.decay) if rule.statistics else 0
     return total
 
@@ -382,8 +382,8 @@ def _away(
         state = bucket.matrix_state * size.wide if bucket.whole else bucket.elements * flat
         if rule.statistics:
             state = bucket.statistics * size.wide
-        if keeps_step == "all" or (bucket.whole and keeps_step == "whole"):
-            state += bucket.elements * size.wide
+        keeps = keeps_step == "all" or (bucket.whole and keeps_step == "whole")
+        state += bucket.elements * size.wide * (keeps + (optimizer.ema_decay is not None))
         to_file = moved < plan.file_fraction * owned and (on_cpu or not bucket.whole)
         if not to_file and (bucket.whole or moved >= plan.fraction * owned):
             left += state

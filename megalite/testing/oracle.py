@@ -74,6 +74,8 @@ class Pupil:
         settings = self.config.optimizer
         decayed = frozenset(n for n, p in self.parameters.items() if placement_of(p).decay)
         self.rule = RULES[settings.optimizer](self.masters, decayed, settings)
+        self.averages = {} if settings.ema_decay is None else {n: m.clone() for n, m in self.masters.items()}
+        self.averaged = 0
         self.samples = self.config.global_batch_size(1)
         self.whole = self.config.train_iterations(1) * self.samples
 
@@ -127,6 +129,10 @@ class Pupil:
             torch._foreach_mul_(list(gradients.values()), torch.clamp(settings.clip_grad / (norm + 1e-6), max=1.0))
         lr = learning_rate(settings, consumed, self.samples, self.whole)
         self.rule.step(gradients, lr, decay_of(settings, consumed, self.whole))
+        self.averaged += 1
+        for name, average in self.averages.items():
+            decay = min(settings.ema_decay or 0.0, self.averaged / (self.averaged + 9))
+            average.copy_(decay * average + (1 - decay) * self.masters[name])
         self.experts.move(self.biases)
         self.scales = {f"{n}.fp8": layer.after_batch(self.scales[f"{n}.fp8"]) for n, layer in self.float8.items()}
         return float(norm)
@@ -134,6 +140,7 @@ class Pupil:
     def tensors(self) -> dict[str, Tensor]:
         """Under the names and in the shapes of a checkpoint."""
         moments = {f"optimizer/{label}/{name}": value.clone() for label, name, value in self.rule.moments()}
+        moments |= {f"optimizer/ema/{name}": average.clone() for name, average in self.averages.items()}
         moments |= {f"optimizer/fp8/{name.removesuffix('.fp8')}": past for name, past in self.scales.items()}
         return {name: master.clone() for name, master in self.masters.items()} | self.biases | moments
 

@@ -3,6 +3,7 @@
     tensors   masters `<name>` (with --lora-rank of adapters alone), moments `optimizer/<moment>/<name>`; biases of
               experts `<name>`
               compute weights of one update ago `previous/<name>` (2BW, PipeDream), of N `previous/N/<name>` (PipeDream)
+              averages of the masters `optimizer/ema/<name>` (`--ema-decay`)
               what the last step added `optimizer/last_step/<name>`, where a correction for delay needs it
               largest magnitudes of updates before `optimizer/fp8/<layer>`, where scales are made of them
     meta      format, configuration, progress, loss scaler, latest gradient norms (`--spikes`), samples passed over,
@@ -22,12 +23,12 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.checkpoint import Checkpointer, Meta, read_manifest
+from megalite.checkpoint import AVERAGES, Checkpointer, Meta, read_manifest
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.engine import OLDER, SpikeGuard, complete_older, older_shards
+from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, older_shards
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -113,9 +114,10 @@ class RunState:
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
         else:  # what a run did not need is as before its first step
-            lacked = [STEPS, *(state.absent for state in model.states if state.absent)]
+            lacked = [STEPS, AVERAGES, *(state.absent for state in model.states if state.absent)]
             absent = tuple(prefix for prefix in lacked if not self._holds(start.path, prefix))
             shards = [shard for shard in shards if not shard.name.startswith(absent)]
+        anew = self.config.optimizer.ema_decay is not None and all(not s.name.startswith(AVERAGES) for s in shards)
         if not start.weights_only:
             self.model.passed.take_up(meta, PASSED_OVER)
         self._take_up_delay(progress, meta if with_state else None)
@@ -129,6 +131,9 @@ class RunState:
             load_weights(start.source, shards, self.checkpointer.world)
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
+        if anew:
+            logger.info("`ema_decay`: the average of the weights begins with those that were loaded")
+            begin_averages(model.optimizer)
         model.optimizer.after_load(version)
         for state in model.states:
             state.after_load(version)

@@ -17,6 +17,7 @@ from typing import Any
 
 from megalite.checkpoint import (
     COMMITTED,
+    AveragedReader,
     Checkpointer,
     Manifest,
     check_tensors,
@@ -159,19 +160,23 @@ def load_base(base: BaseModel, shards: Sequence[TensorShard], world: Axis) -> No
         Checkpointer(".", world=world).load(source.path, shards, cast=True)
 
 
-def load_model(path: Place, shards: Sequence[TensorShard], world: Axis) -> None:
-    """All weights of a checkpoint, adapters and their model included, cast to the shards' dtype. Collective. Raises
-    CheckpointError."""
+def load_model(path: Place, use_ema: bool, shards: Sequence[TensorShard], world: Axis) -> None:
+    """All weights of a checkpoint, adapters and their model included, cast to the shards' dtype. use_ema: averages
+    where there are some. Collective. Raises CheckpointError."""
     manifest = read_manifest(path)
     own = [shard for shard in shards if BASE_META not in manifest.meta or shard.name in manifest.tensors]
     Checkpointer(path.parent, world=world).load(path, own, cast=True)
     if len(own) < len(shards):
         base = BaseModel.of_meta(manifest.meta, str(path)).found(str(path), world)
         load_base(base, [shard for shard in shards if shard.name not in manifest.tensors], world)
+    if use_ema:
+        reader = AveragedReader(path)
+        load_weights(reader, [shard for shard in own if reader.averages(shard.name)], world)
 
 
-def load_weights(source: HuggingFaceSource, shards: Sequence[TensorShard], world: Axis) -> None:
-    """Fills the shards with a Hugging Face model's weights, cast to their dtype. Collective over `world`.
+def load_weights(source: HuggingFaceSource | AveragedReader, shards: Sequence[TensorShard], world: Axis) -> None:
+    """Fills the shards with a Hugging Face model's weights, or with averages, cast to their dtype. Collective over
+    `world`.
 
     One logical tensor is in memory at a time; a rank reads those of which it holds a part. Raises CheckpointError, on
     all ranks, where one of them cannot read its part.

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Channel, all_reduce_
-from megalite.engine import run_forwards
+from megalite.data import Dataset
+from megalite.engine import averages_as_weights, run_forwards
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
 from megalite.parallel.pipeline import ForwardOnly
@@ -59,11 +60,21 @@ class Validator:
                 continue
             batches = self._data.evaluation(dataset, length)
             record = self.evaluate(kind, iteration, batches, self._data.evaluation_batches(dataset))
+            if record is not None and self._data.config.optimizer.ema_decay is not None:
+                record = self._with_average(record, kind, iteration, dataset, length)
             if record is None:
                 return None
             scheduled = self._data.config.training.seq_length_schedule is not None
             records.append(record | ({"seq_length": length} if scheduled else {}))
         return records
+
+    def _with_average(self, record: Record, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
+        """The record, with the losses of the average of the weights as `ema_lm_loss` and so on."""
+        batches, number = self._data.evaluation(dataset, length), self._data.evaluation_batches(dataset)
+        with averages_as_weights(self._model.optimizer, self._newest_version()):
+            averaged = self.evaluate(kind, iteration, batches, number)
+        losses = ("lm_loss", "ppl", "bits_per_byte")
+        return averaged and record | {f"ema_{key}": averaged[key] for key in losses if key in averaged}
 
     def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int) -> Record | None:
         """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""

@@ -190,7 +190,7 @@ def draw(
     given. more: flags of every model."""
     while True:
         case = drawn(rng, optimizer or rng.choice(list(OPTIMIZERS)))
-        case = replace(case, model=(*case.model, *more))
+        case = replace(case, model=(*case.model, *_draw_average(case), *more))
         if not want(case):
             continue
         try:
@@ -198,6 +198,14 @@ def draw(
         except ConfigError:
             continue
         return case
+
+
+def _draw_average(case: Layout) -> tuple[str, ...]:
+    """By a coin of its own, so that everything else is drawn as it was."""
+    coin = random.Random(case.command)
+    return (
+        ("--ema-decay", coin.choice(["0.5", "0.99"])) if coin.random() < 0.15 and "embedding" not in case.layout else ()
+    )
 
 
 FLUSH = ["1f1b", *(name for name, s in SCHEDULES.items() if not s.asynchronous and name != "1f1b")]

@@ -32,7 +32,19 @@ LAYOUTS = {
 
 
 def command(folder: Path, *more: str) -> list[str]:
-    argv = [*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--global-batch-size", "4", "--log-interval", "1"]
+    argv = [
+        *TINY,
+        "--num-layers",
+        "2",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--log-interval",
+        "1",
+        "--ema-decay",
+        "0.9",
+    ]
     argv[argv.index("--train-iters") + 1] = str(STEPS)
     return [*argv, "--save", str(folder), *more]
 

@@ -27,7 +27,19 @@ SPIKES = ("--spikes", "action=skip", "sigma=6", "window=6")
 
 
 def command(folder: Path, *more: str, steps: int = 9) -> list[str]:
-    argv = [*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--global-batch-size", "4", "--log-interval", "1"]
+    argv = [
+        *TINY,
+        "--num-layers",
+        "2",
+        "--micro-batch-size",
+        "1",
+        "--global-batch-size",
+        "4",
+        "--log-interval",
+        "1",
+        "--ema-decay",
+        "0.9",
+    ]
     argv[argv.index("--train-iters") + 1] = str(steps)
     return [*argv, "--save", str(folder), *more]
 

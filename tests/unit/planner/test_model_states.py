@@ -76,6 +76,8 @@ def _modules(config: Config, items: range, device: str, versions: int = 1) -> li
         "--optimizer soap --bf16",
         "--optimizer soap --soap-max-precond-dim 100 --model-type llama",
         "--optimizer adafactor --model-type llama --bf16",
+        "--optimizer adafactor --ema-decay 0.9",
+        "--bf16 --ema-decay 0.9",
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
         "--optimizer-cpu-offload --optimizer-offload-fraction 0.5 --ddp-bucket-size 10000",
     ],
@@ -125,6 +127,8 @@ RULES = [
     "--optimizer soap --bf16 --soap-max-precond-dim 100",
     "--optimizer adafactor --bf16",
     "--bf16 --store-param-remainders",
+    "--bf16 --ema-decay 0.9",
+    "--optimizer muon --ema-decay 0.9",
 ]
 
 

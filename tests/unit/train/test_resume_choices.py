@@ -335,9 +335,9 @@ def test_a_dry_run_reads_what_the_start_loads(stopped: Path, monkeypatch: Any) -
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "muon", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adam", "adam --ema-decay 0.9", "sgd", "lion", "muon", "adafactor"])
 def test_a_checkpoint_is_as_large_as_predicted(optimizer: str, tmp_path: Path) -> None:
-    more = ["--optimizer", optimizer, "--train-iters", "1", "--vocab-size", "61"]
+    more = ["--optimizer", *optimizer.split(), "--train-iters", "1", "--vocab-size", "61"]
     assert main([*BASE, *more, "--save", str(tmp_path)]) == 0
     manifest = json.loads((tmp_path / "iter_0000001" / "manifest.json").read_text())
     sizes = {"F32": 4, "BF16": 2}
