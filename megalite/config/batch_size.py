@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_STEP = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
+_STEP = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,29 @@ def parse_step_schedule(text: str, seq_length: int) -> BatchSizeSchedule:
 
 
 def parse_steps(text: str, seq_length: int, what: str) -> tuple[tuple[int, int], ...]:
-    """`(first sample, number)` of `TOKENS:NUMBER` pairs; TOKENS may end in K, M, B or T.
+    """`(first sample, number)` of `TOKENS:NUMBER` pairs, as `parse_words`. what: the name of the number."""
+    steps = parse_words(text, seq_length, what)
+    for pair, (_, word) in zip(text.split(), steps, strict=True):
+        if not word.isdecimal():
+            raise ValueError(f"'{pair}' is not TOKENS:{what}")
+        if int(word) < 1:
+            raise ValueError(f"'{pair}' has no {'samples' if what == 'SIZE' else 'tokens'}")
+    return tuple((first, int(word)) for first, word in steps)
+
+
+def parse_words(text: str, seq_length: int, what: str) -> tuple[tuple[int, str], ...]:
+    """`(first sample, word)` of `TOKENS:WORD` pairs; TOKENS may end in K, M, B or T.
 
     seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it. what: the name of the
-    number. Raises ValueError where the text is not of that form, does not begin at 0, or does not rise.
+    word. Raises ValueError where the text is not of that form, does not begin at 0, or does not rise.
     """
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[int, str]] = []
     for pair in text.split():
         match = _STEP.fullmatch(pair)
         if match is None:
             raise ValueError(f"'{pair}' is not TOKENS:{what}")
         tokens = int(Decimal(match[1]) * _UNITS[match[2].upper()])
-        if int(match[3]) < 1:
-            raise ValueError(f"'{pair}' has no {'samples' if what == 'SIZE' else 'tokens'}")
-        steps.append((-(-tokens // seq_length), int(match[3])))
+        steps.append((-(-tokens // seq_length), match[3]))
     if not steps or steps[0][0] != 0:
         raise ValueError("the first step must begin at 0 tokens")
     if any(after <= before for (before, _), (after, _) in itertools.pairwise(steps)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.batch_size import parse_words
 from megalite.config.schema import option
 
 TOKENIZERS = (
@@ -42,6 +43,15 @@ class DataConfig:
         (), "as `data_path`, for the final test only", metavar="PATH", **OF_A_SPLIT
     )
     data_args_path: str | None = option(None, "file that holds what `data_path` would", metavar="FILE", **SOURCE)
+    data_schedule: str | None = option(
+        None,
+        "training data that change on the way, files as of `data_args_path`: '0:web.txt 4T:anneal.txt' is web.txt "
+        "until 4 trillion tokens are consumed (K, M, B, T), then anneal.txt",
+        metavar="STEPS",
+        words=True,
+        rival="train_data_path",
+        **OF_A_SPLIT,
+    )
     split: str = option("969,30,1", "parts of `data_path` for training, validation and test", metavar="A,B,C")
     data_cache_path: str | None = option(
         None, "folder of tokenised files and indices; unset: beside `save`, else the user's cache", metavar="DIR"
@@ -70,3 +80,19 @@ class DataConfig:
             return None
         unknown = kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
         return vocab_size or (0 if unknown else VOCABULARIES.get(str(kind), VOCABULARIES["ByteTokenizer"]))
+
+    def phases(self, seq_length: int) -> tuple[tuple[int, str], ...]:
+        """(First sample, file that names the data) of each phase of `data_schedule`; empty without one.
+
+        ValueError for a malformed one (validation reports it)."""
+        return () if self.data_schedule is None else parse_words(self.data_schedule, seq_length, "FILE")
+
+    @property
+    def lists(self) -> dict[str, str]:
+        """Files that hold what `data_path` would -> how messages name them."""
+        if self.data_args_path is not None:
+            return {self.data_args_path: f"`data_args_path`={self.data_args_path}"}
+        try:
+            return {word: f"`data_schedule`: {word}" for _, word in self.phases(1)}
+        except ValueError:
+            return {}

@@ -98,7 +98,7 @@ def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
     data, flags = config.data, ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     given = [path for name in flags for path in _paths(getattr(data, name))]
     text = any(os.path.isfile(path) and not path.endswith((".bin", ".idx")) for path in given)
-    if text or not (given or data.data_args_path or data.mock_data):
+    if text or not (given or data.lists or data.mock_data):
         yield (
             f"`load`={where}: the directory holds no tokenizer, and the data are text; give `tokenizer_type` and "
             "`tokenizer_model`, or copy the model's tokenizer files there (tokenizer.json; vocab.json and merges.txt; "
@@ -106,26 +106,30 @@ def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
         )
 
 
-def _urls_in(path: str) -> Iterator[str]:
-    """Data that the file of `data_args_path` names by a URL; what else is wrong with it shows when it is read."""
+def _urls_in(path: str, flag: str) -> Iterator[str]:
+    """Data that a file names by a URL; what else is wrong with it shows when it is read. flag: how messages name it."""
     if input_problem(path) is None:
         with open(path, encoding="utf-8", errors="replace") as file:
             for word in file.read(MAX_WORDS_BYTES).split():
                 if (problem := url_problem(word)) is not None:
-                    yield f"`data_args_path`={path}: {word} {problem}"
+                    yield f"{flag}: {word} {problem}"
 
 
 def _other_files(config: Config) -> Iterator[str]:
     files = {
-        "`data_args_path`": config.data.data_args_path,
         "`sample_prompts`": config.logging.samples.sample_prompts,
         "`pipeline_schedule_file`": config.parallel.pipeline_schedule_file,
     }
     for flag, path in files.items():
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
-    if (words := config.data.data_args_path) is not None and os.path.isfile(words):
-        yield from _urls_in(words)
+    for words, flag in config.data.lists.items():
+        if (problem := url_problem(words)) is not None:
+            yield f"{flag} {problem}"
+        elif not os.path.isfile(words):
+            yield f"{flag}: no such file"
+        else:
+            yield from _urls_in(words, flag)
     folder = config.optimizer.offload.optimizer_offload_path
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         yield f"`optimizer_offload_path`={folder}: is no folder; give one, in which each rank makes its file"

@@ -30,9 +30,10 @@ def option(default: Any, help: str, **facts: Any) -> Any:
         bound; without one it is the nearest legal value, or the default), `saved=False` (left out of a saved
         config.yaml), `words` (one value of several words, which a shell may have taken apart), `way` (of a `OneOf`:
         flags of one way go together, one of none with all), `one_of` (a word: fields that share it are ways of one
-        thing, as those of a `OneOf`), `needs` (a flag of the same section without which this one is refused),
-        `only_with` (one without which it has no effect, a warning), `only_for` (the choices of `--optimizer` that read
-        it), `stores` (a path that may be a URL of a store).
+        thing, as those of a `OneOf`), `rival` (a field that cannot stand beside this one, whatever their ways), `needs`
+        (a flag of the same section without which this one is refused), `only_with` (one without which it has no effect,
+        a warning), `only_for` (the choices of `--optimizer` that read it), `stores` (a path that
+        may be a URL of a store).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 
@@ -85,6 +86,8 @@ class Option:
 
     def excludes(self, other: Option) -> bool:
         """Whether the two give one field in ways that cannot stand together."""
+        if other.name == self.facts.get("rival") or self.name == other.facts.get("rival"):
+            return True
         groups = [each.facts.get("one_of") or each.spells for each in (self, other)]
         if groups[0] != groups[1] or not (isinstance(groups[0], str) or issubclass(groups[0] or object, OneOf)):
             return False

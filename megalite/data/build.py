@@ -19,7 +19,9 @@ from megalite.data.file_chunks import document_units, utf8_length
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
+from megalite.data.phases import SEED_STEP, Phase, PhasedDataset, asked_of
 from megalite.data.preprocess import Totals, UnitJob, write_units
+from megalite.data.sources import Source, phase_sources, sources_of
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
@@ -41,23 +43,15 @@ class Datasets:
 
     `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
     hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
+    `phases` are those of `--data-schedule`; surveys and requests are then of the first.
     """
 
-    train: Dataset | None
+    train: Dataset | PhasedDataset | None
     valid: Dataset | None
     test: Dataset | None
     train_requests: tuple[int, ...]
     surveys: Mapping[str, Sequence[Survey]]
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Data that one flag names: words to blend, and the part of each that a split takes."""
-
-    flag: str
-    words: tuple[str, ...]
-    part: SplitRange | None
-    whole: bool
+    phases: tuple[Phase, ...] = ()
 
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
@@ -69,7 +63,8 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     stand_in = cfg.stand_in_ids(vocab_size or 0)
     if stand_in:
         return NullTokenizer(stand_in)
-    files = [path for source in _sources(cfg).values() for path in parse_blend(source.words, source.flag)[0]]
+    sources = [*sources_of(cfg).values(), *phase_sources(cfg)]
+    files = [path for source in sources for path in parse_blend(source.words, source.flag)[0]]
     raw = [path for path in dict.fromkeys(files) if not is_indexed(strip_suffix(path))]
     named = cfg.tokenizer_type or cfg.tokenizer_model or cfg.vocab_file or cfg.merge_file
     if not named and files and len(raw) < len(set(files)):
@@ -89,41 +84,6 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     return tokenizer_from_config(cfg, vocab_size=vocab_size, texts=texts if has_text else None, default=default)
 
 
-def _sources(cfg: DataConfig) -> dict[str, _Source]:
-    """Finds the data of each split; empty for the default corpus and for mock data."""
-    own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
-    given = [f"`{split}_data_path`" for split, words in own.items() if words]
-    shared = ["`data_path`"] * bool(cfg.data_path) + ["`data_args_path`"] * bool(cfg.data_args_path)
-    given += shared
-    if len(given) > 1 and shared:
-        other = next(flag for flag in given if flag != shared[0])
-        raise DataError(f"{shared[0]}: given together with {other}; name the data in one way")
-    if cfg.mock_data and given:
-        raise DataError(f"`mock_data`: given together with {given[0]}; drop one")
-    if not given:
-        return {}
-    if not shared:
-        return {
-            split: _Source(f"`{split}_data_path`", tuple(words), (0.0, 1.0), whole=True)
-            for split, words in own.items()
-            if words
-        }
-    words = tuple(cfg.data_path) or _read_words(str(cfg.data_args_path))
-    parts = dict(zip(SPLIT_NAMES, parse_split(cfg.split), strict=True))
-    return {split: _Source(shared[0], words, part, whole=False) for split, part in parts.items()}
-
-
-def _read_words(path: str) -> tuple[str, ...]:
-    try:
-        words = tuple(Path(path).read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise DataError(f"`data_args_path`={path}: cannot be read ({why})") from None
-    if not words:
-        raise DataError(f"`data_args_path`={path}: the file is empty; write into it what `data_path` would hold")
-    return words
-
-
 def build_datasets(
     cfg: DataConfig,
     *,
@@ -135,6 +95,7 @@ def build_datasets(
     tokenizer: Tokenizer,
     cache_dir: Path | None,
     earlier_requests: Sequence[int] = (),
+    earlier_phases: Sequence[Phase] = (),
     vocab_size: int | None = None,
 ) -> Datasets:
     """Open the data of a run. Raises DataError for whatever is missing, damaged, empty or too small.
@@ -143,13 +104,20 @@ def build_datasets(
         epoch.
     cache_dir: `cache_directory(...)`.
     earlier_requests: `Datasets.train_requests` of the checkpoint that is resumed.
+    earlier_phases: those of its phases that have begun.
     vocab_size: ids that the model knows, if more than the tokenizer's.
     """
-    requests = tuple(earlier_requests)
-    if train_samples is not None and (not requests or train_samples > max(requests)):
-        requests += (train_samples,)
     opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, max(vocab_size or 0, tokenizer.vocab_size))
-    train = opener.split("train", requests or (None,)) if train_samples != 0 else None
+    requests = tuple(earlier_requests)
+    phases: tuple[Phase, ...] = ()
+    train: Dataset | PhasedDataset | None = None
+    if cfg.data_schedule is not None and train_samples is not None and train_samples > 0:
+        earlier = [requests, *(phase.requests for phase in earlier_phases[1:])]
+        train, phases = opener.phases(train_samples, earlier)
+        requests = phases[0].requests
+    elif train_samples != 0:
+        requests = _with_request(requests, train_samples)
+        train = opener.split("train", requests or (None,))
     valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 else None
     test = None
     if test_samples != 0 and opener.has("test"):
@@ -160,7 +128,13 @@ def build_datasets(
             logger.warning("no final test: %s", error)
     if cfg.reset_attention_mask:
         opener.warn_of_long_documents()
-    return Datasets(train, valid, test, requests, opener.surveys())
+    surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
+    return Datasets(train, valid, test, requests, surveys, phases)
+
+
+def _with_request(earlier: tuple[int, ...], samples: int | None) -> tuple[int, ...]:
+    """Totals asked for, `samples` among them if it exceeds those before; None asks for one epoch."""
+    return earlier if samples is None or (earlier and samples <= max(earlier)) else (*earlier, samples)
 
 
 @dataclass
@@ -175,10 +149,11 @@ class _Opener:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        self.sources = _sources(self.cfg)
+        self.sources = sources_of(self.cfg)
         self._stores: dict[str, IndexedDataset] = {}
         self._corpora: dict[str, TextCorpus] = {}
         self._used: dict[str, dict[str, TokenStore]] = {}
+        self._phase = 0  # of the training data that are being opened
 
     def has(self, split: str) -> bool:
         """Whether any data are meant for the split; the default corpus has no test part."""
@@ -196,9 +171,25 @@ class _Opener:
                 known.setdefault(id(store), survey(store, source))
         return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
 
+    def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
+        """Training data of `--data-schedule` for `samples` samples. earlier: requests of the phases that have begun."""
+        steps, sources, made, requests = self.cfg.phases(self.seq_length), phase_sources(self.cfg), [], []
+        for self._phase, asked in enumerate(asked_of(steps, samples)):
+            before = earlier[self._phase] if self._phase < len(earlier) else ()
+            requests.append(_with_request(before, asked))
+            made.append((steps[self._phase][0], self.split("train", requests[-1], sources[self._phase])))
+        self._phase, surveys, phases = 0, self.surveys(), []
+        for number, ((first, name), source) in enumerate(zip(steps, sources, strict=True)):
+            weights = parse_blend(source.words, source.flag)[1]
+            own = tuple(surveys[f"train {number}" if number else "train"])
+            phases.append(Phase(first, name, tuple(normalise(weights)) if weights else (), requests[number], own))
+        return PhasedDataset(made), tuple(phases)
+
     def warn_of_long_documents(self) -> None:
         """Names the training data whose documents no sample can hold whole."""
-        for source, store in self._used.get("train", {}).items():
+        for source, store in [
+            pair for key in self._used if key.startswith("train") for pair in self._used[key].items()
+        ]:
             longer = int((store.lengths > self.seq_length).sum())
             if longer:
                 logger.warning(
@@ -207,8 +198,8 @@ class _Opener:
                     source, f"{longer:,}", f"{len(store.lengths):,}", self.seq_length, f"{int(store.lengths.max()):,}",
                 )  # fmt: skip
 
-    def split(self, split: str, requests: Sequence[int | None]) -> Dataset:
-        """Data set of one split, by its totals of samples."""
+    def split(self, split: str, requests: Sequence[int | None], source: Source | None = None) -> Dataset:
+        """Data set of one split, by its totals of samples. source: of a phase; None: the split's own."""
         if self.cfg.mock_data:
             mock = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
             parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
@@ -218,7 +209,7 @@ class _Opener:
             store = self._tokens("", (0.0, 1.0), split, "`data_path`")
             self._note(split, f"`data_path` ({store.name})", store)
             return self._dataset(store, (0, len(store)), split, requests)
-        source = self.sources.get(split)
+        source = source or self.sources.get(split)
         if source is None:
             raise UnusableSplit(f"`{split}_data_path`: not given; name data for it, or {without(split)}")
         if source.part is None:
@@ -277,7 +268,7 @@ class _Opener:
                 *bounds,
                 seq_length=self.seq_length,
                 requests=requests,
-                seed=self.seed,
+                seed=(self.seed + SEED_STEP * self._phase) % 2**32,
                 split=split,
                 cache_dir=self.cache_dir,
                 vocab_size=self.vocab_size,
@@ -287,9 +278,9 @@ class _Opener:
             raise UnusableSplit(str(error)) from None
 
     def _note(self, split: str, source: str, store: TokenStore) -> None:
-        self._used.setdefault(split, {})[source] = store
+        self._used.setdefault(f"{split} {self._phase}" if self._phase else split, {})[source] = store
 
-    def _open(self, path: str, source: _Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
+    def _open(self, path: str, source: Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
         if path.endswith((".bin", ".idx")) or is_indexed(path) or not os.path.isfile(path):
             if path not in self._stores:
                 self._stores[path] = self._indexed(path, source.flag)

@@ -192,6 +192,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         valid_data_path=(path,) if split is None else (),
         test_data_path=(),
         data_args_path=None,
+        data_schedule=None,
         mock_data=False,
         split=split if split is not None and split != name else config.data.split,
     )

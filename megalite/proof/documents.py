@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import all_gather_json
-from megalite.data import Dataset, GPTDataset, IndexedDataset
+from megalite.data import Dataset, GPTDataset, IndexedDataset, PhasedDataset
 from megalite.microbatch import PIECE, Microbatch
 from megalite.nn import Head
 from megalite.proof.outliers import Sample, outliers
@@ -113,7 +113,7 @@ def part_of_one(ids: np.ndarray) -> float:
     return float(np.unique(ids, return_counts=True)[1].max() / len(ids)) if len(ids) >= AT_LEAST else 0.0
 
 
-def source_of(dataset: Dataset, sample: int) -> tuple[GPTDataset, int]:
+def source_of(dataset: Dataset | PhasedDataset, sample: int) -> tuple[GPTDataset, int]:
     """The corpus that a sample comes from, and its number there."""
     return (dataset, sample) if isinstance(dataset, GPTDataset) else dataset.source_of(sample)
 

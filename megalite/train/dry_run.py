@@ -125,7 +125,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
         return config, [*notes, " not checked: raw text, which is tokenised at the start"]
     datasets = open_splits(config, tokenizer)
     goes_on = start.meta if start is not None and not start.weights_only else {}
-    changed_data(goes_on.get("data", {}), datasets.surveys, config)
+    changed_data(goes_on, datasets, config)
     return config, notes
 
 

@@ -18,6 +18,7 @@ from megalite.checkpoint import Meta
 from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
 from megalite.config import Config
 from megalite.convert import Origin
+from megalite.data import begun_phases
 from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import Hook, PipelineTracer, Record, make_hooks
@@ -101,8 +102,9 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
         matmul = set_matmul_precision(config, world.device, mesh.world, earlier=earlier.get(matmul_precision.META))
         earlier_requests = Meta(earlier, str(start.path) if start is not None else "").integers("train_requests")
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
-        data = open_data(config, mesh, tokenizer, world.device, earlier_requests=earlier_requests)
-        changed = changed_data(earlier.get("data", {}), data.datasets.surveys, config)
+        begun = begun_phases(earlier)
+        data = open_data(config, mesh, tokenizer, world.device, earlier_requests=earlier_requests, earlier_phases=begun)
+        changed = changed_data(earlier, data.datasets, config)
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device, foreign, plan)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
@@ -123,7 +125,7 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
                 settled=settled,
                 loaded=loaded,
                 matmul=matmul.mode if matmul.kept else None,
-                data=[*changed, *appended_data(earlier_requests, data.datasets.train_requests)],
+                data=[*changed, *appended_data(earlier_requests, begun, data.datasets)],
             )
             facts = {**arithmetic, **report.record}
             if world.is_first:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 import xxhash
@@ -18,12 +19,14 @@ from megalite.data import (
     Dataset,
     Datasets,
     DocumentMasks,
+    Phase,
     SampleSource,
-    Survey,
     Tokenizer,
     build_datasets,
     build_tokenizer,
     cache_directory,
+    phase_differences,
+    phases_to_meta,
     resolve_vocab_size,
     survey_differences,
     surveys_to_meta,
@@ -123,13 +126,20 @@ def resolve_tokenizer(config: Config) -> tuple[Config, Tokenizer]:
 
 
 def open_data(
-    config: Config, mesh: ParallelMesh, tokenizer: Tokenizer, device: torch.device, *, earlier_requests: Sequence[int]
+    config: Config,
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    *,
+    earlier_requests: Sequence[int],
+    earlier_phases: Sequence[Phase] = (),
 ) -> RunData:
     """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
     where they do not see rank 0's disk). Raises DataError."""
 
     def build() -> Datasets:
-        return open_datasets(config, mesh.size("world"), tokenizer, earlier_requests=earlier_requests)
+        size = mesh.size("world")
+        return open_datasets(config, size, tokenizer, earlier_requests=earlier_requests, earlier_phases=earlier_phases)
 
     first = patiently(build if mesh.world.is_first else None, mesh.world)
     datasets = patiently(build if first is None else None, mesh.world) or first
@@ -140,7 +150,7 @@ def open_data(
 
 def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
     """Raises DataError where a rank reads other files than rank 0 (an old copy on its node). Collective."""
-    surveys = surveys_to_meta(datasets.surveys)
+    surveys = [surveys_to_meta(datasets.surveys), phases_to_meta(datasets.phases)]
     told = all_gather_json(xxhash.xxh3_64_hexdigest(json.dumps(surveys).encode()), mesh.world)
     others = [rank for rank, digest in enumerate(told) if digest != told[0]]
     if others:
@@ -155,7 +165,12 @@ def _uncut(microbatch: Microbatch) -> Microbatch:
 
 
 def open_datasets(
-    config: Config, world: int, tokenizer: Tokenizer, *, earlier_requests: Sequence[int] = ()
+    config: Config,
+    world: int,
+    tokenizer: Tokenizer,
+    *,
+    earlier_requests: Sequence[int] = (),
+    earlier_phases: Sequence[Phase] = (),
 ) -> Datasets:
     """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
     training = config.training
@@ -172,18 +187,22 @@ def open_datasets(
         tokenizer=tokenizer,
         cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.run_folder),
         earlier_requests=earlier_requests,
+        earlier_phases=earlier_phases,
         vocab_size=config.model.vocab_size,
     )
 
 
-def changed_data(recorded: object, surveys: Mapping[str, Sequence[Survey]], config: Config) -> list[str]:
-    """How the data differ from what the checkpoint has recorded about its own.
+def changed_data(earlier: Mapping[str, Any], datasets: Datasets, config: Config) -> list[str]:
+    """How the data differ from what the checkpoint has recorded about its own. earlier: its meta.
 
     Raises DataError where they do, unless `--allow-data-change` is set.
     """
     if config.training.skip_train:
         return []
-    found = survey_differences(recorded, surveys)
+    found = [
+        *survey_differences(earlier.get("data", {}), datasets.surveys),
+        *phase_differences(earlier, datasets.phases),
+    ]
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
             f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
@@ -192,8 +211,13 @@ def changed_data(recorded: object, surveys: Mapping[str, Sequence[Survey]], conf
     return found
 
 
-def appended_data(earlier: tuple[int, ...], requests: tuple[int, ...]) -> list[str]:
-    """What a longer training does to the order of the samples; empty where nothing is appended."""
-    if not earlier or requests == earlier:
-        return []
-    return [f"the order of the first {earlier[-1]:,} samples is kept, {requests[-1] - earlier[-1]:,} are appended"]
+def appended_data(earlier: tuple[int, ...], begun: Sequence[Phase], datasets: Datasets) -> list[str]:
+    """What a longer training does to the order of the samples, phase by phase; empty where nothing is appended."""
+    pairs = [(earlier, datasets.train_requests)]
+    pairs += [(then.requests, now.requests) for then, now in zip(begun[1:], datasets.phases[1:], strict=False)]
+    return [
+        f"the order of the first {before[-1]:,} samples{f' of phase {number}' if len(pairs) > 1 else ''} is kept, "
+        f"{after[-1] - before[-1]:,} are appended"
+        for number, (before, after) in enumerate(pairs, 1)
+        if before and before != after
+    ]

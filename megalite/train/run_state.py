@@ -27,7 +27,7 @@ from megalite.checkpoint import AVERAGES, Checkpointer, Meta, read_manifest
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
-from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
+from megalite.data import Datasets, Tokenizer, phases_to_meta, surveys_to_meta, tokenizer_files
 from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, older_shards
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
@@ -77,6 +77,7 @@ class RunState:
             NEWEST: {"learning_rate": self.model.delay.learning_rate, "weight_decay": self.model.delay.weight_decay},
             "train_requests": list(self.datasets.train_requests),
             "data": surveys_to_meta(self.datasets.surveys),
+            **({"data_phases": phases_to_meta(self.datasets.phases)} if self.datasets.phases else {}),
             param_schedules.META: self.schedules.to_meta(),
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),

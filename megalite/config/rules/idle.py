@@ -168,8 +168,9 @@ def _never_reached(config: Config, world_size: int, given: dict[str, Any]) -> It
         yield f"`iterations_to_skip`={late[0]}: {OFF}, the training ends after {total} iterations"
     if parallel.pipeline_flush_steps >= total:
         yield f"`pipeline_flush_steps`={parallel.pipeline_flush_steps}: no iteration of {total} has any delay left"
-    growing = {"rampup_batch_size": sizes.steps, "step_batch_size_schedule": sizes.steps}
+    growing: dict[str, Any] = {"rampup_batch_size": sizes.steps, "step_batch_size_schedule": sizes.steps}
     growing["seq_length_schedule"] = config.length_schedule.steps
+    growing["data_schedule"] = config.data.phases(config.model.seq_length)
     for name, steps in growing.items():
         never = [number for first, number in steps if first >= samples]
         if name in given and never:

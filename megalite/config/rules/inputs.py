@@ -11,11 +11,22 @@ from megalite.config.rules.text import multiples_around
 
 def data(config: Config, world_size: int) -> Iterator[str]:
     source = config.data
+    yield from _data_schedule(config)
     for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
         if path.endswith((".bin", ".idx")):
             yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
     yield from _split_weights(source.split)
     yield from _tokenizer(config)
+
+
+def _data_schedule(config: Config) -> Iterator[str]:
+    source = config.data
+    if source.data_schedule is None:
+        return
+    try:
+        source.phases(config.model.seq_length)
+    except ValueError as error:
+        yield f"`data_schedule`='{source.data_schedule}': {error}; write it like '0:web.txt 4T:anneal.txt'"
 
 
 def _split_weights(text: str) -> Iterator[str]:

@@ -261,12 +261,12 @@ def warnings(config: Config, world_size: int) -> list[str]:
             pairs = parallel.chimera_pairs
             lines += schedules.schedule_warnings(parallel.schedule, size, count, chunks, num_pairs=pairs)
     source = config.data
-    named = (source.data_path, source.train_data_path, source.valid_data_path, source.data_args_path, source.mock_data)
+    named = (source.data_path, source.train_data_path, source.valid_data_path, source.lists, source.mock_data)
     if not any(named):
         lines.append("`data_path`: not given; the text is the Python standard library's own sources")
     if (ids := source.stand_in_ids(config.model.vocab_size)) is not None:
         lines.append(f"`tokenizer_type`={source.tokenizer_type}: has no file; `mock_data` draws numbers below {ids:,}")
-    if source.split != type(source)().split and not source.data_path and source.data_args_path is None:
+    if source.split != type(source)().split and not source.data_path and not source.lists:
         lines.append(f"`split`={source.split}: has no effect without `data_path`; drop it, or give `data_path`")
     return list(dict.fromkeys([*lines, *idle_settings(config, world_size)]))
 

@@ -48,8 +48,9 @@ RIVALS = [
 SOURCES = {
     "--data-path a": (),
     "--train-data-path b": ("--valid-data-path c", "--test-data-path d"),
-    "--valid-data-path c": ("--train-data-path b", "--test-data-path d"),
-    "--test-data-path d": ("--train-data-path b", "--valid-data-path c"),
+    "--valid-data-path c": ("--train-data-path b", "--test-data-path d", "--data-schedule 0:f"),
+    "--test-data-path d": ("--train-data-path b", "--valid-data-path c", "--data-schedule 0:f"),
+    "--data-schedule 0:f": ("--valid-data-path c", "--test-data-path d"),
     "--data-args-path e": (),
     "--mock-data": (),
 }
