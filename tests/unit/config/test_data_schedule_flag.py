@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("0:a.txt 5:a.txt 3:a.txt", f"--data-schedule='0:a.txt 5:a.txt 3:a.txt': the token counts must rise; {FORM}"),
         ("0:a.txt 4K:", f"--data-schedule='0:a.txt 4K:': '4K:' is not TOKENS:FILE; {FORM}"),
         ("0:a.txt 4K:c.txt", "--data-schedule: c.txt: no such file"),
-        ("0:a.txt 4K:s3://x/c", "--data-schedule: s3://x/c is a URL, and no store of megalite serves s3"),
+        ("0:a.txt 4K:s3://x/c", "--data-schedule: s3://x/c is a URL"),
         ("0:b.txt", "--data-schedule: b.txt: s3://bucket/text is a URL"),
     ],
 )
