@@ -27,9 +27,9 @@ MAX_FLAGS = {
     "parallel": 32,
     "training": 29,
     "optimizer": 21,
-    "data": 16,
+    "data": 17,
     "checkpoint": 16,
-    "logging": 7,
+    "logging": 6,
 }
 
 NO_TORCH = (
