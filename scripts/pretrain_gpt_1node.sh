@@ -15,8 +15,6 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 VOCAB_FILE=${VOCAB_FILE:-gpt2/vocab.json}
 MERGE_FILE=${MERGE_FILE:-gpt2/merges.txt}
 
-# Tensor parallelism overlaps by the order in which kernels are launched; ZeRO 3 must not be held to it (set 8).
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 
 LAUNCHER=(torchrun --standalone --nproc-per-node "$GPUS_PER_NODE")

@@ -19,8 +19,6 @@ NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
 MASTER_PORT=${MASTER_PORT:-6000}
 
-# Tensor parallelism overlaps by the order in which kernels are launched; ZeRO 3 must not be held to it (set 8).
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 
 LAUNCHER=(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.config import ParallelConfig
@@ -12,6 +13,10 @@ from megalite.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
     import torch
+
+
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+"""Device files of NVIDIA's and AMD's drivers."""
 
 
 @functools.cache
@@ -48,6 +53,14 @@ def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None
         problems.append(f"`device`=cuda: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
     elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
         problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or `device`=cpu")
+    driver = (
+        next((path for path in DRIVERS if path.exists()), None) if torch.version.cuda or torch.version.hip else None
+    )
+    if parallel.hardware.device == "auto" and devices == 0 and driver is not None:
+        problems.append(
+            f"`device`=auto: this host has a GPU ({driver}) that torch {torch.__version__} does not see; install one "
+            "for its driver, or say `device`=cpu"
+        )
     if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
         problems.append("`distributed_backend`=nccl: needs CUDA; use gloo")
     if problems:
@@ -71,6 +84,24 @@ def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
     if device.type == "cuda" and parallel.hardware.distributed_backend != "gloo":
         return "cpu:gloo,cuda:nccl"
     return "gloo"
+
+
+def library_settings(parallel: ParallelConfig) -> dict[str, str]:
+    """Environment variables for a rank with a GPU, where the user has not set them.
+
+    Memory grows in segments, so that it does not fragment. The flight recorder keeps the last collectives and writes
+    them at a time-out. One hardware queue where tensor parallelism overlaps by the order of launches (as Megatron-LM
+    asks for); not with ZeRO-3, experts or halves, whose messages wait for other streams.
+    """
+    settings = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    several = parallel.zero_stage == 3 or parallel.experts.expert_model_parallel_size > 1 or parallel.tp_comm_overlap
+    if parallel.tensor_model_parallel_size > 1 and not several:
+        settings["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return settings
 
 
 def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:

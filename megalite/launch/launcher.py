@@ -4,8 +4,8 @@
     status = launch(config, main, place)               main(config, world) on every rank; exit status
 
 One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and mpirun end in the same call. Variables
-that are read: the launchers' (see `environment`), OMP_NUM_THREADS, GLOO_SOCKET_IFNAME, and with --deterministic-mode
-CUBLAS_WORKSPACE_CONFIG and NCCL_ALGO (kept if set).
+that are read or set: the launchers' (see `environment`), OMP_NUM_THREADS, GLOO_SOCKET_IFNAME; with --deterministic-mode
+CUBLAS_WORKSPACE_CONFIG and NCCL_ALGO, with GPUs those of `devices.library_settings` (all kept if set).
 
 torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/launch/` and
 `tests/faults/test_launcher.py`.
@@ -27,9 +27,16 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, MegaliteError, PeerLost, in_flags
 from megalite.launch import environment
-from megalite.launch.devices import check_devices, choose_backend, choose_device, count_devices, threads_of
+from megalite.launch.devices import (
+    check_devices,
+    choose_backend,
+    choose_device,
+    count_devices,
+    library_settings,
+    threads_of,
+)
 from megalite.launch.environment import LaunchEnvironment
-from megalite.launch.meeting import open_store
+from megalite.launch.meeting import leave_together, open_store
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.signals import EndAtOnce, ends_at_once, ignored, interrupted_line
 from megalite.launch.supervisor import INTERRUPTED, Outcome, supervise
@@ -37,6 +44,8 @@ from megalite.launch.watch import RankWatch
 from megalite.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from megalite.comm import World
 
 
@@ -216,6 +225,9 @@ def _run_rank(
     device = choose_device(config.parallel, place)
     _set_threads(place)
     if device.type == "cuda":
+        for name, value in library_settings(config.parallel).items():
+            if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+                os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
     world = World(
         rank=place.rank,
@@ -232,22 +244,26 @@ def _run_rank(
     import torch.distributed as dist
 
     set_phase("start-up self-test")
-    _join(config, world, place, rendezvous, watch)
+    store = _join(config, world, place, rendezvous, watch)
     status = main(config, world) or 0
     set_phase("leaving")
     with ignored():
         if watch is not None:
             watch.leave()
-        # No rank tears connections down while a peer still needs them.
-        dist.all_reduce(torch.zeros(1, device="cpu"))
+        # No rank tears connections down while a peer still needs them. With GPUs gloo has made none yet, and where a
+        # host's name means its loopback it could make none now.
+        if device.type == "cuda":
+            leave_together(store, world.rank, world.size)
+        else:
+            dist.all_reduce(torch.zeros(1, device="cpu"))
         dist.destroy_process_group()
     return status
 
 
 def _join(
     config: Launched, world: World, place: LaunchEnvironment, rendezvous: Path | None, watch: RankWatch | None
-) -> None:
-    """Meets the other ranks, compares configurations, forms the process group, tries it."""
+) -> dist.Store:
+    """Meets the other ranks, compares configurations, forms the process group, tries it. Returns where they met."""
     import torch.distributed as dist
 
     from megalite.launch import self_test
@@ -259,7 +275,7 @@ def _join(
     self_test.check_same_config(store, world, self_test.run_fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.
-    if world.device.type == "cuda":  # gloo is used once there, to leave together: no mesh of sockets over all ranks
+    if world.device.type == "cuda":  # nothing uses gloo there: no mesh of sockets over all ranks
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # Without `device_id`: bound to a device, all messages of a pipeline rank in one direction would share a stream, and
     # a send would queue behind the receive that was posted early.
@@ -271,6 +287,7 @@ def _join(
         timeout=timedelta(seconds=seconds),
     )
     self_test.check_collective(store, world, seconds)
+    return store
 
 
 def check_interface() -> None:

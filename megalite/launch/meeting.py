@@ -48,3 +48,17 @@ def open_store(
         raise RuntimeFailure(f"{where}: rank {place.rank} on {host} cannot reach rank 0 ({facts})") from error
     # A launcher's store outlives an attempt; one that rank 0 serves does not, and launchers may count differently.
     return dist.PrefixStore(f"megalite/{place.attempt if place.agent_store else 0}", store)
+
+
+def leave_together(store: dist.Store, rank: int, size: int) -> None:
+    """Returns when every rank has called it, and to rank 0, which may serve the store, when all others have returned.
+
+    Raises torch's DistStoreError where a rank does not come within the store's time-out.
+    """
+    if store.add("leaving", 1) == size:
+        store.set("all leave", "")
+    store.wait(["all leave"])
+    if rank and store.add("left", 1) == size - 1:
+        store.set("all have left", "")
+    if rank == 0 and size > 1:
+        store.wait(["all have left"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from megalite.config import Config, ParallelConfig, parse
 from megalite.config.parallel import DeviceOptions
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
+from megalite.launch import devices
 from megalite.launch.devices import check_devices, choose_backend, threads_of
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.launcher import launch
-from megalite.testing import run_single
+from megalite.launch.meeting import leave_together, open_store
+from megalite.testing import run_ranks, run_single
 
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
@@ -145,6 +149,45 @@ def test_devices_that_are_not_there_are_refused_in_one_pass(monkeypatch: pytest.
         check_devices(ParallelConfig(), 4)
     check_devices(ParallelConfig(hardware=DeviceOptions(device="cpu")), 4)
     check_devices(ParallelConfig(hardware=DeviceOptions(distributed_backend="gloo")), 4)
+
+
+def test_a_gpu_that_torch_does_not_see_is_no_reason_to_train_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(devices, "DRIVERS", (tmp_path / "none", tmp_path))
+    check_devices(ParallelConfig(), 1)  # this torch is for CPUs: its user wants no GPU
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(ConfigError, match=r"^--device=auto: this host has a GPU .* that torch 2.* does not see; "):
+        check_devices(ParallelConfig(), 1)
+    check_devices(ParallelConfig(hardware=DeviceOptions(device="cpu")), 1)
+
+
+@pytest.mark.parametrize(("flags", "queues"), [
+    ({}, None),
+    ({"tensor_model_parallel_size": 2}, "1"),
+    ({"tensor_model_parallel_size": 2, "zero_stage": 3}, None),
+    ({"tensor_model_parallel_size": 2, "tp_comm_overlap": True}, None),
+])  # fmt: skip
+def test_libraries_are_told_what_the_layout_needs(flags: dict[str, Any], queues: str | None) -> None:
+    told = devices.library_settings(ParallelConfig(**flags))
+    assert told["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert told.get("CUDA_DEVICE_MAX_CONNECTIONS") == queues
+
+
+def body_leaves(world: World, folder: str) -> list[str]:
+    """Who had come when this rank left."""
+    place = LaunchEnvironment("torchrun", world.rank, world.size)
+    store = open_store(place, "", 20, rendezvous=Path(folder) / "store")
+    time.sleep(0.2 * world.rank)
+    (Path(folder) / f"came {world.rank}").touch()
+    leave_together(store, world.rank, world.size)
+    return sorted(path.name for path in Path(folder).glob("came *"))
+
+
+def test_ranks_leave_by_the_store_together(tmp_path: Path) -> None:
+    seen = run_ranks(body_leaves, 3, str(tmp_path))
+    assert seen == [["came 0", "came 1", "came 2"]] * 3
 
 
 def test_backend_follows_the_device() -> None:
