@@ -8,6 +8,7 @@ asked for, and the update.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class TrainingStep:
         self.size, device = layout.num_microbatches, tokens.device
         config = config_of(model, layout, update, tokens.shape[0] // self.size)
         given = config.parallel.context
-        sizes = {"tp": layout.tp, "cp": layout.cp, "cp_heads": given.traders, "pp": layout.pp}
+        sizes: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "cp_heads": given.traders, "pp": layout.pp}
         mesh = ParallelMesh.build(rank=place.rank, size=place.ranks, **sizes)
         if device.type == "cpu":
             mesh.adopt(share_axis(mesh["tp"]))

@@ -40,7 +40,6 @@ from megalite.checkpoint.loading import AVERAGES, AveragedReader, CheckpointRead
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors
 from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small
 from megalite.checkpoint.remote import send_along, take_up
-from megalite.checkpoint.reshard import Box, cover
 from megalite.checkpoint.run_dir import (
     TRACKER,
     clear_completed,

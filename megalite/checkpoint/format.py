@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import xxhash
 
-from megalite.checkpoint.reshard import Box, find_overlap
 from megalite.errors import CheckpointError
+from megalite.inventory import Box, find_overlap
 
 FORMAT = "megalite-checkpoint"
 VERSION = 1

@@ -20,11 +20,11 @@ from megalite.checkpoint.reading import (
     read_extra,
     read_manifest,
 )
-from megalite.checkpoint.reshard import Box, cover
 from megalite.checkpoint.storage import flat_bytes
 from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.inventory import Box, cover
 from megalite.progress import OnProgress, no_progress
 from megalite.stores import Place, place
 

@@ -34,12 +34,13 @@ from megalite.checkpoint.format import (
 )
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.remote import commit_in_store
-from megalite.checkpoint.reshard import Box, Duties, HeldRectangle, WriteDuty, share_out
+from megalite.checkpoint.reshard import Duties, HeldRectangle, WriteDuty, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
 from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
 from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.inventory import Box
 from megalite.progress import amount
 from megalite.stores import Place, StoreUrl
 

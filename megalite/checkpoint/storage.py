@@ -39,9 +39,9 @@ from megalite.checkpoint.format import (
     commit_text,
     to_json,
 )
-from megalite.checkpoint.reshard import Box
 from megalite.comm import range_to_rectangles
 from megalite.errors import CheckpointError
+from megalite.inventory import Box
 
 # Hashing and copying alternate in pieces that stay in the processor's cache: memory is touched once, not twice. Long
 # writes that end where a multiple of their length ends, and values that begin on a page, are kept by the system in

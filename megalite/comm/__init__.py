@@ -1,6 +1,7 @@
 """Communication: parallel axes as values, collectives over them, channels between pipeline stages.
 
-    mesh.py         Axis and ParallelMesh: a parallel axis is a value, size 1 is legal everywhere; products of axes
+    axis.py         Axis: a parallel axis is a value, size 1 is legal everywhere
+    mesh.py         ParallelMesh: the grids of ranks, and products of axes
     world.py        rank, size, device and host of a process
     collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
     gathered_json.py    small values of every rank
@@ -9,6 +10,7 @@
     exchange.py     reduce-scatter and all-gather by direct messages, for gloo
     shared_memory.py    the same collectives between CPU ranks of one host, without sockets
     p2p.py          channels between pipeline stages
+    mesh_channel.py     the same between stages whose tensors lie differently
     ring.py         a tensor to the next rank, another from the one before
     rectangles.py   TensorShard: a local tensor and its rectangle of the logical tensor
     patience.py     work of one rank that may take longer than the timeout of a collective
@@ -18,6 +20,7 @@ every test. Only this room and `launch` import torch.distributed.
 """
 
 from megalite.comm.autograd import copy_to_axis, own_slice, reduce_from_axis, scatter_sum_sequence
+from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes
 from megalite.comm.collectives import (
     Done,
     Handle,
@@ -33,9 +36,11 @@ from megalite.comm.collectives import (
     start_all_to_all_rows,
 )
 from megalite.comm.device_waits import DeviceWaitClock
+from megalite.comm.exchange import Exchange, start_swap
 from megalite.comm.gathered_json import GatheredJson, all_gather_json
-from megalite.comm.mesh import Axis, ContextAxes, ExpertAxes, FamilyAxes, ParallelMesh
-from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
+from megalite.comm.mesh import ParallelMesh
+from megalite.comm.mesh_channel import MeshChannel, Routes, open_channel
+from megalite.comm.p2p import Channel, Incoming, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (
     FlatPiece,

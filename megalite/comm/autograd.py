@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.autograd import Function
 
+from megalite.comm.axis import Axis
 from megalite.comm.collectives import all_gather, all_reduce, reduce_scatter
-from megalite.comm.mesh import Axis
 
 Collective = Callable[[Tensor, Axis], Tensor]
 

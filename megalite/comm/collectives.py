@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.comm import exchange
-from megalite.comm.mesh import Axis
+from megalite.comm.axis import Axis
 
 ReduceOp = Literal["sum", "max", "min"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megalite.comm.mesh import WaitClock
+from megalite.comm.axis import WaitClock
 
 
 class DeviceWaitClock(WaitClock):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.comm.mesh import Axis
+from megalite.comm.axis import Axis
 
 # Tags keep the two kinds apart where both are in flight; messages of one kind between two ranks arrive in order.
-_REDUCE_TAG, _GATHER_TAG = 711, 712
+_REDUCE_TAG, _GATHER_TAG, _SWAP_TAG = 711, 712, 713
 
 
 class Exchange:
@@ -93,3 +93,11 @@ def _parts(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Sequence[Tenso
 
 def _peers(axis: Axis) -> list[int]:
     return [p for p in range(axis.size) if p != axis.rank]
+
+
+def start_swap(sending: Sequence[tuple[int, Tensor]], receiving: Sequence[tuple[int, Tensor]], axis: Axis) -> Exchange:
+    """Starts to send tensors to world ranks and to receive others from them, one each way between two ranks; the same
+    pairs swap in the same order everywhere. What is sent is read until `wait` returns."""
+    arriving = [dist.irecv(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in receiving]
+    leaving = [dist.isend(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in sending]
+    return Exchange(arriving, leaving, lambda: None)

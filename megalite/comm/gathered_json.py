@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megalite.comm.axis import Axis
 from megalite.comm.collectives import all_gather_into, device_of
-from megalite.comm.mesh import Axis
 
 # Texts up to this long travel in one collective; longer ones take two.
 _HEAD_BYTES = 1024

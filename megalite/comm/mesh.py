@@ -7,7 +7,11 @@ reference.
 The grid has base axes, innermost first (Megatron's tp-cp-ep-dp-pp order). There are two views of it, one for dense
 parameters and one for those of experts:
 
-    q = tp + TP * (cp + CP * dp)  =  etp + ETP * (ep + EP * edp)           world rank = q + TP * CP * DP * pp
+    q = tp + TP * (cp + CP * dp)  =  etp + ETP * (ep + EP * edp)         world rank = first of the stage + q
+
+The mesh is a list of such grids, one a stage; in most runs they are alike, and the first rank of stage s is TP * CP *
+DP * s. Where they are not (`--stage-meshes`), the replicas of a stage take the micro-batches of one stream in turn:
+each is a pipeline rank of its own, and an axis that goes across stages goes through all ranks.
 
 Data parallelism is itself a product, `dp = dp_shard + DP_SHARD * dp_replicate`, and so are `edp` (ZeRO shards over the
 inner factor, neighbours first) and `cp = cp_heads + CP_HEADS * cp_ring` (`parallel.context`). Any product of base axes
@@ -17,15 +21,14 @@ only those that it uses.
 
 from __future__ import annotations
 
-import time
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
-import torch.distributed as dist
-
+from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, WaitClock, make_axis
 from megalite.errors import ConfigError
 from megalite.inventory import AXIS_FAMILIES
 
@@ -35,119 +38,27 @@ PRODUCTS = {
     "cp": ("cp_heads", "cp_ring"),
     "dp": ("dp_shard", "dp_replicate"),
     "edp": ("edp_shard", "edp_replicate"),
+    "stream": ("dp_shard", "dp_replicate"),
     "world": DENSE,
 }
+"""stream: the replicas that read micro-batches of their own: all, but where stages differ."""
 
 
-class WaitClock:
-    """Seconds for which communication blocked this rank's host: a slow rank has few, the ranks that wait for it many.
+class StageGrid(NamedTuple):
+    """The ranks of one stage: sizes of the base axes in both views, and its first world and pipeline rank."""
 
-    (NCCL blocks the device instead of the host: there it is a `DeviceWaitClock`.)
-    """
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds += time.perf_counter() - self._began
-
-    def take(self) -> float:
-        """The seconds since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of the grid, seen from one rank.
-
-    name: of the base axes that it consists of, joined by `*`.
-    size: number of ranks along it.
-    rank: this process's coordinate.
-    ranks: ranks[i] is the world rank at coordinate i.
-    group: the process group, None exactly when `size` is 1.
-    waits: counts the time spent waiting for the other ranks; the axes of a mesh share one.
-    shared: carries CPU tensors through shared memory (`comm.shared_memory.share_axis`), or None.
-    """
-
-    name: str
-    size: int
-    rank: int
-    ranks: tuple[int, ...]
-    group: Any = field(default=None, repr=False, compare=False)
-    waits: WaitClock = field(default_factory=WaitClock, repr=False, compare=False)
-    shared: Any = field(default=None, repr=False, compare=False)
-
-    @classmethod
-    def single(cls, name: str, world_rank: int = 0) -> Axis:
-        """An axis of one rank: every collective over it is the identity."""
-        return cls(name, 1, 0, (world_rank,))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The base axes along which its ranks differ; none if its size is 1."""
-        return frozenset(self.name.split("*")) if self.size > 1 else frozenset()
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
-
-@dataclass(frozen=True)
-class FamilyAxes:
-    """The axes of a family of parameters on this rank; for the fields see `inventory.families`."""
-
-    name: str
-    cut: tuple[Axis, ...]
-    shard: Axis
-    replicate: Axis
-
-    def alike(self, sharded: frozenset[str], *, everywhere: bool) -> list[Axis]:
-        """The axes along which a parameter that is cut over the axes `sharded` is replicated, outermost first.
-
-        everywhere: whether all ranks of the shard axis hold it, too.
-        """
-        copies = (self.replicate, self.shard) if everywhere else (self.replicate,)
-        return [*copies, *(axis for axis in reversed(self.cut) if axis.name not in sharded)]
-
-
-@dataclass(frozen=True)
-class ContextAxes:
-    """The ranks that share a sequence, and how attention sees the tokens of the others.
-
-    heads: among these ranks tokens are traded for heads.
-    ring: among these, keys and values travel in a ring.
-    gathers: they are gathered instead.
-    """
-
-    heads: Axis = field(default_factory=lambda: Axis.single("cp_heads"))
-    ring: Axis = field(default_factory=lambda: Axis.single("cp_ring"))
-    gathers: bool = False
+    first: int
+    pipeline: int
+    dense: dict[str, int]
+    expert: dict[str, int]
 
     @property
     def size(self) -> int:
-        """Ranks that share a sequence."""
-        return self.heads.size * self.ring.size
-
-
-@dataclass(frozen=True)
-class ExpertAxes:
-    """etp: its ranks share each expert. ep: experts are dealt out over its ranks, and tokens travel to them."""
-
-    etp: Axis = field(default_factory=lambda: Axis.single("etp"))
-    ep: Axis = field(default_factory=lambda: Axis.single("ep"))
+        return prod(self.dense.values())
 
 
 class ParallelMesh:
-    """The grid of ranks, seen from one of them.
+    """The grids of ranks, one a stage, seen from one of them.
 
     `size` and `coordinate` are arithmetic and may be called anywhere. `mesh[name]`, `over` and `through` make a
     communicator the first time: they are collective over the world, so every rank calls them with the same arguments in
@@ -155,10 +66,19 @@ class ParallelMesh:
     error instead of a hang.
     """
 
-    def __init__(self, rank: int, dense: dict[str, int], expert: dict[str, int], *, timeout: float | None) -> None:
+    def __init__(
+        self, rank: int, grids: Sequence[tuple[dict[str, int], dict[str, int]]], *, timeout: float | None
+    ) -> None:
         self.rank = rank
         self.waits = WaitClock()
-        self._views = (dense, expert)
+        self.takes_turns = any(grid != grids[0] for grid in grids)
+        self._grids: list[StageGrid] = []
+        first = pipeline = 0
+        for dense, expert in grids:
+            self._grids.append(StageGrid(first, pipeline, dense, expert))
+            first += self._grids[-1].size
+            pipeline += dense["dp_shard"] * dense["dp_replicate"] if self.takes_turns else 1
+        self._world, self._pipeline = first, pipeline
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._axes: dict[tuple[str, str], Axis] = {}
         self._complete = False
@@ -181,6 +101,7 @@ class ParallelMesh:
         ep: int = 1,
         etp: int | None = None,
         dp_replicate: int = 1,
+        stages: Sequence[tuple[int, int]] = (),
         timeout: float | None = None,
     ) -> ParallelMesh:
         """The mesh of `size` ranks, without a communicator yet.
@@ -188,44 +109,82 @@ class ParallelMesh:
         cp_heads: how many of the cp ranks of a sequence trade tokens for heads.
         etp: tp if not given; dp and edp follow from the other sizes.
         dp_replicate: copies of the shards of optimizer state (hybrid sharding).
+        stages: (tp, dp) of each stage, in place of all of these sizes.
         timeout: seconds that a collective over any axis but the world may take (None: torch's default).
 
         Raises ConfigError if the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
-        dense = _view(DENSE, size, (tp, cp_heads, cp // cp_heads), dp_replicate, pp)
-        expert = _view(EXPERT, size, (tp if etp is None else etp, ep), dp_replicate, pp)
-        return cls(rank, dense, expert, timeout=timeout)
+        if stages:
+            needed = sum(tp * dp for tp, dp in stages)
+            if needed != size:
+                raise ConfigError(f"world size {size}: the stages have {needed} ranks")
+            alike = [_views(tp * dp, (tp, 1, 1), (tp, 1), 1, 1) for tp, dp in stages]
+            return cls(rank, alike, timeout=timeout)
+        one = _views(size, (tp, cp_heads, cp // cp_heads), (tp if etp is None else etp, ep), dp_replicate, pp)
+        return cls(rank, [one] * pp, timeout=timeout)
 
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
     def size(self, *names: str) -> int:
         """Number of ranks along a product of axes."""
         view, bases = self._resolve(names)
-        return prod(view[base] for base in bases)
+        if self.takes_turns and "pp" in bases:
+            return self._pipeline if set(bases) == {"pp"} else self._world
+        sizes = self._sizes(self._grid(self.rank), view)
+        return prod(sizes[base] for base in bases)
 
     def coordinate(self, name: str) -> int:
         """This rank's coordinate on an axis."""
         view, bases = self._resolve([name])
-        place = _coordinates(self.rank, view)
+        if self.takes_turns and len(bases) > 1 and "pp" in bases:
+            return self.rank
+        sizes, place = self._sizes(self._grid(self.rank), view), self._place(self.rank, view)
         result = 0
         for base in reversed(bases):
-            result = result * view[base] + place[base]
+            result = result * sizes[base] + place[base]
         return result
 
-    def _resolve(self, names: Sequence[str]) -> tuple[dict[str, int], tuple[str, ...]]:
-        """(The view that has all these axes, their base axes of more than one rank)."""
-        wanted = {base for name in names for base in PRODUCTS.get(name, (name,))}
-        for view in self._views:
+    def ranks_of(self, pipeline_rank: int) -> range:
+        """World ranks of a pipeline rank, where stages differ: the tensor-parallel ranks of one replica."""
+        grid = max((grid for grid in self._grids if grid.pipeline <= pipeline_rank), key=lambda grid: grid.pipeline)
+        tp = grid.dense["tp"]
+        first = grid.first + tp * (pipeline_rank - grid.pipeline)
+        return range(first, first + tp)
+
+    def _grid(self, rank: int) -> StageGrid:
+        return self._grids[bisect_right(self._grids, rank, key=lambda grid: grid.first) - 1]
+
+    def _sizes(self, grid: StageGrid, view: tuple[str, ...]) -> dict[str, int]:
+        """Sizes of the base axes of a view, with that of the pipeline."""
+        return {**(grid.dense if view is DENSE else grid.expert), "pp": self._pipeline}
+
+    def _place(self, rank: int, view: tuple[str, ...]) -> dict[str, int]:
+        """A world rank's coordinates."""
+        grid = self._grid(rank)
+        place = _coordinates(rank - grid.first, grid.dense if view is DENSE else grid.expert)
+        turn = place["dp_shard"] if self.takes_turns and view is DENSE else 0
+        return {**place, "pp": grid.pipeline + turn}
+
+    def _resolve(self, names: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(The view that has all these axes, their base axes that have more than one rank on some stage)."""
+        own = [name for name in names if name != "stream" or not self.takes_turns]
+        wanted = {base for name in own for base in PRODUCTS.get(name, (name,))}
+        for view in (DENSE, EXPERT):
             if wanted <= set(view):
-                return view, tuple(base for base in view if base in wanted and view[base] > 1)
+                sizes = [self._sizes(grid, view) for grid in self._grids]
+                return view, tuple(base for base in view if base in wanted and max(s[base] for s in sizes) > 1)
         raise ValueError(f"no view of the mesh has the axes {sorted(wanted)}")
 
-    def _lines(self, view: dict[str, int], bases: Sequence[str]) -> list[list[int]]:
-        """All lists of world ranks that differ along these base axes only."""
+    def _lines(self, view: tuple[str, ...], bases: Sequence[str]) -> list[list[int]]:
+        """All lists of world ranks that differ along these base axes only; across unlike stages, of all ranks."""
+        if self.takes_turns and "pp" in bases:
+            return [list(range(self._world))]
         lines: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(prod(view.values())):
-            place = _coordinates(rank, view)
-            lines.setdefault(tuple(place[base] for base in view if base not in bases), []).append(rank)
+        for rank in range(self._world):
+            place = self._place(rank, view)
+            stage = -1 if "pp" in bases else self._grid(rank).first
+            others = (place[base] for base in view if base not in bases and base != "pp")
+            lines.setdefault((stage, *others), []).append(rank)
         return list(lines.values())
 
     # ---- axes --------------------------------------------------------------------------------------------------------
@@ -260,7 +219,8 @@ class ParallelMesh:
         It has a communicator of its own even if it goes through all ranks: its messages are started at different places
         on different ranks, so they keep no order with any others.
         """
-        lines = self._lines(self._views[0], ["pp"])
+        assert not (self.takes_turns and coordinates), "an axis through some stages has one rank of each"
+        lines = self._lines(DENSE, ["pp"])
         return self._axis("pp", [[line[p] for p in coordinates] for line in lines], apart)
 
     def family(self, name: str = "dense") -> FamilyAxes:
@@ -291,17 +251,27 @@ class ParallelMesh:
             new = any(len(ranks) > 1 for ranks in lines)
             assert not (new and self._complete), f"the communicator of {name} {apart} has to be made with the run"
             axis = make_axis(apart or name, lines, self.rank, share=not apart, timeout=self._timeout)
-            axis = self._axes[name, apart] = replace(axis, waits=self.waits)
+            even = not (self.takes_turns and "pp" in name.split("*"))
+            axis = self._axes[name, apart] = replace(axis, waits=self.waits, even=even)
         return axis
 
     def __str__(self) -> str:
-        """`tp2 x pp4 x dp2`, axes of size 1 left out."""
+        """`tp2 x pp4 x dp2`, axes of size 1 left out; of stages that differ `4x1,2x2`, tp x dp of each."""
+        if self.takes_turns:
+            return ",".join(f"{grid.dense['tp']}x{grid.dense['dp_shard']}" for grid in self._grids)
         sizes = {name: self.size(name) for name in ("tp", "cp", "pp", "dp", "ep")}
         return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
+def _views(
+    world: int, dense: tuple[int, ...], expert: tuple[int, ...], replicate: int, pp: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """A stage's grid in both views."""
+    return _view(DENSE[:-1], world, dense, replicate, pp), _view(EXPERT[:-1], world, expert, replicate, pp)
+
+
 def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: int, pp: int) -> dict[str, int]:
-    """Sizes of the base axes `names`; the one after `inner` gets what the others leave of the world."""
+    """Sizes of the base axes `names` of a stage; the one after `inner` gets what the others leave of the world."""
     if min(sizes := (*inner, replicate, pp)) < 1:
         raise ConfigError(f"world size {world}: sizes of axes are at least 1, not {min(sizes)}")
     used = prod(inner) * pp
@@ -310,7 +280,7 @@ def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: i
         raise ConfigError([f"world size {world}: not divisible by {label}*pp={used}"])
     if world // used % replicate:
         raise ConfigError(f"dp_replicate={replicate}: does not divide the data-parallel size {world // used}")
-    return dict(zip(names, (*inner, world // used // replicate, replicate, pp), strict=True))
+    return dict(zip(names, (*inner, world // used // replicate, replicate), strict=True))
 
 
 def _coordinates(rank: int, view: dict[str, int]) -> dict[str, int]:
@@ -319,30 +289,3 @@ def _coordinates(rank: int, view: dict[str, int]) -> dict[str, int]:
     for base, size in view.items():
         rank, place[base] = divmod(rank, size)
     return place
-
-
-def make_axis(
-    name: str, lists: Sequence[Sequence[int]], rank: int, *, share: bool = True, timeout: timedelta | None = None
-) -> Axis:
-    """Makes a process group for every list of ranks and returns the axis of the list that holds `rank`.
-
-    Collective. Lists of fewer than two ranks get no group; a list of all ranks shares the default group unless `share`
-    is False. timeout: of the new groups (None: torch's default, 30 minutes).
-    """
-    mine = Axis.single(name, rank)
-    for ranks in lists:
-        if len(ranks) < 2:
-            continue
-        whole_world = len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks)
-        group = dist.group.WORLD if whole_world and share else _new_group(list(ranks), timeout)
-        if rank in ranks:
-            mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
-    return mine
-
-
-def _new_group(ranks: list[int], timeout: timedelta | None) -> Any:
-    """A process group, with devices for device tensors only: gloo, which opens a socket to every other rank, exists
-    once for the world and is not made again for each axis."""
-    if dist.is_initialized() and "nccl" in str(dist.get_backend_config(dist.group.WORLD)):
-        return dist.new_group(ranks, timeout=timeout, backend="nccl")
-    return dist.new_group(ranks, timeout=timeout)

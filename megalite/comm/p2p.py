@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.axis import Axis, WaitClock
 from megalite.comm.collectives import device_of
-from megalite.comm.mesh import Axis, WaitClock
 from megalite.errors import PeerLost, RuntimeFailure
 
 _HEADER_LENGTH = 8
@@ -120,6 +120,14 @@ class IncomingMessage:
         return self.buffer if self.target is None else self.target.copy_(self.buffer, non_blocking=True)
 
 
+class Incoming(Protocol):
+    """A receive that has been posted."""
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has arrived."""
+        ...
+
+
 class Channel:
     """Point-to-point messages. Made by all ranks of the pipeline at the same time.
 
@@ -161,12 +169,17 @@ class Channel:
         work = dist.isend(x, line.ranks[peer], group=line.group, tag=self._sent[peer])
         self._in_flight.append((work, x))
 
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> IncomingMessage:
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> Incoming:
+        """Begins to receive a tensor."""
+        return self._post(spec, peer=peer, label=label)
+
+    def _post(self, spec: TensorSpec, *, peer: int, label: MessageLabel, into: Tensor | None = None) -> IncomingMessage:
         device = torch.device("cpu") if self._host_only else spec.device
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=device) if self._headers else None
         header_work = self._irecv(header, peer) if header is not None else None
-        target = spec.empty() if device != spec.device else None
-        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        copied = device != spec.device
+        target = (spec.empty() if into is None else into) if copied else None
+        buffer = torch.empty(spec.shape, dtype=spec.dtype, device=device) if copied or into is None else into
         work = self._irecv(buffer, peer)
         line = self._line(peer, self._down.rank)
         return IncomingMessage(buffer, target, work, header, header_work, label, self._down.rank, peer, line.waits)

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from megalite.comm.axis import Axis
 from megalite.comm.collectives import agree_max
 from megalite.comm.gathered_json import all_gather_json
-from megalite.comm.mesh import Axis
 from megalite.errors import DataError, MegaliteError
 
 VOTE_SECONDS = 0.5

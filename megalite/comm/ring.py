@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.axis import Axis
 from megalite.comm.collectives import device_of
-from megalite.comm.mesh import Axis
 
 # Two kinds of messages may be in flight at once: what travels round the ring, and the gradient that follows it.
 _TAGS = (721, 722)

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.comm.axis import Axis
 from megalite.comm.gathered_json import all_gather_json
-from megalite.comm.mesh import Axis
 from megalite.errors import PeerLost
 from megalite.scratch import remove_forgotten
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megalite import schedule as schedules
 from megalite.config.schema import OneOf, Spelled, option
+from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
 
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
@@ -101,11 +103,16 @@ class DeviceOptions(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """World = tensor x context x data x pipeline; tensor-parallel ranks are neighbours, then those that share a
-    sequence, then data-parallel ones, then the pipeline's."""
+    """World = tensor x context x data x pipeline, or what `stage_meshes` says; tensor-parallel ranks are neighbours,
+    then those that share a sequence, then data-parallel ones, then the pipeline's."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1)
     pipeline_model_parallel_size: int = option(1, "pipeline ranks p", ge=1)
+    stage_meshes: str | None = option(
+        None,
+        "tp x replicas of each pipeline stage, e.g. '4x1,2x2': replicas of a stage take micro-batches in turn",
+        metavar="TPxDP,...",
+    )
     virtual_pipeline_model_parallel_size: int | None = option(
         None, "model chunks per pipeline rank; unset: what the schedule asks for", ge=1
     )
@@ -126,6 +133,9 @@ class ParallelConfig:
     )
     pipeline_schedule_file: str | None = option(
         None, "text file with a schedule of your own (see tools/show_schedule.py)", metavar="FILE"
+    )
+    pipedream_vertical_sync: bool = option(
+        False, "a micro-batch of pipedream uses on every stage the weight version that it met on the first"
     )
     chimera_pairs: int = option(1, "pairs f of opposite pipelines in chimera: 2f copies of the weights", ge=1)
     pipeline_flush_steps: int = option(
@@ -159,8 +169,30 @@ class ParallelConfig:
     )
 
     @property
+    def meshes(self) -> tuple[StageMesh, ...]:
+        """tp and replicas of each stage where stages differ; empty where they are alike."""
+        try:
+            given = parse_meshes(self.stage_meshes or "")
+        except ValueError:
+            return ()
+        return given if unlike(given) else ()
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Replicas of each stage that take its micro-batches in turn; empty where stages are alike."""
+        return tuple(mesh.dp for mesh in self.meshes)
+
+    def of_stage(self, stage: int) -> ParallelConfig:
+        """The layout in which all stages are as this one is; itself where they are alike."""
+        if not self.meshes:
+            return self
+        return replace(self, stage_meshes=None, tensor_model_parallel_size=self.meshes[stage].tp)
+
+    @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model."""
+        """Ranks that hold one replica of the model; where stages differ, all of them."""
+        if self.meshes:
+            return sum(mesh.size for mesh in self.meshes)
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context.context_parallel_size
 
     @property
@@ -182,10 +214,20 @@ class ParallelConfig:
         return schedules.resolve_chunks(self.schedule, self.virtual_pipeline_model_parallel_size)
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Replicas in a world of `world_size` ranks (which `model_parallel_size` must divide)."""
+        """Replicas, each with micro-batches of its own, in a world of `world_size` ranks (which `model_parallel_size`
+        must divide); 1 where stages differ, whose replicas share one stream."""
         return world_size // self.model_parallel_size
 
     def schedule_problems(self, num_microbatches: int) -> list[str]:
         """Why the schedule cannot run with this layout and so many micro-batches of a batch; empty where it can."""
         ranks, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
-        return schedules.schedule_problems(self.schedule, ranks, num_microbatches, chunks, num_pairs=self.chimera_pairs)
+        return schedules.schedule_problems(self.schedule, ranks, num_microbatches, chunks, **self.pipeline_shape)
+
+    @property
+    def pipeline_shape(self) -> dict[str, Any]:
+        """What a program's shape has beside ranks, micro-batches and chunks, by the names of `build_program`."""
+        return {
+            "num_pairs": self.chimera_pairs,
+            "workers": self.workers,
+            "vertical_sync": self.pipedream_vertical_sync,
+        }

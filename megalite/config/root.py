@@ -44,6 +44,14 @@ class Config:
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
 
+    def of_stage(self, stage: int, world_size: int) -> tuple[Config, int]:
+        """(The run in which all stages are as this one is, its number of ranks); the run itself where they are."""
+        meshes = self.parallel.meshes
+        if not meshes:
+            return self, world_size
+        parallel = self.parallel.of_stage(stage)
+        return dataclasses.replace(self, parallel=parallel), len(meshes) * meshes[stage].size
+
     def gradient_ranks(self, world_size: int) -> int:
         """Ranks that hold the same dense parameters and whose gradients are summed: data x context parallel."""
         return self.data_parallel_size(world_size) * self.parallel.context.context_parallel_size

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from megalite.config.reader import GivenOption
+from megalite.config.stage_meshes import parse_meshes, unlike
 
 #: Megatron-LM's words for what is sharded -> ZeRO stage.
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -22,7 +23,31 @@ def work_out_level(here: dict[str, GivenOption], below: Mapping[str, GivenOption
 
 def work_out(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
     """The same for names that need other fields than those of their level. Returns what is wrong."""
-    return _chunks(merged, broken) + _positions(merged)
+    return _meshes(merged, broken) + _chunks(merged, broken) + _positions(merged)
+
+
+def _meshes(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
+    """`--stage-meshes` says the sizes of all stages; where they are alike, it is another spelling of these."""
+    given = merged.get("stage_meshes")
+    if given is None or not given.value or "stage_meshes" in broken:
+        return []
+    try:
+        meshes = parse_meshes(given.value)
+    except ValueError as error:
+        return [f"`stage_meshes`={given.value}: {error}"]
+    sizes = {"pipeline_model_parallel_size": len(meshes)}
+    sizes |= {} if unlike(meshes) else {"tensor_model_parallel_size": meshes[0].tp}
+    for name, size in sizes.items():
+        other = merged.get(name)
+        if other is not None and other.value not in (size, None) and name not in broken:
+            return [f"`{name}`={other.value}: contradicts `stage_meshes`={given.value}, which says {size}; drop it"]
+        merged[name] = replace(given, name=name, value=size)
+    tensor = merged.get("tensor_model_parallel_size")
+    if unlike(meshes) and tensor is not None and tensor.value != 1:
+        return [
+            f"`tensor_model_parallel_size`={tensor.value}: `stage_meshes`={given.value} says it of each stage; drop it"
+        ]
+    return []
 
 
 def _groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> None:

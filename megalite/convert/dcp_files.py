@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import Box, check_file_name, cover, tiling_problem
+from megalite.checkpoint import check_file_name, tiling_problem
 from megalite.convert.megatron_process import DTYPES, Unpickler
 from megalite.errors import CheckpointError
+from megalite.inventory import Box, cover
 
 METADATA = ".metadata"
 Shape = tuple[int, ...]

@@ -220,7 +220,7 @@ class Updater(Events):
         if not self._late:
             skipped = self.resolve_pending()
             shown = None if skipped else reading.read()[0]
-        shown = None if self._weights.update_per_microbatch else shown
+        shown = shown if self._weights.together is None else None
         self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped, norm))
         for buffers in self._all_buffers:
             buffers.gradients.begin_batch()

@@ -19,7 +19,7 @@ from megalite.comm import Axis, Handle, ParallelMesh
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import Delay
-from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
+from megalite.parallel.pipeline import SharedGradient, Stage, SumsCopies, replica_axes
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import (
     Fill,
@@ -57,11 +57,12 @@ BuiltStages = dict[StageKey, tuple[Stage, Sequence[StageLayers]]]
 @dataclass(frozen=True)
 class Ties:
     """Parameters that several stages hold. ranks: along the pipeline, that have a copy. home: the stage whose copies
-    enter the norm and checkpoints."""
+    enter the norm and checkpoints. unlike: makes what sums them, where stages are cut differently."""
 
     names: frozenset[str] = frozenset()
     ranks: Sequence[int] = ()
     home: StageKey = (0, 0)
+    unlike: Callable[[], SumsCopies] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Weights:
     placement: which rank holds which stage.
     shared: sums the gradient of parameters that several stages hold.
     num_versions: weight versions that each stage keeps (2BW: 2).
-    update_per_microbatch: as in `Program`.
+    together: micro-batches of an update, where a batch has several (PipeDream); None: a batch is one.
     delay: how many updates old this rank's gradients are.
     states: what else an update changes, in the order in which all ranks step it.
     """
@@ -96,9 +97,9 @@ class Weights:
     buffers: dict[StageKey, list[ParameterBuffers]]
     optimizer: ShardedOptimizer
     placement: StagePlacement
-    shared: SharedGradient
+    shared: SumsCopies
     num_versions: int
-    update_per_microbatch: bool
+    together: int | None
     delay: Delay
     states: Sequence[VersionedState]
 
@@ -175,9 +176,9 @@ def build_weights(
         buffers=buffers,
         optimizer=make_optimizer([made for stage in buffers.values() for made in stage], axis, delay),
         placement=program.placement,
-        shared=SharedGradient(mesh.through(ties.ranks, apart="tied")),
+        shared=ties.unlike() if ties.unlike else SharedGradient(mesh.through(ties.ranks, apart="tied")),
         num_versions=program.weight_versions[mesh.coordinate("pp")],
-        update_per_microbatch=program.update_per_microbatch,
+        together=program.placement.round if program.update_per_microbatch else None,
         delay=delay,
         states=states,
     )

@@ -9,6 +9,8 @@
     families.py     which axes cut, shard and replicate the parameters of a family
     memory_plan.py  where memory lies and what is recomputed, as flags say it or a budget decided it
     buckets.py      the flat buffers that hold parameters
+    boxes.py        rectangles of logical tensors: what resharding and transfers are made of
+    transfer_plan.py    which rank sends which part of a stage's output to which rank of the next
     tiling.py       chunks of logits, blocks of queries, layers that are recomputed together
     activation_bytes.py     bytes that a layer keeps until its backward, and that cross to the next stage
     pipeline.py     the program of a configuration, and which layers each stage holds
@@ -29,6 +31,7 @@ from megalite.inventory.activation_bytes import (
     weight_only_bytes,
 )
 from megalite.inventory.adapters import Adapter, adapters_of
+from megalite.inventory.boxes import Box, cover, find_overlap
 from megalite.inventory.buckets import (
     ALIGNMENT,
     BucketPlan,
@@ -72,3 +75,4 @@ from megalite.inventory.tiling import (
     recompute_ranges,
     recomputed_layers,
 )
+from megalite.inventory.transfer_plan import Transfer, TransferPlan, tiles, transfer_plan

@@ -6,6 +6,7 @@ The trainer executes what these functions return, and the planner prices it.
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any
 
 from megalite.config import Config, ModelConfig
 from megalite.inventory.layers import model_layers
@@ -49,7 +50,7 @@ def computations(
         parallel.pipeline_model_parallel_size,
         num_microbatches,
         parallel.virtual_pipeline_model_parallel_size,
-        parallel.chimera_pairs,
+        tuple(parallel.pipeline_shape.items()),
         plan.room,
         plan.chunks,
     )
@@ -62,12 +63,12 @@ def _built(
     num_ranks: int,
     num_microbatches: int,
     num_chunks: int | None,
-    num_pairs: int,
+    shape: tuple[tuple[str, Any], ...],
     room: ActivationRoom | None,
     chunks: WeightChunks | None,
 ) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
-    program = build_program(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
+    program = build_program(name, num_ranks, num_microbatches, num_chunks, **dict(shape))
     return _changed(program, delayed, room, chunks)
 
 

@@ -102,6 +102,7 @@ def rank_memory(
         program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
     """
     plan = given_plan(config) if plan is None else plan
+    config, world_size = config.of_stage(program.placement.stages_of(rank)[0][0], world_size)
     lengths = dict(config.phases(world_size)) if config.training.seq_length_schedule is not None else {}
     asked = partial(rank_memory, program=program, cuts=cuts, rank=rank, plan=plan, on_cpu=on_cpu)
     phases = [asked(config.at_length(length), world_size) for length in lengths]
@@ -298,7 +299,8 @@ def _walked(program: Program) -> int:
     shape = ScheduleShape(program.num_ranks, m, program.chunks_per_rank)
     if program.name not in SCHEDULES or SCHEDULES[program.name].in_flight(shape) >= m:
         return m
-    return min(m, 3 * program.num_ranks + m % program.num_ranks)
+    period = program.num_ranks * program.placement.round
+    return min(m, 3 * period + m % period)
 
 
 STEPPED = -1

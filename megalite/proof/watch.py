@@ -305,7 +305,7 @@ class Eyes:
 
     def _norm(self, stats: StepStats, where: dict[str, Any]) -> None:
         expected = self.reference.updates[stats.iteration - 1]["norm"]
-        if self.run.state.model.update_per_microbatch:
+        if self.run.state.model.together is not None:
             return  # there is none over PipeDream's pipeline
         if expected is None or stats.grad_norm is None:
             if expected is not stats.grad_norm:

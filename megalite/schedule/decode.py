@@ -53,11 +53,12 @@ def forward_program(
             for stage, replica in placement.stages_of(rank):
                 if replica == 0:
                     groups = prompts(batch) if turn == 0 else (batch.start + group for group in as_they_end)
-                    yield from (forward(turn * stages + stage, microbatch) for microbatch in groups)
+                    own = (group for group in groups if placement.rank_of(stage, 0, group) == rank)
+                    yield from (forward(turn * stages + stage, microbatch) for microbatch in own)
 
     program = Program(
         name="decode" if rounds > 1 else "forward only",
-        placement=StagePlacement(placement.name, ranks, (placement.ranks[0] * rounds,)),
+        placement=StagePlacement(placement.name, ranks, (placement.ranks[0] * rounds,), placement.workers * rounds),
         num_microbatches=sum(chunks),
         order=lambda rank, batch: list(order(rank, batch)),
         weight_versions=(1,) * ranks,

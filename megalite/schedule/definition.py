@@ -8,16 +8,37 @@ from typing import Any, NamedTuple
 
 from megalite.schedule.action import Action
 from megalite.schedule.program import PeakActivations, Program, flush_program
-from megalite.schedule.stage_placement import StagePlacement
+from megalite.schedule.stage_placement import StagePlacement, loop, round_robin
 
 
 class ScheduleShape(NamedTuple):
-    """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only)."""
+    """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only).
+
+    workers: ranks of each stage that take micro-batches in turn; empty: one each. p is the number of stages then.
+    vertical_sync: of PipeDream: a micro-batch uses one version on all stages.
+    """
 
     p: int
     m: int
     v: int = 1
     f: int = 1
+    workers: tuple[int, ...] = ()
+    vertical_sync: bool = False
+
+    @property
+    def placement(self) -> StagePlacement:
+        """One stage on a rank, or on the ranks that take turns."""
+        return round_robin(self.workers) if self.workers else loop(self.p)
+
+    def stage_of(self, rank: int) -> int:
+        """The stage of a rank of `placement`."""
+        return self.placement.stages_of(rank)[0][0] if self.workers else rank
+
+    def ahead(self, rank: int) -> int:
+        """Forwards of its own that a rank runs ahead of its backwards, so that every rank behind it has work: one less
+        than PipeDream's NOAM, ceil(ranks from this stage on / ranks of this stage)."""
+        stage = self.stage_of(rank)
+        return -(-sum(self.workers[stage:]) // self.workers[stage]) - 1 if self.workers else self.p - 1 - rank
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,7 @@ class Schedule:
     idle: (times of a rank's F, I and W of one micro-batch, v) -> the paper's idle time per rank and batch, divided by
         p - 1.
     in_flight: shape -> micro-batches whose activations the fullest rank holds at least.
+    takes_turns: whether the ranks of a stage may share its micro-batches, unlike in number from stage to stage.
     """
 
     name: str
@@ -63,6 +85,7 @@ class Schedule:
     zero_excluded: Mapping[int, str] = field(default_factory=dict)
     idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
     in_flight: Callable[[ScheduleShape], float] = lambda shape: min(shape.m, shape.p)
+    takes_turns: bool = False
 
 
 def flush_schedule(

@@ -76,11 +76,11 @@ def insert_reduce(program: Program) -> Program:
     """
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
-        actions = program.order(rank, batch)
+        actions, turns = program.order(rank, batch), program.placement.turn_of(rank)[1]
         last: dict[tuple[int, int, int], int] = {}
         for position, action in enumerate(actions):
             for part in action.computations():
-                completed_here = part.microbatch < batch.end or part.microbatch == batch.following.end - 1
+                completed_here = part.microbatch < batch.end or part.microbatch + turns >= batch.following.end
                 if part.kind in GRADIENT_KINDS and completed_here:
                     last[part.stage, part.replica, program.update_of(part.microbatch, batch)] = position
         after: dict[int, list[Action]] = {}
@@ -166,9 +166,9 @@ def _messages(action: Action, placement: StagePlacement, message_of: Mapping[str
     for part in action.computations():
         kind, distance = message_of.get(part.kind, ("", 0))
         if kind and 0 <= part.stage + distance < placement.num_stages:
-            peer = placement.rank_of(part.stage + distance, part.replica)
+            peer = placement.rank_of(part.stage + distance, part.replica, part.microbatch)
             # Stages of one rank hand tensors over in memory (the turning point of a V, or p = 1).
-            if peer != placement.rank_of(part.stage, part.replica):
+            if peer != placement.rank_of(part.stage, part.replica, part.microbatch):
                 yield Action(kind, part.stage, part.microbatch, peer=peer, replica=part.replica)
 
 

@@ -124,7 +124,8 @@ class Program:
     num_microbatches        m, the default size of `batch()`
     order                   the actions of a rank in one iteration
     asynchronous            iteration t begins batch t + 1
-    update_per_microbatch   PipeDream's one optimizer update per micro-batch; else one per batch
+    update_per_microbatch   PipeDream's one optimizer update per micro-batch, or where workers take turns per round of
+                            them (`StagePlacement.round`); else one per batch
     consistent              F and B of a micro-batch use the same weight version on every stage
     weight_versions         per rank, versions of a stage's weights that are kept at once
     gradient_buffers        updates whose gradients are accumulated at once
@@ -177,6 +178,8 @@ class Program:
     @property
     def activation_unit(self) -> Fraction:
         """One chunk in units of "one micro-batch through all layers of one rank": 1/v."""
+        if self.placement.workers:
+            return Fraction(1)
         return Fraction(self.num_ranks * (self.rounds.number if self.rounds else 1), self.num_stages)
 
     def batch(
@@ -221,8 +224,9 @@ class Program:
         template = self._templates.get(shape)
         if template is None:
             late = self.num_stages + 1  # so late in the run that none of its actions uses the initial weights
-            actions = self.order(rank, BatchRange(late, late, *shape[1:]))
-            template = Template(actions, late, late, updates_by_microbatch=self.update_per_microbatch)
+            start, together = late * self.placement.round, self.placement.round if self.update_per_microbatch else None
+            actions = self.order(rank, BatchRange(late, start, *shape[1:]))
+            template = Template(actions, start, late, together=together)
             self._templates[shape] = template
         return template.at(batch.start, batch.iteration)
 
@@ -236,7 +240,7 @@ class Program:
     def update_of(self, microbatch: int, batch: BatchRange) -> int:
         """Number of the optimizer update that takes the gradient of `microbatch`, seen from iteration `batch`."""
         if self.update_per_microbatch:
-            return microbatch
+            return microbatch // self.placement.round
         return batch.iteration if microbatch < batch.end else batch.iteration + 1
 
     def with_order(self, order: RankActions) -> Program:
@@ -255,6 +259,20 @@ def shift(action: Action, batch: BatchRange) -> Action:
     return action._replace(microbatch=action.microbatch + batch.start, version=version)
 
 
+def in_turn(action: Action, turn: int, turns: int) -> Action:
+    """A computation of a rank's own micro-batch j -> of the one it is among those of all ranks that take turns."""
+    if turns == 1 or not action.is_compute:
+        return action
+    return action._replace(microbatch=action.microbatch * turns + turn)
+
+
+def own_part(batch: BatchRange, turns: int) -> BatchRange:
+    """The batch as one of `turns` ranks that take turns counts it: its own micro-batches alone."""
+    if turns == 1:
+        return batch
+    return batch._replace(start=batch.start // turns, size=batch.size // turns, next_size=batch.next_size // turns)
+
+
 def flush_program(
     name: str,
     placement: StagePlacement,
@@ -264,11 +282,13 @@ def flush_program(
 ) -> Program:
     """A synchronous schedule: every batch ends with an empty pipeline and one STEP per stage; one weight version.
 
-    rank_order(rank, m): the computations of one batch with local ids. peak(rank, m): its declared activations.
+    rank_order(rank, m): the computations of one batch with local ids. peak(rank, m): its declared activations. Where
+    ranks take turns, m and ids are those of one rank's own micro-batches.
     """
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
-        actions = [shift(action, batch) for action in rank_order(rank, batch.size)]
+        turn, turns = placement.turn_of(rank)
+        actions = [shift(in_turn(action, turn, turns), batch) for action in rank_order(rank, batch.size // turns)]
         return actions + [step(stage, batch.iteration, replica=replica) for stage, replica in placement.stages_of(rank)]
 
     return Program(
@@ -277,6 +297,8 @@ def flush_program(
         num_microbatches=num_microbatches,
         order=order,
         weight_versions=(1,) * placement.num_ranks,
-        peak_activations=tuple(peak(rank, num_microbatches) for rank in range(placement.num_ranks)),
+        peak_activations=tuple(
+            peak(rank, num_microbatches // placement.turn_of(rank)[1]) for rank in range(placement.num_ranks)
+        ),
         staleness=(0,) * placement.num_stages,
     )

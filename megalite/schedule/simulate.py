@@ -213,7 +213,7 @@ def dependencies(action: Action, placement: StagePlacement) -> Iterable[tuple[in
         for kind, at in needs:
             key = (kind, at, replica, k)
             if key not in own:
-                yield placement.rank_of(at, replica), key
+                yield placement.rank_of(at, replica, k), key
 
 
 def produced(action: Action) -> list[ResultKey]:

@@ -4,27 +4,34 @@
     rank 0: 0 2                 rank 0: 0 3                rank 0: stage 0 of replica 0, stage 1 of replica 1
     rank 1: 1 3                 rank 1: 1 2                rank 1: stage 1 of replica 0, stage 0 of replica 1
 
+    round robin, stage 0 twice     rank 0: stage 0 of micro-batches 0, 2, ...    rank 1: stage 0 of 1, 3, ...
+    and stage 1 once               rank 2: stage 1 of all
+
 All code asks `rank_of` and `stages_of`; none computes `stage % p`.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd, lcm
 
 
 @dataclass(frozen=True)
 class StagePlacement:
     """Which pipeline rank holds each stage.
 
-    name: of the shape (loop, vee, bidirectional).
+    name: of the shape (loop, vee, bidirectional, round robin).
     num_ranks: p.
     ranks: ranks[replica][stage] is the rank that holds this replica of this stage.
+    workers: per stage, ranks from that one on that take its micro-batches in turn; empty: one each.
     """
 
     name: str
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
+    workers: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -38,19 +45,44 @@ class StagePlacement:
     @property
     def chunks_per_rank(self) -> int:
         """v: number of stages over number of ranks (replicas not counted)."""
-        return self.num_stages // self.num_ranks
+        return 1 if self.workers else self.num_stages // self.num_ranks
+
+    @property
+    def round(self) -> int:
+        """Micro-batches after which every worker has had as many turns as the others of its stage: batches are
+        multiples of it."""
+        return lcm(*self.workers)
 
     @property
     def neighbours(self) -> frozenset[tuple[int, int]]:
         """Pairs of ranks (lower, higher) that hold consecutive stages: no others ever send to each other."""
+        if self.workers:
+            return frozenset(self._turns())
         steps = ((a, b) for ranks in self.ranks for a, b in itertools.pairwise(ranks))
         return frozenset((min(a, b), max(a, b)) for a, b in steps if a != b)
 
-    def rank_of(self, stage: int, replica: int = 0) -> int:
-        return self.ranks[replica][stage]
+    def _turns(self) -> Iterator[tuple[int, int]]:
+        """Pairs of workers of consecutive stages that meet in some micro-batch."""
+        for (begin, count), (above, more) in itertools.pairwise(zip(self.ranks[0], self.workers, strict=True)):
+            shared = gcd(count, more)
+            yield from ((begin + a, above + b) for a in range(count) for b in range(a % shared, more, shared))
+
+    def rank_of(self, stage: int, replica: int = 0, microbatch: int = 0) -> int:
+        """The rank that runs this micro-batch on this stage."""
+        first = self.ranks[replica][stage]
+        return first + microbatch % self.workers[stage] if self.workers else first
+
+    def turn_of(self, rank: int) -> tuple[int, int]:
+        """(Its turn among the ranks of its stage, how many they are)."""
+        if not self.workers:
+            return 0, 1
+        (stage, _), *_ = self.stages_of(rank)
+        return rank - self.ranks[0][stage], self.workers[stage]
 
     def stages_of(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(stage, replica) pairs held by `rank`, in ascending order of replica, then stage."""
+        if self.workers:
+            return ((max(stage for stage, first in enumerate(self.ranks[0]) if first <= rank), 0),)
         return tuple(
             (stage, replica)
             for replica, ranks in enumerate(self.ranks)
@@ -80,3 +112,9 @@ def bidirectional(num_ranks: int, num_pairs: int = 1) -> StagePlacement:
         down = tuple((offset + stage) % num_ranks for stage in range(num_ranks))
         replicas += [down, tuple(reversed(down))]
     return StagePlacement("bidirectional", num_ranks, tuple(replicas))
+
+
+def round_robin(workers: Sequence[int]) -> StagePlacement:
+    """Stage s on `workers[s]` ranks, micro-batch k on number k mod workers[s] of them (PipeDream's replication)."""
+    first = tuple(itertools.accumulate(workers[:-1], initial=0))
+    return StagePlacement("round robin", sum(workers), (first,), tuple(workers))

@@ -22,16 +22,15 @@ _new_action: Callable[[Iterable[object]], Action] = partial(tuple.__new__, Actio
 class Template:
     """`actions` of a batch that begins at micro-batch `start` in iteration `iteration`.
 
-    updates_by_microbatch: updates and versions are counted in micro-batches (PipeDream), else in iterations.
+    together: micro-batches of an update, where updates and versions follow them (PipeDream); None: they are counted in
+        iterations.
     The batch must lie late enough in a run that all its versions come from updates: the first batches of an
     asynchronous run compute on the initial weights (version 0) instead, which `at` accounts for.
     """
 
-    def __init__(
-        self, actions: Sequence[Action], start: int, iteration: int, *, updates_by_microbatch: bool = False
-    ) -> None:
-        self._updates_by_microbatch = updates_by_microbatch
-        update = start if updates_by_microbatch else iteration
+    def __init__(self, actions: Sequence[Action], start: int, iteration: int, *, together: int | None = None) -> None:
+        self._together = together
+        update = iteration if together is None else start // together
         numbers: dict[tuple[bool, int], int] = {}
         """(counted as an update, distance from the batch's first number) -> place in the table."""
 
@@ -48,11 +47,11 @@ class Template:
         self._numbers = list(numbers)
         self._overlaps = [(position, len(action.parts)) for position, action in enumerate(actions) if action.parts]
         parts = [part for action in actions for part in action.parts]
-        self._parts = Template(parts, start, iteration, updates_by_microbatch=updates_by_microbatch) if parts else None
+        self._parts = Template(parts, start, iteration, together=together) if parts else None
 
     def at(self, start: int, iteration: int) -> list[Action]:
         """The list of the batch that begins at micro-batch `start` in iteration `iteration`."""
-        update = start if self._updates_by_microbatch else iteration
+        update = iteration if self._together is None else start // self._together
         # What would be older than the initial weights is the initial weights.
         table = [NONE, *(max(distance + (update if counts else start), 0) for counts, distance in self._numbers)]
         microbatches = [table[index] for index in self._microbatches]

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import accumulate, islice, product
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import (
@@ -103,9 +103,11 @@ def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterat
         yield "V1 every micro-batch once on every stage", _first(_completeness(program, run, lists))
         yield "V1 one update after its gradients", _first(_updates(program, run, lists))
         yield "V1 weights gathered when used", _first(_gathers(lists))
-    yield "V2 no circle of waits", _circle(program, lists)
+    yield "V2 no circle of waits", _circle(program, lists, run)
     yield "V3 receives in the order of the sends", _first(fifo_faults(lists))
-    yield "V3 no deadlock when sends wait for receives", rendezvous_faults(lists, program.placement, "direction")
+    # A rank with several neighbours in one direction must not wait for one of them behind a message to another.
+    model = "pair" if program.placement.workers else "direction"
+    yield "V3 no deadlock when sends wait for receives", rendezvous_faults(lists, program.placement, model)
     if program.rounds is not None:
         yield "V8 no rank waits while it has a group to work on", _first(_idle(program, run, lists))
         return
@@ -132,7 +134,7 @@ def _computations(lists: Lists) -> Iterator[tuple[int, int, Action]]:
 
 def _update_of(program: Program, run: Sequence[BatchRange], microbatch: int) -> int:
     if program.update_per_microbatch:
-        return microbatch
+        return microbatch // program.placement.round
     return next((batch.iteration for batch in run if microbatch < batch.end), len(run))
 
 
@@ -145,6 +147,8 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
         k = part.microbatch
         if part.stage_key not in held[rank]:
             yield MessageFault(f"rank {rank} does not hold the stage of {part}", rank, position)
+        elif program.placement.rank_of(*part.stage_key, k) != rank:
+            yield MessageFault(f"{part} is not the turn of rank {rank}", rank, position)
         if not 0 <= k < end:
             yield MessageFault(f"{part}: there is no micro-batch {k} ({end} in all)", rank, position)
         if replicas.setdefault(k, part.replica) != part.replica:
@@ -165,7 +169,7 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
     for microbatch, stage, kind in product(range(end), range(program.num_stages), names):
         replica = replicas.get(microbatch, 0)
         if (kind, stage, replica, microbatch) not in seen:
-            rank = program.placement.rank_of(stage, replica)
+            rank = program.placement.rank_of(stage, replica, microbatch)
             missing = f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})"
             batch_end = next(batch.end for batch in run if microbatch < batch.end)
             places = [at for on, at, part in _computations(lists) if on == rank and part.microbatch < batch_end]
@@ -192,7 +196,7 @@ def _forwards(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iter
             yield MessageFault(f"{part} is done twice, or not wanted", rank, position)
         wanted.discard((part.stage, part.microbatch))
     for stage, microbatch in sorted(wanted):
-        rank = program.placement.rank_of(stage)
+        rank = program.placement.rank_of(stage, microbatch=microbatch)
         yield MessageFault(
             f"micro-batch {microbatch} has no F on stage {stage} (rank {rank})", rank, len(lists[rank]) - 1
         )
@@ -213,7 +217,7 @@ def _idle(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator
 
 
 def _updates(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
-    total = run[-1].end if program.update_per_microbatch else len(run)
+    total = run[-1].end // program.placement.round if program.update_per_microbatch else len(run)
     for rank, actions in enumerate(lists):
         next_step: dict[StageKey, int] = dict.fromkeys(program.placement.stages_of(rank), 0)
         reduced: dict[StageKey, int] = {}
@@ -258,10 +262,13 @@ def _gathers(lists: Lists) -> Iterator[MessageFault]:
                     yield MessageFault(f"{part} without UNSHARD of stage {part.stage}", rank, position)
 
 
-def _circle(program: Program, lists: Lists) -> list[MessageFault]:
-    """Advances all ranks as far as data dependencies allow. A rank that is not at its end is in a circle, or behind
-    one."""
+def _circle(program: Program, lists: Lists, run: Sequence[BatchRange]) -> list[MessageFault]:
+    """Advances all ranks as far as they can go on. Beside their inputs they wait for the global norm of an update, to
+    which every rank has to come (NORM, or STEP without one), and at the end of a batch for its loss. A rank that is not
+    at its end is in a circle, or behind one."""
     done: set[ResultKey] = set()
+    arrived: dict[int | tuple[int], set[int]] = defaultdict(set)
+    ends = [set(accumulate(len(program.order(rank, batch)) for batch in run)) for rank in range(len(lists))]
     position = [0] * len(lists)
     moved = True
     while moved:
@@ -271,6 +278,18 @@ def _circle(program: Program, lists: Lists) -> list[MessageFault]:
                 action = actions[position[rank]]
                 if any(key not in done for _, key in dependencies(action, program.placement)):
                     break
+                if action.kind in (NORM, STEP) and not program.update_per_microbatch:
+                    moved |= rank not in arrived[action.microbatch]
+                    arrived[action.microbatch].add(rank)
+                    if action.kind == STEP and len(arrived[action.microbatch]) < len(lists):
+                        break
+                if position[rank] + 1 in ends[rank]:
+                    number = (sum(end <= position[rank] for end in ends[rank]),)
+                    moved |= rank not in arrived[number]
+                    arrived[number].add(rank)
+                    done.update(produced(action))
+                    if len(arrived[number]) < len(lists):
+                        break
                 done.update(produced(action))
                 position[rank] += 1
                 moved = True

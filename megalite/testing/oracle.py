@@ -162,17 +162,20 @@ def reference(argv: tuple[str, ...], steps: int, delay: int = 0, synchronous_ste
 
 
 @cache
-def pipedream_reference(argv: tuple[str, ...], steps: int, stages: int, together: int = 1) -> Trajectory:
+def pipedream_reference(
+    argv: tuple[str, ...], steps: int, stages: int, together: int = 1, lags: tuple[int, ...] = ()
+) -> Trajectory:
     """PipeDream with weight stashing (Narayanan et al., SOSP 2019), micro-batch after micro-batch.
 
     Stage r computes micro-batch k, forward and backward, on the weights that it had after `k - (p-1-r)` updates, and
     then updates its newest ones with that gradient, whatever other micro-batches there are. together: samples of an
-    update (micro-batch size x replicas).
+    update (micro-batch size x replicas). lags: of the stages, where they are not p-1-r (vertical sync; stages that
+    differ).
     """
-    pupil = Pupil(argv)
+    pupil, lags = Pupil(argv), lags or tuple(stages - 1 - stage for stage in range(stages))
     cuts = stage_layer_ranges(pupil.config, build_program("pipedream", stages, 4))
     stage_of = {pupil.specs[i].name: stage for stage, cut in enumerate(cuts) for i in cut}
-    lag = {name: stages - 1 - stage_of[layer_of(name)] for name in pupil.weights()}
+    lag = {name: lags[stage_of[layer_of(name)]] for name in pupil.weights()}
     history, losses = [pupil.weights()], []
     with pupil.data.train_loader(0) as loader:
         for step in range(steps):

@@ -56,7 +56,7 @@ class BatchReader:
     cut: takes this rank's part of a sequence, after its tokens were counted.
     tokens_over: the axis over which tokens are counted, so that each token has the same weight; None: each micro-batch
         has the same weight.
-    update_per_microbatch: whether each micro-batch is an update (PipeDream), else the batch.
+    together: micro-batches of an update (PipeDream); None: all of the batch.
     loss_dtype: fp32, or fp64 in fp64 mode.
     loss_scale: number of a batch -> its loss scale; called when the batch is begun.
     watch: called when a batch has been read, with the number of its first micro-batch, its micro-batches in host
@@ -70,7 +70,7 @@ class BatchReader:
         dp_size: int,
         cut: Callable[[Microbatch], Microbatch],
         tokens_over: Axis | None,
-        update_per_microbatch: bool,
+        together: int | None,
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float | Tensor],
@@ -78,7 +78,7 @@ class BatchReader:
     ) -> None:
         self.loader, self._watch = loader, watch
         self._dp_size, self._cut = dp_size, cut
-        self._tokens_over, self._update_per_microbatch = tokens_over, update_per_microbatch
+        self._tokens_over, self._of_update = tokens_over, together
         self._device = device
         self.loss_dtype = loss_dtype
         self._seconds = 0.0
@@ -159,7 +159,7 @@ class BatchReader:
 
     def _together(self, of_batch: Sized) -> int:
         """Micro-batches of an update."""
-        return 1 if self._update_per_microbatch else len(of_batch)
+        return len(of_batch) if self._of_update is None else self._of_update
 
     def _tokens(self, microbatches: list[Microbatch]) -> Tensor:
         """Tokens that count, of each micro-batch, `[m]`; over all replicas where each has the same weight."""
@@ -170,15 +170,20 @@ class BatchReader:
 
     def _factors(self, tokens: Tensor, scale: float | Tensor) -> list[Tensor]:
         if self._tokens_over is not None:
-            total = tokens if self._update_per_microbatch else tokens.sum()
-            weights = torch.ones_like(tokens) / total.clamp(min=1)
+            weights = torch.ones_like(tokens) / self._of_updates(tokens).clamp(min=1)
         else:
             weights = 1.0 / (tokens.clamp(min=1) * (self._together(tokens) * self._dp_size))
         return list((weights * scale).unbind())
 
     def _parts(self, tokens: Tensor) -> Tensor:
-        if not self._update_per_microbatch:
+        if self._of_update is None:
             return torch.ones_like(tokens)
         if self._tokens_over is not None:
-            return tokens / tokens.sum().clamp(min=1)
-        return torch.full_like(tokens, 1.0 / len(tokens))
+            return self._of_updates(tokens) / tokens.sum().clamp(min=1)
+        return torch.full_like(tokens, self._of_update / len(tokens))
+
+    def _of_updates(self, tokens: Tensor) -> Tensor:
+        """Tokens of the update that each micro-batch belongs to, `[m]`; 0-dim where it is the batch."""
+        if self._of_update is None:
+            return tokens.sum()
+        return tokens.view(-1, self._of_update).sum(1).repeat_interleave(self._of_update)

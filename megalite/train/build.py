@@ -33,7 +33,7 @@ from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack, fill
 from megalite.optim import Delay
-from megalite.parallel.pipeline import Stage, holders, replica_axes, stage_type
+from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
@@ -102,13 +102,13 @@ def build_model(
         mover=mover,
     )
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
-    staleness = program.staleness[mesh.coordinate("pp")]
+    staleness = program.staleness[program.placement.stages_of(mesh.coordinate("pp"))[0][0]]
     weights = build_weights(
         built,
         mesh,
         program,
         families=families,
-        ties=_ties(config, placement, cuts) if foreign is None else foreign.ties,
+        ties=_ties(config, mesh, placement, cuts) if foreign is None else foreign.ties,
         options=options,
         make_optimizer=sharded_maker(
             config.optimizer,
@@ -155,8 +155,13 @@ def _offload_activations(config: Config, built: BuiltStages, memory: SavedTensor
             ActivationOffload(blocks[: config.model.cpu_offloading_num_layers], memory)
 
 
-def _ties(config: Config, placement: StagePlacement, cuts: list[range]) -> Ties:
-    apart = config.model.trains_tied_embeddings and len(cuts) > 1
+def _ties(config: Config, mesh: ParallelMesh, placement: StagePlacement, cuts: list[range]) -> Ties:
+    model = config.model
+    apart = model.trains_tied_embeddings and len(cuts) > 1
+    if apart and mesh.takes_turns:
+        shape = model.vocab_size, model.hidden_size
+        unlike = partial(SharedRows, mesh, placement, shape, model.padded_vocab_size)
+        return Ties(frozenset({WORD_EMBEDDINGS}), unlike=unlike)
     return Ties(frozenset({WORD_EMBEDDINGS}), holders(placement)) if apart else Ties()
 
 
@@ -171,7 +176,9 @@ def _build_stages(
 ) -> BuiltStages:
     """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
     specs, built = _announced(layer_specs(config.model), mesh), BuiltStages()
-    rank, last, spec = mesh.coordinate("pp"), program.placement.num_stages - 1, boundary_spec(config, mover.device)
+    rank, last = mesh.coordinate("pp"), program.placement.num_stages - 1
+    own, _ = config.of_stage(program.placement.stages_of(rank)[0][0], mesh.size("world"))
+    spec = boundary_spec(own, mover.device)
     for key in program.placement.stages_of(rank):
         items, again = [specs[i] for i in cuts[key[0]]], plan.recompute_of(key[0])
         notes = WeightGradQueue(), ExpertLoads(), Magnitudes()

@@ -30,7 +30,7 @@ class ExpertReport:
                 total[self._rows[layer]] += load
         all_reduce_(total, self._mesh.world)
         counts, (balance, z, dropped) = total[:, :number], total[:, number:].unbind(1)
-        batches = len(microbatches) * self._mesh.size("dp") * self._parts
+        batches = len(microbatches) * self._mesh.size("stream") * self._parts
         return ExpertStats(
             load_balancing_loss=balance.mean() / batches if self._given.balances else None,
             z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,

@@ -94,7 +94,7 @@ class ProgramCache:
         micro-batches is valid if one of 4p + (m mod 4p) is (`tests/unit/schedule` proves the shapes up to there). A
         schedule file is always taken whole.
         """
-        period = 4 * program.num_ranks
+        period = 4 * program.num_ranks * program.placement.round
         short = period + program.num_microbatches % period
         of_file = self.config.parallel.pipeline_schedule_file is not None
         if of_file or program.num_microbatches * program.num_stages <= LONG_BATCH or short >= program.num_microbatches:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.checkpoint import Meta
-from megalite.comm import Channel, DeviceWaitClock, ParallelMesh, World, share_axis
+from megalite.comm import DeviceWaitClock, ParallelMesh, World, open_channel, share_axis
 from megalite.config import Config
 from megalite.convert import Origin
 from megalite.data import begun_phases
@@ -152,6 +152,7 @@ def make_mesh(config: Config, world: World) -> ParallelMesh:
         ep=parallel.experts.expert_model_parallel_size,
         etp=parallel.expert_tensor_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
+        stages=parallel.meshes,
         timeout=60 * parallel.distributed_timeout_minutes,
     )
     if world.device.type == "cuda":
@@ -175,10 +176,10 @@ def assemble_trainer(
     config, model, mesh = state.config, state.model, data.mesh
     reader = BatchReader(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
-        dp_size=mesh.size("dp"),
+        dp_size=mesh.size("stream"),
         cut=data.cut,
-        tokens_over=mesh["dp"] if config.training.calculate_per_token_loss else None,
-        update_per_microbatch=model.update_per_microbatch,
+        tokens_over=mesh["stream"] if config.training.calculate_per_token_loss else None,
+        together=model.together,
         device=world.device,
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),
@@ -226,8 +227,8 @@ def assemble_trainer(
 
 def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Updater, device: torch.device) -> Executor:
     """The executor of this rank; messages go down and up the pipeline by communicators of their own."""
-    down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
-    channel = Channel(down, up, sending_pairs(config, model), headers=config.parallel.check_pipeline_messages)
+    check = config.parallel.check_pipeline_messages
+    channel = open_channel(mesh, sending_pairs(config, model), split=config.parallel.sequence_parallel, headers=check)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else None
     return Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
 
@@ -235,13 +236,14 @@ def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Upd
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:
     """The updater, whose learning rate and weight decay come from their schedules."""
     config, model, schedules = state.config, state.model, state.schedules
-    update_of = (lambda microbatch: microbatch) if model.update_per_microbatch else reader.number_of
+    together = model.together
+    update_of = reader.number_of if together is None else (lambda microbatch: microbatch // together)
 
     def policy(update: int) -> Hyperparameters:
-        batch = reader.batch(reader.number_of(update) if model.update_per_microbatch else update)
+        batch = reader.batch(update if together is None else reader.number_of(update * together))
         seen = progress.schedule_samples
         rate, decay = schedules.learning_rate(seen), schedules.weight_decay(seen)
-        completes = not model.update_per_microbatch or update + 1 == batch.first + len(batch.microbatches)
+        completes = together is None or (update + 1) * together == batch.first + len(batch.microbatches)
         samples = batch.samples if completes else 0
         clip = config.optimizer.clip_grad
         return Hyperparameters(rate, decay, clip, batch.loss_scale, progress.iteration + 1, samples)
@@ -253,7 +255,7 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         scaler=state.scaler,
         nonfinite=config.training.nonfinite,
         max_skipped=config.training.loss_scaling.max_skipped_updates,
-        version=progress.microbatches if model.update_per_microbatch else progress.updates,
+        version=progress.updates if together is None else progress.microbatches // together,
         update_of=update_of,
         late=late,
         spikes=state.spikes,

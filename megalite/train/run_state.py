@@ -89,13 +89,13 @@ class RunState:
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
-        shards, background = self._shards(self._version(progress)), self.config.checkpoint.async_save
+        shards, background = self._shards(self.version(progress)), self.config.checkpoint.async_save
         return str(self.checkpointer.save(progress.iteration, shards, meta, files, background=background))
 
     def check_room(self, progress: TrainingProgress) -> None:
         """Checks that there is space for a checkpoint. Collective. Raises CheckpointError if there is not."""
         if self.config.checkpoint.save is not None:
-            self.checkpointer.check_room(self._shards(self._version(progress)))
+            self.checkpointer.check_room(self._shards(self.version(progress)))
 
     def save_has_failed(self) -> bool:
         """Local: whether this rank knows that a background save has failed."""
@@ -110,7 +110,7 @@ class RunState:
         model, meta = self.model, Meta(start.meta, str(start.path))
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
         with_state = (own or self.config.checkpoint.load_optim) and not start.weights_only
-        version = self._version(progress)
+        version = self.version(progress)
         shards = [*model.optimizer.shards(), *self._states(version), *self._still]
         if not with_state:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
@@ -160,8 +160,10 @@ class RunState:
         taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.precision.fp16 else []
         return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
 
-    def _version(self, progress: TrainingProgress) -> int:
-        return progress.microbatches if self.model.update_per_microbatch else progress.updates
+    def version(self, progress: TrainingProgress) -> int:
+        """Number of the newest weight version after `progress`."""
+        together = self.model.together
+        return progress.updates if together is None else progress.microbatches // together
 
     @property
     def _still(self) -> list[TensorShard]:

@@ -37,7 +37,7 @@ def make_rollback(
             buffers.weights.wait()
         loaded, _ = state.load(open_start(path, finetune=False), own=True)
         vars(progress).update(vars(loaded))
-        updater.restart(progress.microbatches if model.update_per_microbatch else progress.updates)
+        updater.restart(state.version(progress))
         reader.restart(data.train_loader(progress.consumed_samples))
         return progress.iteration, progress.consumed_samples
 

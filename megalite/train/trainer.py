@@ -48,7 +48,7 @@ class TrainingProgress:
     iteration            iterations done, including skipped ones
     consumed_samples     samples read, over all replicas
     updates              batches that went through the pipeline; each makes one weight version, even if it is skipped
-    microbatches         micro-batches that this replica has run since the beginning
+    microbatches         micro-batches that this replica has run since the beginning, of all those that take turns
     skipped_iterations   iterations that changed no weights
     schedule_samples     samples that count for the learning-rate schedule: those of skipped updates do not
     """
@@ -240,7 +240,7 @@ class Trainer:
         return BatchRange(progress.updates, progress.microbatches, size, next_size, first=self._drained)
 
     def _microbatches(self, samples: int) -> int:
-        return samples // (self.config.training.micro_batch_size * self.mesh.size("dp"))
+        return samples // (self.config.training.micro_batch_size * self.mesh.size("stream"))
 
     def _pass_over(self, samples: int, began: float) -> StepStats:
         """The data of this iteration is consumed, nothing is computed."""

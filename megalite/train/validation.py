@@ -93,7 +93,8 @@ class Validator:
                     local = [self._data.cut(mb.to(self._device)) for mb in microbatches]
                     losses = self._losses(local)
                     if self._mesh.coordinate("tp") == 0 and losses:
-                        total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(local)])
+                        own = [mb for number, mb in enumerate(local) if self._ends_here(number)]
+                        total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(own)])
                 interrupted.close()
         finally:
             bar.close()
@@ -117,6 +118,11 @@ class Validator:
         version = self._newest_version()
         stages = {key: ForwardOnly(stage, version) for key, stage in self._model.stages.items() if key[1] == 0}
         return run_forwards(program, self._mesh.coordinate("pp"), stages, self._channel, microbatches)
+
+    def _ends_here(self, number: int) -> bool:
+        """Whether this rank computes the loss of a micro-batch."""
+        placement = self._model.placement
+        return placement.rank_of(placement.num_stages - 1, 0, number) == self._mesh.coordinate("pp")
 
     def _train(self, mode: bool) -> None:
         for stage in self._model.stages.values():

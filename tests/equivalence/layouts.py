@@ -82,7 +82,8 @@ def least_budget(argv: list[str], world_size: int) -> list[str]:
 class Layout:
     """A drawn configuration: what the model is and how it is trained, and how it is spread.
 
-    delay: of 2BW, 1. stages, together: of PipeDream, 0 elsewhere, and the samples of an update.
+    delay: of 2BW, 1. stages, together: of PipeDream, 0 elsewhere, and the samples of an update. lags: of its stages,
+    where they are not p-1-r.
     """
 
     model: tuple[str, ...]
@@ -91,12 +92,13 @@ class Layout:
     delay: int = 0
     stages: int = 0
     together: int = 1
+    lags: tuple[int, ...] = ()
 
     def expected(self, steps: int) -> Trajectory:
         """The oracle's answer."""
         argv = (*TINY, "--micro-batch-size", "1", *self.model)
         if self.stages:
-            return pipedream_reference(argv, steps, self.stages, self.together)
+            return pipedream_reference(argv, steps, self.stages, self.together, self.lags)
         return reference(argv, steps, self.delay)
 
     @property

@@ -28,11 +28,13 @@ from megalite.config.rules.lora import lora
 from megalite.config.rules.offload import param_offload
 from megalite.config.rules.run import float8, learning_rate, length, precision, spikes, update_rule, weight_decay
 from megalite.config.rules.shape import model_shape, recompute
+from megalite.config.rules.stage_meshes import stage_meshes
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
 
 LAYOUT_RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     world,
+    stage_meshes,
     tensor_parallel,
     context_parallel,
     expert_parallel,
@@ -45,6 +47,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     recompute,
     lora,
     world,
+    stage_meshes,
     tensor_parallel,
     overlap,
     context_parallel,

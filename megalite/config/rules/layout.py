@@ -12,6 +12,7 @@ from megalite.config.rules.context import context_warnings
 from megalite.config.rules.idle import idle_settings
 from megalite.config.rules.lora import lora_warnings
 from megalite.config.rules.text import CP, PP, TP, VPP, divisors, listed, multiples_around
+from megalite.config.stage_meshes import as_stage_mesh, stages_by_tp
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ScheduleError
@@ -25,7 +26,9 @@ def world(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     needed = parallel.model_parallel_size
     product = f"{TP} x {CP} x {PP}" if parallel.context.context_parallel_size > 1 else f"{TP} x {PP}"
-    if world_size < needed:
+    if parallel.meshes:
+        pass  # `rules.stage_meshes` compares them
+    elif world_size < needed:
         yield f"world size {world_size}: {product} = {needed}: use `nprocs` {needed}, or torchrun with as many"
     elif world_size % needed:
         yield (
@@ -51,6 +54,10 @@ def world(config: Config, world_size: int) -> Iterator[str]:
 
 
 def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
+    """Can so many ranks share each layer? Of stages that differ, each."""
+    for stage, mesh in stages_by_tp(config.parallel.meshes):
+        given, alike = config.parallel.stage_meshes or "", config.of_stage(stage, world_size)
+        yield from (as_stage_mesh(line, stage, mesh, given) for line in tensor_parallel(*alike))
     model, size = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % size:
@@ -118,7 +125,7 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     micro_batches = batches[-1][0]
     if parallel.schedule_problems(micro_batches):
         return
-    program = schedules.build_program(parallel.schedule, size, micro_batches, chunks, num_pairs=parallel.chimera_pairs)
+    program = schedules.build_program(parallel.schedule, size, micro_batches, chunks, **parallel.pipeline_shape)
     try:
         schedules.partition(config.model.num_layers, program.placement, first=first, last=last, layout=layout)
     except ScheduleError as error:
@@ -137,6 +144,8 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         for reason in parallel.schedule_problems(micro_batches):
             yield reason + _enough_samples(parallel, micro_batches, samples)
     schedule = schedules.find_schedule(name)
+    if parallel.pipedream_vertical_sync and not schedule.update_per_microbatch:
+        yield f"`pipedream_vertical_sync`: {name} uses one version on all stages anyway; drop it, or use pipedream"
     delayed = config.optimizer.offload.delayed_parameter_update
     if parallel.pipeline_flush_steps and schedule.flush_schedule is None and not delayed:
         why = "steps after every micro-batch" if schedule.update_per_microbatch else "flushes after every iteration"
@@ -258,8 +267,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
         size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         for count, _ in batches_in_micro_batches(config, world_size):
-            pairs = parallel.chimera_pairs
-            lines += schedules.schedule_warnings(parallel.schedule, size, count, chunks, num_pairs=pairs)
+            lines += schedules.schedule_warnings(parallel.schedule, size, count, chunks, **parallel.pipeline_shape)
     source = config.data
     named = (source.data_path, source.train_data_path, source.valid_data_path, source.lists, source.mock_data)
     if not any(named):

@@ -8,6 +8,7 @@
     recomputed.py       a stage whose forward runs again ahead of its backward
     offloaded.py        a stage whose activations may wait on the host (`parallel/tiers` moves them)
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
+    shared_rows.py  the same between stages that are cut differently
 
 Invariant: the executor knows no schedule by name; the order that was validated and simulated is the order that runs.
 Proof: `tests/equivalence` (every schedule against one process), `tests/distributed/parallel/pipeline/` (peaks).
@@ -16,5 +17,6 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 from megalite.parallel.pipeline.executor import Events, Executor
 from megalite.parallel.pipeline.offloaded import OffloadedStage, stage_type
 from megalite.parallel.pipeline.recomputed import RecomputedStage, repeated
-from megalite.parallel.pipeline.shared_params import SharedGradient, holders, replica_axes
+from megalite.parallel.pipeline.shared_params import SharedGradient, SumsCopies, holders, replica_axes
+from megalite.parallel.pipeline.shared_rows import SharedRows
 from megalite.parallel.pipeline.stage import ForwardOnly, Stage

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megalite.comm import Channel, IncomingMessage, MessageLabel
+from megalite.comm import Channel, Incoming, MessageLabel
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
 from megalite.microbatch import StageInput
@@ -109,7 +109,7 @@ class Executor:
         self._synchronize = synchronize
         self._arrival = 0.0
         # Kept between actions and batches: messages and tensors by (F or B, stage, replica, micro-batch).
-        self._posted: dict[tuple[str, int, int, int], IncomingMessage] = {}
+        self._posted: dict[tuple[str, int, int, int], Incoming] = {}
         self._ready: dict[tuple[str, int, int, int], Tensor] = {}
         self._outgoing: dict[tuple[str, int, int, int], Tensor] = {}
         self._microbatches: dict[int, tuple[StageInput, Tensor]] = {}
@@ -219,7 +219,7 @@ class Executor:
         return x
 
     def _pass_on(self, kind: str, x: Tensor, action: Action, *, to: int) -> None:
-        here = self.placement.rank_of(to, action.replica) == self.rank
+        here = self.placement.rank_of(to, action.replica, action.microbatch) == self.rank
         table = self._ready if here else self._outgoing
         table[kind, to, action.replica, action.microbatch] = x
 

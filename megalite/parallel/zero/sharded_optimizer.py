@@ -139,7 +139,8 @@ class ShardedOptimizer:
         squares = total.new_empty(self.norm_axis.size)
         work = all_gather_into(squares, total, self.norm_axis, async_op=True)
         num_shards, stride = 1, 1
-        if self.buffers and (shard := self.buffers[0].axes.shard).size > 1 and _within(shard, self.norm_axis):
+        shard = self.buffers[0].axes.shard if self.buffers and self.norm_axis.even else None
+        if shard is not None and shard.size > 1 and _within(shard, self.norm_axis):
             first, second, *_ = (self.norm_axis.ranks.index(rank) for rank in shard.ranks)
             num_shards, stride = shard.size, second - first
         return PendingNorm(squares, work, num_shards, stride)

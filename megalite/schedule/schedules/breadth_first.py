@@ -20,7 +20,7 @@ from megalite.schedule.stage_placement import loop
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`; chunk c is stage c*p + rank."""
-    p, m, v, _ = shape
+    p, m, v, _ = shape[:4]
     for chunk in range(v):
         yield from (forward(chunk * p + rank, k) for k in range(m))
     for chunk in reversed(range(v)):

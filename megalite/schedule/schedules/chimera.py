@@ -25,7 +25,7 @@ from megalite.schedule.stage_placement import bidirectional
 
 def rank_order(rank: int, shape: ScheduleShape) -> list[Action]:
     """One batch of `rank`: of every p micro-batches, the first p/(2f) go to replica 0, the next to replica 1, ..."""
-    p, m, _, f = shape
+    p, m, _, f = shape[:4]
     share = p // (2 * f)
     slots: list[tuple[int, Action]] = []
     for stage, replica in bidirectional(p, f).stages_of(rank):
@@ -40,13 +40,13 @@ def rank_order(rank: int, shape: ScheduleShape) -> list[Action]:
 
 def peak(rank: int, shape: ScheduleShape) -> PeakActivations:
     """Least at the ends of a pipeline pair, most in its middle."""
-    p, _, _, f = shape
+    p, _, _, f = shape[:4]
     within, length = rank % (p // f), p // f
     return PeakActivations(p - p // (2 * f) + 1 + min(within, length - 1 - within))
 
 
 def problems(shape: ScheduleShape) -> list[str]:
-    p, m, _, f = shape
+    p, m, _, f = shape[:4]
     reasons = []
     if p % (2 * f):
         reasons.append(

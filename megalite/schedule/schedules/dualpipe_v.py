@@ -52,7 +52,7 @@ class _Chunks:
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`."""
-    p, m, _, _ = shape
+    p, m, _, _ = shape[:4]
     do = _Chunks((rank, 2 * p - 1 - rank))
     # 1, 2. Fill: the way down, then both ways.
     for _ in range(2 * (p - rank - 1)):

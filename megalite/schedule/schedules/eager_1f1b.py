@@ -12,14 +12,14 @@ times in all. The price: rank r holds min(m, 2(p-r)-1) micro-batches.
 from megalite.schedule.definition import flush_schedule
 from megalite.schedule.program import PeakActivations
 from megalite.schedule.schedules.one_f_one_b import one_f_one_b
-from megalite.schedule.stage_placement import loop
 
 SCHEDULE = flush_schedule(
     "eager-1f1b",
     "Eager 1F1B: twice the warm-up, so that messages hide behind computation",
     "Zhuang et al. 2023, arXiv:2211.05322",
-    lambda shape: loop(shape.p),
-    lambda rank, shape: one_f_one_b(rank, shape.m, warmup=2 * (shape.p - 1 - rank)),
-    lambda rank, shape: PeakActivations(min(shape.m, 2 * (shape.p - rank) - 1)),
+    lambda shape: shape.placement,
+    lambda rank, shape: one_f_one_b(shape.stage_of(rank), shape.m, warmup=2 * shape.ahead(rank)),
+    lambda rank, shape: PeakActivations(min(shape.m, 2 * shape.ahead(rank) + 1)),
     in_flight=lambda shape: min(shape.m, 2 * shape.p - 1),
+    takes_turns=True,
 )

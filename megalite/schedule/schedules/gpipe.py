@@ -14,21 +14,22 @@ from collections.abc import Iterator
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
-from megalite.schedule.stage_placement import loop
 
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
-    """One batch of `rank`, which holds stage `rank`."""
-    yield from (forward(rank, k) for k in range(shape.m))
-    yield from (backward(rank, k) for k in range(shape.m))
+    """One batch of `rank`."""
+    stage = shape.stage_of(rank)
+    yield from (forward(stage, k) for k in range(shape.m))
+    yield from (backward(stage, k) for k in range(shape.m))
 
 
 SCHEDULE = flush_schedule(
     "gpipe",
     "GPipe: all forwards, then all backwards",
     "Huang et al. 2019, arXiv:1811.06965",
-    lambda shape: loop(shape.p),
+    lambda shape: shape.placement,
     rank_order,
     lambda rank, shape: PeakActivations(shape.m),
     in_flight=lambda shape: shape.m,
+    takes_turns=True,
 )

@@ -20,13 +20,13 @@ from megalite.schedule.stage_placement import loop
 
 def warmup_chunks(rank: int, shape: ScheduleShape) -> int:
     """Chunk-forwards before the first backward's forward."""
-    p, m, v, _ = shape
+    p, m, v, _ = shape[:4]
     return min(m * v, 2 * (p - 1 - rank) + (v - 1) * p)
 
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`; chunk c is stage c*p + rank."""
-    p, m, v, _ = shape
+    p, m, v, _ = shape[:4]
 
     def place(turn: int) -> tuple[int, int]:
         group, within = divmod(turn, p * v)

@@ -15,28 +15,35 @@ them. The last window of a run has neither those slots nor any forward of batch 
 from collections.abc import Callable, Iterator
 
 from megalite.schedule.action import Action, backward, forward, norm, step
-from megalite.schedule.program import BatchRange
+from megalite.schedule.definition import ScheduleShape
+from megalite.schedule.program import BatchRange, own_part
 
 
 def window(
-    stage: int,
+    shape: ScheduleShape,
+    rank: int,
     batch: BatchRange,
     *,
     warmup: int,
     delay: Callable[[int], int],
     version: Callable[[int, BatchRange], int],
-    step_per_microbatch: bool,
+    step_after: int | None = None,
     norm_delay: int = 0,
 ) -> Iterator[Action]:
-    """Iteration `batch` of the rank that holds `stage`.
+    """Iteration `batch` of a rank. Where ranks take turns, slots and micro-batches are counted in those of the rank's
+    own turns.
 
     delay(size): slots into a batch of `size` micro-batches before the STEP of the previous batch.
     version(microbatch, batch): weight version of a micro-batch of this or the next batch.
     norm_delay: slots between the last backward of a batch and its NORM.
+    step_after: a STEP follows every so many micro-batches; None: one at the end of each batch.
     """
+    stage = shape.stage_of(rank)
+    turn, turns = shape.placement.turn_of(rank)
+    batch = own_part(batch, turns)
 
     def compute(build: Callable[..., Action], microbatch: int) -> Action:
-        return build(stage, microbatch, version=version(microbatch, batch))
+        return build(stage, microbatch * turns + turn, version=version(microbatch, batch))
 
     last_forward = batch.end + batch.next_size
     if batch.first:
@@ -46,10 +53,16 @@ def window(
     for k in range(begin, end):
         if k + warmup < last_forward:
             yield compute(forward, k + warmup)
-        if k == batch.end + norm_delay and not step_per_microbatch:
+        if k == batch.end + norm_delay and step_after is None:
             yield norm(stage, batch.iteration)
         yield compute(backward, k)
-        if step_per_microbatch:
-            yield step(stage, k)
-    if not step_per_microbatch:
+        if step_after is not None and (k + 1) % step_after == 0:
+            yield step(stage, k // step_after)
+    if step_after is None:
         yield step(stage, batch.iteration)
+
+
+def least_microbatches(shape: ScheduleShape) -> int:
+    """The fewest micro-batches of a batch with which no rank runs further ahead than the next batch."""
+    placement = shape.placement
+    return max(shape.ahead(rank) * placement.turn_of(rank)[1] for rank in range(placement.num_ranks))

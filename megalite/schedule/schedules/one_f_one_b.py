@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.definition import flush_schedule
 from megalite.schedule.program import PeakActivations
-from megalite.schedule.stage_placement import loop
 
 
 def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
@@ -32,8 +31,9 @@ SCHEDULE = flush_schedule(
     "1f1b",
     "1F1B: one forward, one backward in turn, a flush per batch",
     "Narayanan et al. 2021, arXiv:2006.09503",
-    lambda shape: loop(shape.p),
-    lambda rank, shape: one_f_one_b(rank, shape.m, warmup=shape.p - 1 - rank),
-    lambda rank, shape: PeakActivations(min(shape.m, shape.p - rank)),
+    lambda shape: shape.placement,
+    lambda rank, shape: one_f_one_b(shape.stage_of(rank), shape.m, warmup=shape.ahead(rank)),
+    lambda rank, shape: PeakActivations(min(shape.m, shape.ahead(rank) + 1)),
     aliases=("pipedream-flush", "dapple"),
+    takes_turns=True,
 )

@@ -24,21 +24,30 @@ later if there are that many.
 from megalite.schedule.action import Action
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
-from megalite.schedule.schedules.no_flush import window
-from megalite.schedule.stage_placement import loop
+from megalite.schedule.schedules.no_flush import least_microbatches, window
 
 
-def norm_delay(rank: int, p: int, m: int) -> int:
-    """Slots of batch t + 1 (of m micro-batches) that `rank` runs between its last backward of batch t and NORM t.
+def norm_delay(shape: ScheduleShape, rank: int, m: int) -> int:
+    """Slots of batch t + 1 (of m micro-batches of a rank) that `rank` runs between its last backward of batch t and
+    NORM t.
 
     As many slots of tF + tB as fill r tB, with tB = 2 tF, and one more for the reduction if rank 0 has three or more.
     """
-    return (2 * rank + 2) // 3 + (1 if m - (p - 1) >= 3 else 0)
+    if shape.workers:
+        return step_delay(shape, rank, m) // 2
+    return (2 * rank + 2) // 3 + (1 if m - (shape.p - 1) >= 3 else 0)
 
 
-def step_delay(rank: int, p: int, m: int) -> int:
-    """The same between the last backward of batch t and STEP t."""
-    return min(m - (p - 1 - rank), norm_delay(rank, p, m) + 2)
+def step_delay(shape: ScheduleShape, rank: int, m: int) -> int:
+    """The same between the last backward of batch t and STEP t.
+
+    Where ranks take turns, as many micro-batches on all stages: two rounds, or one, or none, as a batch has room for
+    them behind the forwards that the first stage runs ahead. So no rank needs what another computes after its STEP.
+    """
+    if not shape.workers:
+        return min(m - shape.ahead(rank), norm_delay(shape, rank, m) + 2)
+    turns, together = shape.placement.turn_of(rank)[1], shape.placement.round
+    return max(0, min(2, (m * turns - least_microbatches(shape)) // together)) * together // turns
 
 
 def version(microbatch: int, batch: BatchRange) -> int:
@@ -48,28 +57,30 @@ def version(microbatch: int, batch: BatchRange) -> int:
 
 
 def build(shape: ScheduleShape) -> Program:
-    p = shape.p
+    placement, p = shape.placement, shape.p
+    ranks = range(placement.num_ranks)
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
+        turns = placement.turn_of(rank)[1]
         return list(
             window(
+                shape,
                 rank,
                 batch,
-                warmup=p - 1 - rank,
-                delay=lambda size: step_delay(rank, p, size) if p > 1 else 0,
+                warmup=shape.ahead(rank),
+                delay=lambda size: step_delay(shape, rank, size) if p > 1 else 0,
                 version=version,
-                step_per_microbatch=False,
-                norm_delay=norm_delay(rank, p, batch.next_size),
+                norm_delay=norm_delay(shape, rank, batch.next_size // turns),
             )
         )
 
     return Program(
         name="2bw",
-        placement=loop(p),
+        placement=placement,
         num_microbatches=shape.m,
         order=order,
-        weight_versions=(2,) * p,
-        peak_activations=tuple(PeakActivations(p - rank) for rank in range(p)),
+        weight_versions=(2,) * len(ranks),
+        peak_activations=tuple(PeakActivations(shape.ahead(rank) + 1) for rank in ranks),
         staleness=(1,) * p,
         asynchronous=True,
         gradient_buffers=2 if p > 1 else 1,
@@ -77,17 +88,19 @@ def build(shape: ScheduleShape) -> Program:
 
 
 def problems(shape: ScheduleShape) -> list[str]:
-    if shape.m >= shape.p - 1:
+    least, p = least_microbatches(shape), shape.placement.num_ranks
+    if shape.m >= least:
         return []
+    rule = "m >= p-1 =" if not shape.workers else "m >="
     return [
-        f"`pipeline_schedule`=2bw: m = {shape.m} micro-batches per batch with p = {shape.p} ranks: rank 0 runs "
-        f"{shape.p - 1} forwards ahead and would need weights before their update (m >= p-1 = {shape.p - 1}); raise "
+        f"`pipeline_schedule`=2bw: m = {shape.m} micro-batches per batch with p = {p} ranks: rank 0 runs "
+        f"{shape.ahead(0)} forwards ahead and would need weights before their update ({rule} {least}); raise "
         "`global_batch_size` or use `pipeline_schedule`=1f1b"
     ]
 
 
 def warnings(shape: ScheduleShape) -> list[str]:
-    if shape.m >= shape.p:
+    if shape.m >= shape.p or shape.workers:
         return []
     return [
         f"`pipeline_schedule`=2bw: m = p-1 = {shape.m} leaves no slack on rank 0 between an update and its first use: "
@@ -109,4 +122,5 @@ SCHEDULE = Schedule(
         3: "gathering weights would need both weight versions at once",
     },
     idle=lambda f, i, w, v: 0.0,
+    takes_turns=True,
 )

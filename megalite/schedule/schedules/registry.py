@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from math import lcm
 from types import MappingProxyType
+from typing import Any
 
 from megalite.errors import ScheduleError
 from megalite.schedule.definition import Schedule, ScheduleShape
@@ -65,14 +67,27 @@ def resolve_chunks(name: str, num_chunks: int | None) -> int:
     return num_chunks if num_chunks is not None else (schedule.num_chunks or schedule.min_chunks)
 
 
-def schedule_problems(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
-) -> list[str]:
-    """Reasons why this schedule cannot run in this shape, each a full sentence for the user; empty if it can."""
-    schedule = find_schedule(name)
-    shape = ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
+def shape_of(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    *,
+    num_pairs: int = 1,
+    workers: tuple[int, ...] = (),
+    vertical_sync: bool = False,
+) -> ScheduleShape:
+    """The numbers that a schedule is built for, its own chunks filled in."""
+    chunks = resolve_chunks(name, num_chunks)
+    return ScheduleShape(num_ranks, num_microbatches, chunks, num_pairs, workers, vertical_sync)
+
+
+def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
+    """Reasons why this schedule cannot run in this shape, each a full sentence for the user; empty if it can. Numbers:
+    as for `build_program`."""
+    schedule, shape = find_schedule(name), shape_of(name, *numbers, **more)
     counts = ("number of ranks", "micro-batches per batch", "chunks per rank", "pairs of pipelines")
-    wrong = [f"{what} = {n}" for what, n in zip(counts, shape, strict=True) if n < 1]
+    wrong = [f"{what} = {n}" for what, n in zip(counts, shape[:4], strict=True) if n < 1]
     reasons = [f"`pipeline_schedule`={name}: {text}, must be 1 or more" for text in wrong]
     if reasons:
         return reasons
@@ -91,29 +106,49 @@ def schedule_problems(
             f"`chimera_pairs`={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
             "`pipeline_schedule`=chimera"
         )
-    return reasons + schedule.problems(shape)
+    return reasons + _unequal(schedule, shape) + schedule.problems(shape)
 
 
-def schedule_warnings(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
-) -> list[str]:
-    """Legal, but there is something the user should know (2BW with m = p-1)."""
-    return find_schedule(name).warnings(
-        ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
-    )
+def _unequal(schedule: Schedule, shape: ScheduleShape) -> list[str]:
+    """What is wrong with stages of unlike numbers of ranks."""
+    if not shape.workers:
+        return []
+    legal = [name for name, entry in SCHEDULES.items() if entry.takes_turns]
+    if not schedule.takes_turns:
+        return [f"`pipeline_schedule`={schedule.name}: not with `stage_meshes`; legal: {', '.join(legal)}"]
+    over = [count for count in shape.workers if shape.m % count]
+    if not over:
+        return []
+    together = lcm(*shape.workers)
+    return [
+        f"`stage_meshes`: {over[0]} replicas of a stage do not divide m = {shape.m} micro-batches per batch; make m a "
+        f"multiple of {together} by `global_batch_size`, or choose replicas that divide {shape.m}"
+    ]
+
+
+def schedule_warnings(name: str, *numbers: Any, **more: Any) -> list[str]:
+    """Legal, but there is something the user should know (2BW with m = p-1). Numbers: as for `build_program`."""
+    return find_schedule(name).warnings(shape_of(name, *numbers, **more))
 
 
 def build_program(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, *, num_pairs: int = 1
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    *,
+    num_pairs: int = 1,
+    workers: tuple[int, ...] = (),
+    vertical_sync: bool = False,
 ) -> Program:
     """The computations and STEPs of a schedule (`passes.lower` adds the rest).
 
-    num_ranks: p. num_microbatches: m per batch. num_chunks: v per rank. num_pairs: Chimera's f.
+    num_ranks: p. num_microbatches: m per batch. num_chunks: v per rank. num_pairs: Chimera's f. workers: ranks of each
+    of the p stages that take its micro-batches in turn; empty: one. vertical_sync: of PipeDream.
     Raises ScheduleError with every reason why the shape is illegal.
     """
-    reasons = schedule_problems(name, num_ranks, num_microbatches, num_chunks, num_pairs=num_pairs)
+    more: dict[str, Any] = {"num_pairs": num_pairs, "workers": workers, "vertical_sync": vertical_sync}
+    reasons = schedule_problems(name, num_ranks, num_microbatches, num_chunks, **more)
     if reasons:
         raise ScheduleError("\n".join(reasons))
-    return find_schedule(name).build(
-        ScheduleShape(num_ranks, num_microbatches, resolve_chunks(name, num_chunks), num_pairs)
-    )
+    return find_schedule(name).build(shape_of(name, num_ranks, num_microbatches, num_chunks, **more))

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from megalite.schedule.action import Action, backward_input, backward_weight, forward
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
-from megalite.schedule.stage_placement import loop
 
 
 def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[Action]:
@@ -32,11 +31,11 @@ def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[A
 
 
 def problems(shape: ScheduleShape) -> list[str]:
-    if shape.m >= shape.p:
+    if shape.m >= shape.placement.num_ranks:
         return []
     return [
-        f"`pipeline_schedule`=zb-h1: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks; raise "
-        "`global_batch_size`, or use `pipeline_schedule`=1f1b"
+        f"`pipeline_schedule`=zb-h1: m = {shape.m} micro-batches per batch are fewer than p = "
+        f"{shape.placement.num_ranks} ranks; raise `global_batch_size`, or use `pipeline_schedule`=1f1b"
     ]
 
 
@@ -44,10 +43,13 @@ SCHEDULE = flush_schedule(
     "zb-h1",
     "ZB-H1: split backward, a third of 1F1B's bubble, same memory",
     "Qi et al. 2024, arXiv:2401.10241",
-    lambda shape: loop(shape.p),
-    lambda rank, shape: split_one_f_one_b(rank, shape.m, warmup=shape.p - 1 - rank, delay=rank),
-    lambda rank, shape: PeakActivations(shape.p - rank, rank),
+    lambda shape: shape.placement,
+    lambda rank, shape: split_one_f_one_b(
+        shape.stage_of(rank), shape.m, warmup=shape.ahead(rank), delay=max(0, shape.ahead(0) - shape.ahead(rank))
+    ),
+    lambda rank, shape: PeakActivations(shape.ahead(rank) + 1, max(0, shape.ahead(0) - shape.ahead(rank))),
     problems,
+    takes_turns=True,
     splits_backward=True,
     idle=lambda f, i, w, v: max(0.0, f + i - w),
 )

@@ -43,7 +43,7 @@ class _Chunks:
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`. With m < 2p-1 it is the schedule of 2p-1 micro-batches with the missing ones left out."""
-    p, m, _, _ = shape
+    p, m, _, _ = shape[:4]
     do = _Chunks((rank, 2 * p - 1 - rank), m)
     n = max(2 * p - 1, m)
     # 1. Fill: forwards of the way down, then of both ways.

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from megalite.checkpoint.reshard import Box, HeldRectangle, cover, find_overlap, share_out
+from megalite.checkpoint.reshard import HeldRectangle, share_out
+from megalite.inventory.boxes import Box, cover, find_overlap
 
 
 def random_box(rng: random.Random, shape: tuple[int, ...]) -> Box:

@@ -1,0 +1,128 @@
+"""How a tensor goes from one stage to the next where the two lie on unlike numbers of ranks (cross-mesh resharding,
+Zhuang et al. 2023, arXiv:2211.05322). Pure: the same on all ranks; `comm.mesh_channel` carries it out, the planner
+prices it.
+
+A boundary tensor `[s, b, h]` lies on the sending ranks as tiles (parts of the sequence, or a copy on each) and is
+wanted on the receiving ranks as other tiles. A unit task is the common part of a tile that is there and one that is
+wanted; of the ranks that hold it, the one that has least to send so far sends it:
+
+    sequence parallel, 2 -> 3      copies, 1 -> 2 directly      copies, 1 -> 2 gathered
+    [ 0  | 1  ]                    [    0    ]                  [    0    ]
+    [0 | 1 | 2]  each part once    to 0, to 1: twice            half to 0, half to 1: once; then 0 and 1 swap
+
+Gathered, a tensor crosses the link between the stages once, whatever the number of receivers (this is also
+Megatron-LM's scatter/gather); it pays where that link is slower than the one among the receivers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megalite.inventory.boxes import Box
+from megalite.inventory.parameter_placement import Shape
+
+ROUNDS = 100
+"""Orders of tasks that are tried."""
+
+
+class Transfer(NamedTuple):
+    """A part of the tensor that one rank sends to another. Ranks count within their own stage."""
+
+    box: Box
+    sender: int
+    receiver: int
+
+
+class TransferPlan(NamedTuple):
+    """shape: of the whole tensor. source, target: what each rank holds, and wants. tasks: in the order in which each
+    rank sends and posts. gathered: whether each receiver gets a part, and the parts are then put together among them.
+    """
+
+    shape: Shape
+    source: tuple[Box, ...]
+    target: tuple[Box, ...]
+    tasks: tuple[Transfer, ...]
+    gathered: bool = False
+
+    @property
+    def elements(self) -> int:
+        """That cross between the stages."""
+        return sum(task.box.numel for task in self.tasks)
+
+
+def tiles(shape: Sequence[int], parts: int, *, split: bool) -> tuple[Box, ...]:
+    """What each of `parts` ranks holds: its part of the sequence (dimension 0), or with `split` False all of it."""
+    whole = Box.whole(shape)
+    if not split:
+        return (whole,) * parts
+    length = shape[0]
+    return tuple(whole.rows(length * i // parts, length * (i + 1) // parts) for i in range(parts))
+
+
+def transfer_plan(shape: Sequence[int], source: Sequence[Box], target: Sequence[Box], *, gather: bool) -> TransferPlan:
+    """The plan from `source` tiles to `target` tiles, which cover the tensor.
+
+    gather: whether receivers that want the same get a part each, to be gathered among them; only where all want the
+    whole and the sequence comes out even.
+    """
+    whole, count = Box.whole(shape), len(target)
+    gathered = gather and count > 1 and shape[0] % count == 0 and all(box == whole for box in target)
+    wanted = tiles(shape, count, split=True) if gathered else tuple(target)
+    load = [0] * len(source)
+    tasks: list[Transfer] = []
+    for receiver, box in enumerate(wanted):
+        left = [box]
+        while left:
+            part = left.pop(0)
+            senders = [(i, common) for i, held in enumerate(source) if (common := held.intersect(part)) is not None]
+            most = max(common.numel for _, common in senders)
+            sender, common = min(
+                ((i, common) for i, common in senders if common.numel == most), key=lambda item: load[item[0]]
+            )
+            load[sender] += common.numel
+            tasks.append(Transfer(common, sender, receiver))
+            left = [*_rest(part, common), *left]
+    return TransferPlan(tuple(shape), tuple(source), tuple(target), tuple(in_rounds(tasks)), gathered)
+
+
+def _rest(box: Box, taken: Box) -> list[Box]:
+    """What of `box` lies before and behind `taken`, which shares all but dimension 0 with it."""
+    begin, end, last = box.offset[0], taken.offset[0] + taken.shape[0], box.offset[0] + box.shape[0]
+    before, behind = taken.offset[0] - begin, last - end
+    rest = [box.rows(0, before)] if before else []
+    return rest + ([box.rows(end - begin, last - begin)] if behind else [])
+
+
+def in_rounds(tasks: Sequence[Transfer], seed: int = 0) -> list[Transfer]:
+    """The tasks in an order in which as many as can go at the same time: rounds in which no rank sends or receives
+    twice, the fewest of `ROUNDS` random greedy tries; the same everywhere, the seed is fixed."""
+    rng, best = random.Random(seed), list(tasks)
+    fewest = _greedy(best)
+    for _ in range(ROUNDS if len(tasks) > 2 else 0):
+        order = list(tasks)
+        rng.shuffle(order)
+        found = _greedy(order)
+        if len(found) < len(fewest):
+            fewest = found
+    return [task for one in fewest for task in one]
+
+
+def _greedy(tasks: Sequence[Transfer]) -> list[list[Transfer]]:
+    rounds: list[list[Transfer]] = []
+    waiting = list(tasks)
+    while waiting:
+        senders: set[int] = set()
+        receivers: set[int] = set()
+        now: list[Transfer] = []
+        later: list[Transfer] = []
+        for task in waiting:
+            free = task.sender not in senders and task.receiver not in receivers
+            (now if free else later).append(task)
+            if free:
+                senders.add(task.sender)
+                receivers.add(task.receiver)
+        rounds.append(now)
+        waiting = later
+    return rounds
