@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, render_chart, series
+from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, render_chart, series, sets_of
 
 #: Of the picture of experts: blocks, and points in time.
 MOST_BLOCKS, MOST_COLUMNS = 4, 80
@@ -32,9 +32,12 @@ def render_report(title: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> s
     ]
     figures = []
     for name, kind, key in charts:
-        curves = [Curve(run, series(records, kind, key)) for run, records in runs]
-        if any(curve.points for curve in curves):
-            figures.append(f"<figure><figcaption>{name}</figcaption>{render_chart(curves)}</figure>")
+        parts = [part for _, records in runs for part in (sets_of(records) if kind == "valid" else [None])]
+        for part in dict.fromkeys(parts):
+            curves = [Curve(run, series(records, kind, key, part)) for run, records in runs]
+            caption = f"{name}: {html.escape(part)}" if part else name
+            if any(curve.points for curve in curves):
+                figures.append(f"<figure><figcaption>{caption}</figcaption>{render_chart(curves)}</figure>")
     for run, records in runs:
         for block, loads in expert_loads(records):
             caption = f"load of the experts of block {block}, {html.escape(run)} (dark: twice the mean)"

@@ -42,6 +42,12 @@ class DataConfig:
     test_data_path: tuple[str, ...] = option(
         (), "as `data_path`, for the final test only", metavar="PATH", **OF_A_SPLIT
     )
+    validation_set_names: tuple[str, ...] = option(
+        (),
+        "names of the paths of `valid_data_path`, in their order: each is evaluated on its own, a line for each",
+        metavar="NAME",
+        needs="valid_data_path",
+    )
     data_args_path: str | None = option(None, "file that holds what `data_path` would", metavar="FILE", **SOURCE)
     data_schedule: str | None = option(
         None,

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_
 from megalite.data.mock import MockStore
 from megalite.data.phases import SEED_STEP, Phase, PhasedDataset, asked_of
 from megalite.data.preprocess import Totals, UnitJob, write_units
-from megalite.data.sources import Source, phase_sources, sources_of
+from megalite.data.sources import Source, alone, phase_sources, sources_of
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
@@ -43,7 +43,8 @@ class Datasets:
 
     `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
     hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
-    `phases` are those of `--data-schedule`; surveys and requests are then of the first.
+    `phases` are those of `--data-schedule`; surveys and requests are then of the first. `valid_sets` are those of
+    `--validation-set-names`, in place of `valid`.
     """
 
     train: Dataset | PhasedDataset | None
@@ -52,6 +53,7 @@ class Datasets:
     train_requests: tuple[int, ...]
     surveys: Mapping[str, Sequence[Survey]]
     phases: tuple[Phase, ...] = ()
+    valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
 
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
@@ -118,7 +120,12 @@ def build_datasets(
     elif train_samples != 0:
         requests = _with_request(requests, train_samples)
         train = opener.split("train", requests or (None,))
-    valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 else None
+    sets = cfg.validation_set_names if valid_samples != 0 else ()
+    named = {
+        name: opener.split("valid", (valid_samples,), alone("valid", path))
+        for name, path in zip(sets, cfg.valid_data_path, strict=False)
+    }
+    valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 and not named else None
     test = None
     if test_samples != 0 and opener.has("test"):
         try:
@@ -129,7 +136,7 @@ def build_datasets(
     if cfg.reset_attention_mask:
         opener.warn_of_long_documents()
     surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
-    return Datasets(train, valid, test, requests, surveys, phases)
+    return Datasets(train, valid, test, requests, surveys, phases, named)
 
 
 def _with_request(earlier: tuple[int, ...], samples: int | None) -> tuple[int, ...]:

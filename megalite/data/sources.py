@@ -47,6 +47,11 @@ def phase_sources(cfg: DataConfig) -> list[Source]:
     return [_parts_of(cfg, file, "`data_schedule`")["train"] for _, file in cfg.phases(1)]
 
 
+def alone(split: str, path: str) -> Source:
+    """One path, all of which belongs to a split."""
+    return Source(f"`{split}_data_path`", (path,), (0.0, 1.0), whole=True)
+
+
 def _whole(own: Mapping[str, tuple[str, ...]]) -> dict[str, Source]:
     return {
         split: Source(f"`{split}_data_path`", tuple(words), (0.0, 1.0), whole=True)

@@ -31,12 +31,17 @@ class Curve:
     points: Sequence[Point]
 
 
-def series(records: Sequence[Record], kind: str, key: str) -> list[Point]:
-    """(iteration, value) of the records of a kind that have the value."""
+def sets_of(records: Sequence[Record]) -> list[str | None]:
+    """The validation sets that have records; None is the one without a name."""
+    return list(dict.fromkeys(record.get("set") for record in records if record.get("kind") == "valid"))
+
+
+def series(records: Sequence[Record], kind: str, key: str, of: str | None = None) -> list[Point]:
+    """(iteration, value) of the records of a kind that have the value. of: the validation set."""
     return [
         (float(record["iteration"]), float(record[key]))
         for record in records
-        if record.get("kind") == kind and record.get(key) is not None
+        if record.get("kind") == kind and record.get("set") == of and record.get(key) is not None
     ]
 
 
@@ -87,12 +92,16 @@ def _tick(value: float) -> str:
 
 def loss_picture(title: str, records: Sequence[Record]) -> str | None:
     """The losses of a run as the text of an SVG file, or None where there are not two points of them."""
-    names = (("training loss", "train"), ("validation loss", "valid"))
-    curves = [Curve(name, series(records, kind, "lm_loss")) for name, kind in names]
+    curves = [Curve("training loss", series(records, "train", "lm_loss"))]
+    curves += [
+        Curve(f"validation loss{f' of {name}' if name else ''}", series(records, "valid", "lm_loss", name))
+        for name in sets_of(records)
+    ]
     if len(curves[0].points) < 2:
         return None
     legend = "".join(
-        f'<text x="{WIDTH - 14}" y="{24 + 14 * number}" text-anchor="end" style="fill: {color}">{curve.name}</text>'
+        f'<text x="{WIDTH - 14}" y="{24 + 14 * number}" text-anchor="end" style="fill: {color}">'
+        f"{html.escape(curve.name)}</text>"
         for number, (curve, color) in enumerate(zip(curves, COLORS, strict=False))
         if curve.points
     )

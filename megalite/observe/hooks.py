@@ -140,7 +140,7 @@ class Hooks:
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         """The summary will have the last record of each kind."""
         self._call("on_evaluation", trainer, record)
-        self._last[record["kind"]] = record
+        self._last[f"{record['kind']}_{record['set']}" if "set" in record else record["kind"]] = record
 
     def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
         """Passes on texts that the model has generated."""
@@ -186,10 +186,10 @@ class Hooks:
             "wall_time_s": wall,
             "goodput": self._useful_s / wall if wall > 0 else None,
         }
-        for kind, prefix in (("train", ""), ("valid", "valid_"), ("test", "test_")):
+        for kind, record in self._last.items():
             for key in ("lm_loss", "ppl", "bits_per_byte", "tokens_per_second", "peak_memory_bytes"):
-                if key in self._last.get(kind, {}):
-                    summary[prefix + key] = self._last[kind][key]
+                if key in record:
+                    summary[key if kind == "train" else f"{kind}_{key}"] = record[key]
         return summary
 
 

@@ -231,7 +231,8 @@ def tags(record: Record) -> dict[str, float]:
 
 def _split(record: Record) -> str:
     """Megatron-LM's name of the data that was evaluated."""
-    return "validation" if record["kind"] == "valid" else str(record["kind"])
+    kind = "validation" if record["kind"] == "valid" else str(record["kind"])
+    return f"{kind} {record['set']}" if "set" in record else kind
 
 
 class TensorBoardHook(Hook):

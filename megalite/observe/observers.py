@@ -165,7 +165,7 @@ def read_metrics(path: Path, *, every: bool = False) -> list[Record]:
     latest: dict[tuple[Any, ...], Record] = {}
     for number, record in enumerate(_records(path)):
         kind = record.get("kind")
-        key = (kind, number) if kind in ("start", "summary") else (kind, record.get("iteration"))
+        key = (kind, number) if kind in ("start", "summary") else (kind, record.get("iteration"), record.get("set"))
         latest.pop(key, None)
         latest[key] = record
     return list(latest.values())

@@ -54,8 +54,9 @@ class Validator:
         """Records of the validation split, at the end also of the test split; None where it was interrupted.
         Collective over the world."""
         length, records = self._length(), []
-        splits = {"valid": self._data.datasets.valid, "test": self._data.datasets.test if final else None}
-        for kind, dataset in splits.items():
+        data = self._data.datasets
+        splits = [("valid", None, data.valid), *(("valid", name, part) for name, part in data.valid_sets.items())]
+        for kind, name, dataset in [*splits, ("test", None, data.test if final else None)]:
             if dataset is None or self._data.config.training.eval_iters == 0:
                 continue
             batches = self._data.evaluation(dataset, length)
@@ -65,7 +66,8 @@ class Validator:
             if record is None:
                 return None
             scheduled = self._data.config.training.seq_length_schedule is not None
-            records.append(record | ({"seq_length": length} if scheduled else {}))
+            named = {} if name is None else {"set": name}
+            records.append(record | named | ({"seq_length": length} if scheduled else {}))
         return records
 
     def _with_average(self, record: Record, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
