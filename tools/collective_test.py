@@ -1,123 +1,273 @@
-"""The collective test of doctor.py: do two ranks of this machine reach each other, give the right sums, and how fast?
+"""Do all ranks of a run reach each other, are their sums right, and how fast are the links?
 
-Bus bandwidth of an all-reduce of n bytes over r ranks is 2 (r - 1) / r * n / time (the bytes each rank must send in
-the best algorithm), so that the number compares with the hardware's.
+    python tools/collective_test.py --nprocs 4 --tensor-model-parallel-size 2
+    torchrun <flags of torchrun> tools/collective_test.py --tensor-model-parallel-size 8 --hardware h100
+
+Every group of the layout is tried, all groups of a kind at once, as they work in training: results are checked, and the
+slowest group counts and is named. Then each rank passes a message to its neighbour, inside its node and between the
+nodes; with --hardware the rates stand beside those of that file, which tools/plan.py plans with, without it they are
+printed as such a file has them.
+
+Bus bandwidth of an operation on n bytes over r ranks: the bytes that each rank must send in the best algorithm,
+2 (r - 1) / r * n of an all-reduce and (r - 1) / r * n of the others, over the time.
+
+Exit status 0: every group works. 2: a flag is wrong. Otherwise the rank that failed is named.
 """
 
 from __future__ import annotations
 
-import functools
-import json
+import argparse
 import statistics
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megalite.errors import RuntimeFailure
-from megalite.launch import RankPage, supervise
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+from command_line import ToolParser, run_tool
+from layout_flags import ToolSettings, add_layout_flags, run_on_ranks
+from megalite.config import DeviceOptions, ParallelConfig
+from megalite.errors import ConfigError, RuntimeFailure
+from megalite.launch import launch
+from megalite.planner import Hardware, available, load_hardware
 
 if TYPE_CHECKING:
     import torch
 
-SIZES = (4 * 1024, 1024 * 1024, 32 * 1024 * 1024)
-REPEATS = 7
+    from megalite.comm import Axis, ParallelMesh, World
+
+SMALL, LARGE = 4 * 1024, 32 * 1024 * 1024
+"""Bytes of the messages whose time is a latency, and whose rate is a bandwidth."""
+REPEATS = 5
+KINDS = ("world", "tp", "cp", "pp", "dp", "etp", "ep", "edp")
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Reads the flags. Raises ConfigError."""
+    parser = ToolParser(__doc__ or "")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    names = ", ".join(available())
+    parser.add_argument("--hardware", metavar="NAME|FILE", help=f"compare with {names}, or a YAML file like theirs")
+    add_layout_flags(parser)
+    flags = parser.parse_args(argv)
+    flags.expected = load_hardware(flags.hardware) if flags.hardware is not None else None
+    return flags
+
+
+def measure_local(size: int, device: str) -> None:
+    """Forks `size` ranks on this machine and prints what the test finds. device: "cpu" (gloo) or "cuda" (NCCL,
+    one GPU a rank).
+
+    Must be called before this process has computed anything (see `supervise`). Raises RuntimeFailure where it fails.
+    """
+    parallel = ParallelConfig(nprocs=size, hardware=DeviceOptions(device=device), distributed_timeout_minutes=1.0)
+
+    def rank(settings: ToolSettings, world: World) -> None:
+        _test(settings.parallel, world, None)
+
+    if launch(ToolSettings(parallel, ()), rank) != 0:
+        raise RuntimeFailure(f"{size} local ranks cannot work together on {device}: see above")
+
+
+def run_rank(flags: argparse.Namespace, world: World) -> None:
+    """The test as one rank lives it; rank 0 prints. Raises RuntimeFailure where a result is wrong."""
+    _test(flags.parallel, world, flags.expected)
+
+
+def _test(parallel: ParallelConfig, world: World, expected: Hardware | None) -> None:
+    from megalite.comm import all_gather_json
+    from megalite.train import make_mesh
+
+    if world.size < 2:
+        raise ConfigError(
+            "`nprocs`=1: one rank has nobody to talk to; give `nprocs` 2 or more, or start it by torchrun"
+        )
+    world.report_phase("forming groups")
+    mesh = make_mesh(parallel, world)
+    bench = Bench(world, mesh.world)
+    hosts = all_gather_json(world.host, mesh.world)
+    groups = _groups(mesh)
+    node, between = _links(hosts, world.rank)
+    bench.say(f"{world.size} ranks on {_hosts(hosts)}, {world.device.type}; {mesh}")
+    bench.say(f"\n{'group':<7}{'ranks':<16}{'operation':<16}{'4 KiB':>12}{'32 MiB, bus':>14}   slowest group")
+    for name, axis in groups.items():
+        for operation in OPERATIONS:
+            world.report_phase(f"{operation} of {name}")
+            _check(name, axis, operation, world.device, hosts)
+            _row(bench, name, axis, operation)
+    bench.say("")
+    _compare(bench, "intra_node", "inside a node", node, expected, hosts)
+    _compare(bench, "inter_node", "between nodes", between, expected, hosts)
+
+
+def _groups(mesh: ParallelMesh) -> dict[str, Axis]:
+    """The groups that a run of this layout has, of kinds of different ranks."""
+    kinds: dict[str, Axis] = {}
+    for name in KINDS:
+        axis = mesh[name]
+        if axis.size > 1 and axis.ranks not in [other.ranks for other in kinds.values()]:
+            kinds[name] = axis
+    return kinds
+
+
+def _links(hosts: Sequence[str], rank: int) -> tuple[Axis, Axis]:
+    """The ranks of this rank's node, and those of the same place in all nodes."""
+    from megalite.comm import make_axis
+
+    nodes: dict[str, list[int]] = {}
+    for number, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(number)
+    places = [
+        [ranks[place] for ranks in nodes.values() if place < len(ranks)]
+        for place in range(max(map(len, nodes.values())))
+    ]
+    return make_axis("node", [*nodes.values()], rank, share=False), make_axis("between", places, rank, share=False)
+
+
+def _hosts(hosts: Sequence[str]) -> str:
+    different = list(dict.fromkeys(hosts))
+    count, more = len(different), ", ..." * (len(different) > 4)
+    return f"{count} host{'s' * (count > 1)} ({', '.join(different[:4])}{more})"
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Median time of one operation on `num_bytes` per rank; bandwidth in bytes per second."""
+class Slowest:
+    """Of all groups at once: seconds of the slowest, and its ranks."""
 
-    operation: str
-    num_bytes: int
     seconds: float
-    bandwidth: float
+    ranks: tuple[int, ...]
 
 
-def measure_collectives(size: int = 2, *, device: str = "cpu", timeout: float = 60.0) -> list[Measurement]:
-    """Forks `size` ranks and times all-reduce and send/receive between them, after checking a sum.
+@dataclass(frozen=True)
+class Bench:
+    """Times actions that all ranks begin together."""
 
-    Must be called before this process has computed anything (see `supervise`). device: "cpu" (gloo) or "cuda" (NCCL,
-    one GPU per rank). Raises RuntimeFailure that names the rank that failed.
-    """
-    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+    world: World
+    everyone: Axis
 
-        def body(rank: int, page: RankPage) -> None:
-            _measure(rank, size, device, Path(folder), page.set_phase, timeout)
+    def say(self, text: str) -> None:
+        """Prints on rank 0."""
+        if self.world.is_first:
+            print(text, flush=True)
 
-        outcome = supervise(size, body, hang_seconds=timeout, deadline_seconds=timeout)
-        if outcome.culprit is not None:
-            raise RuntimeFailure(f"local collective test on {device}: {outcome.describe()}")
-        records = json.loads((Path(folder) / "result.json").read_text())
-    return [Measurement(**record) for record in records]
+    def slowest(self, action: Callable[[], object], axis: Axis) -> Slowest:
+        """The median of a few times after one that does not count, of the slowest group. Collective over the world."""
+        import torch
+
+        from megalite.comm import all_gather_json, barrier
+
+        times = []
+        for _ in range(REPEATS + 1):
+            barrier(self.everyone)
+            start = time.perf_counter()
+            if axis.size > 1:
+                action()
+                if self.world.device.type == "cuda":
+                    torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        own = statistics.median(times[1:]) if axis.size > 1 else 0.0
+        seconds, ranks = max(tuple(found) for found in all_gather_json([own, list(axis.ranks)], self.everyone))
+        return Slowest(seconds, tuple(ranks))
 
 
-def _measure(rank: int, size: int, device: str, folder: Path, set_phase: Callable[[str], None], timeout: float) -> None:
-    """The test as one rank lives it; rank 0 leaves the result in the folder."""
+def _row(bench: Bench, name: str, axis: Axis, operation: str) -> None:
+    """One line of the table: of groups of one kind."""
+    found = []
+    for nbytes in (SMALL, LARGE):
+        found.append(bench.slowest(_action(axis, operation, nbytes, bench.world.device), axis))
+    sent = (2 if operation == "all-reduce" else 1) * (axis.size - 1) / axis.size * LARGE
+    count = bench.world.size // axis.size
+    of = f"{count} x {axis.size}" if count > 1 else str(axis.size)
+    slow = f"ranks {_listed(found[1].ranks)}" if count > 1 else ""
+    small, rate = f"{found[0].seconds * 1e3:.3f} ms", f"{sent / found[1].seconds / 1e9:.2f} GB/s"
+    bench.say(f"{name:<7}{of:<16}{operation:<16}{small:>12}{rate:>14}   {slow}".rstrip())
+
+
+def _action(axis: Axis, operation: str, nbytes: int, device: torch.device) -> Callable[[], object]:
     import torch
-    import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    place = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    set_phase("forming the process group")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo",
-        store=dist.FileStore(str(folder / "rendezvous"), size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
+    from megalite.comm import all_gather_into, all_reduce_, all_to_all, reduce_scatter_into
+
+    part = max(1, nbytes // 4 // axis.size)
+    whole, own = torch.zeros(part * axis.size, device=device), torch.zeros(part, device=device)
+    return {
+        "all-reduce": lambda: all_reduce_(whole, axis),
+        "all-gather": lambda: all_gather_into(whole, own, axis),
+        "reduce-scatter": lambda: reduce_scatter_into(own, whole, axis),
+        "all-to-all": lambda: all_to_all(whole.view(axis.size, part), axis),
+    }[operation]
+
+
+def _check(name: str, axis: Axis, operation: str, device: torch.device, hosts: Sequence[str]) -> None:
+    """Raises RuntimeFailure where the result on this rank is not what arithmetic says."""
+    import torch
+
+    from megalite.comm import all_gather, all_reduce_, all_to_all, reduce_scatter
+
+    n, numbers = axis.size, torch.tensor(axis.ranks, dtype=torch.float32, device=device) + 1
+    own, columns = numbers[axis.rank], torch.arange(n, dtype=torch.float32, device=device)
+    part = torch.ones(1000, device=device)
+    if operation == "all-reduce":
+        found, right = own * part, numbers.sum() * part
+        all_reduce_(found, axis)
+    elif operation == "all-gather":
+        found, right = all_gather((own * part)[None], axis), numbers[:, None] * part
+    elif operation == "reduce-scatter":
+        found, right = (
+            reduce_scatter((own + columns)[:, None] * part, axis),
+            (numbers.sum() + n * axis.rank) * part[None],
+        )
+    else:
+        found, right = (
+            all_to_all((own + 1000 * columns)[:, None] * part, axis),
+            (numbers + 1000 * axis.rank)[:, None] * part,
+        )
+    if not torch.equal(found, right):
+        place = (found != right).flatten().nonzero()[0]
+        got, wanted = found.flatten()[place].item(), right.expand_as(found).flatten()[place].item()
+        where = f"ranks {_listed(axis.ranks)} on {_hosts([hosts[rank] for rank in axis.ranks])}"
+        raise RuntimeFailure(f"{operation} of {name} ({where}) gave {got:g} instead of {wanted:g}")
+
+
+def _compare(bench: Bench, field: str, name: str, axis: Axis, expected: Hardware | None, hosts: Sequence[str]) -> None:
+    """Each rank to its neighbour, all at once: latency, and the rate of a device in one direction."""
+    import torch
+
+    from megalite.comm import all_gather_json, start_shift
+
+    if max(all_gather_json(axis.size, bench.everyone)) == 1:
+        bench.say(f"{name}: not measured, {'there is one node' if field == 'inter_node' else 'a node has one rank'}")
+        return
+    bench.world.report_phase(f"messages {name}")
+    small, large = (torch.ones(nbytes // 4, device=bench.world.device) for nbytes in (SMALL, LARGE))
+    latency = bench.slowest(lambda: start_shift(small, axis).wait(), axis).seconds
+    slow = bench.slowest(lambda: start_shift(large, axis).wait(), axis)
+    rate = LARGE / slow.seconds
+    bench.say(f"{field}: {{bandwidth: {rate:.3g}, latency: {latency:.2g}}}")
+    of = f"slowest: ranks {_listed(slow.ranks)} on {_hosts([hosts[rank] for rank in slow.ranks])}"
+    if expected is None:
+        bench.say(f"  {name}: {rate / 1e9:.3g} GB/s a device in one direction, {latency * 1e6:.0f} us; {of}")
+        return
+    planned: Any = getattr(expected, field)
+    bench.say(
+        f"  {name}: {rate / 1e9:.3g} GB/s a device in one direction, {rate / planned.bandwidth:.0%} of the "
+        f"{planned.bandwidth / 1e9:.3g} of {expected.name}; {latency * 1e6:.0f} us, there "
+        f"{planned.latency * 1e6:.0f}; {of}"
     )
-    set_phase("all-reduce")
-    value = torch.full((1000,), rank + 1.0, device=place)
-    dist.all_reduce(value)
-    expected = size * (size + 1) / 2
-    if not bool((value == expected).all()):
-        raise RuntimeFailure(f"all-reduce gave {value[0].item():g} instead of {expected:g}")
-
-    records = []
-    for num_bytes in SIZES:
-        buffer = torch.ones(num_bytes // 4, device=place)
-        seconds = _median_seconds(functools.partial(dist.all_reduce, buffer, op=dist.ReduceOp.MAX), place)
-        bandwidth = 2 * (size - 1) / size * num_bytes / seconds
-        records.append(vars(Measurement(f"all-reduce, {size} ranks", num_bytes, seconds, bandwidth)))
-    set_phase("send and receive")
-    for num_bytes in SIZES:
-        buffer = torch.ones(num_bytes // 4, device=place)
-        # There and back: half of it is one message.
-        seconds = _median_seconds(functools.partial(_there_and_back, buffer, rank), place) / 2
-        records.append(vars(Measurement("send/receive", num_bytes, seconds, num_bytes / seconds)))
-    dist.all_reduce(torch.zeros(1))
-    dist.destroy_process_group()
-    if rank == 0:
-        (folder / "result.json").write_text(json.dumps(records))
 
 
-def _median_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Median time of an action, after a first one that is not counted."""
-    import torch
-
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def _listed(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
 
-def _there_and_back(buffer: torch.Tensor, rank: int) -> None:
-    """Ranks 0 and 1 pass the buffer to each other once; the others rest."""
-    import torch.distributed as dist
+def main(argv: list[str]) -> int:
+    """Runs the tool; the exit status."""
+    return run_on_ranks(run_rank, parse(argv))
 
-    if rank == 0:
-        dist.send(buffer, 1)
-        dist.recv(buffer, 1)
-    elif rank == 1:
-        dist.recv(buffer, 0)
-        dist.send(buffer, 0)
+
+if __name__ == "__main__":
+    sys.exit(run_tool(main))

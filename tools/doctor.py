@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from command_line import ToolParser, run_tool  # noqa: E402
-from megalite.errors import ConfigError, RuntimeFailure  # noqa: E402
+from megalite.errors import ConfigError  # noqa: E402
 from megalite.extras import EXTRA_OF, install_command  # noqa: E402
 
 CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
@@ -120,23 +120,14 @@ def print_launcher() -> None:
 
 
 def print_collectives() -> None:
-    """Two local ranks, their sum and their speed; on GPUs too where there are two."""
+    """Two local ranks, their results and their speed; on GPUs too where there are two."""
     import torch
 
-    from collective_test import measure_collectives
+    from collective_test import measure_local
 
-    devices = ["cpu"] + (["cuda"] if torch.cuda.device_count() >= 2 else [])
-    for device in devices:
-        print(f"\nlocal collective test, 2 ranks on {device}")
-        try:
-            measurements = measure_collectives(2, device=device)
-        except RuntimeFailure:
-            _line("FAILED", "local ranks cannot talk to each other")
-            raise
-        for measurement in measurements:
-            size = f"{measurement.num_bytes / 2**20:g} MiB" if measurement.num_bytes >= 2**20 else "4 KiB"
-            speed = f"{measurement.seconds * 1e3:9.3f} ms   {measurement.bandwidth / 1e9:7.2f} GB/s"
-            _line(measurement.operation, f"{size:>8}   {speed}")
+    for device in ["cpu"] + (["cuda"] if torch.cuda.device_count() >= 2 else []):
+        print(f"\nlocal collective test on {device}", flush=True)
+        measure_local(2, device)
 
 
 def print_memory(disk: str | None) -> None:

@@ -20,7 +20,7 @@ every test. Only this room and `launch` import torch.distributed.
 """
 
 from megalite.comm.autograd import copy_to_axis, own_slice, reduce_from_axis, scatter_sum_sequence
-from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes
+from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, make_axis
 from megalite.comm.collectives import (
     Done,
     Handle,

@@ -126,7 +126,7 @@ def load_for_inference(
     if problems := layout_problems(config, world.size):
         raise ConfigError(problems)
     ranks = parallel.pipeline_model_parallel_size
-    mesh = make_mesh(config, dataclasses.replace(world, device=target))
+    mesh = make_mesh(config.parallel, dataclasses.replace(world, device=target))
     placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
     pairs = placement.neighbours | token_pairs(placement)
     channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), pairs)

@@ -16,7 +16,7 @@ import torch
 
 from megalite.checkpoint import Meta
 from megalite.comm import DeviceWaitClock, ParallelMesh, World, open_channel, share_axis
-from megalite.config import Config
+from megalite.config import Config, ParallelConfig
 from megalite.convert import Origin
 from megalite.data import begun_phases
 from megalite.engine import Hyperparameters, Updater
@@ -83,7 +83,7 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
     resolved, tokenizer = resolve_tokenizer(given)
     plan = within_budget(resolved, world.size, on_cpu=world.device.type == "cpu")
     world.report_phase("start-up: process groups")
-    mesh = make_mesh(resolved, world)
+    mesh = make_mesh(resolved.parallel, world)
     programs = ProgramCache(resolved, plan)
     programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
@@ -139,9 +139,8 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
             model.optimizer.close()
 
 
-def make_mesh(config: Config, world: World) -> ParallelMesh:
+def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
     """The grid of ranks; tensor-parallel CPU ranks exchange through shared memory."""
-    parallel = config.parallel
     mesh = ParallelMesh.build(
         rank=world.rank,
         size=world.size,

@@ -11,9 +11,8 @@ import pytest
 import torch
 import yaml
 
-from collective_test import SIZES, measure_collectives
 from megalite.comm.world import World
-from megalite.errors import ConfigError, RuntimeFailure
+from megalite.errors import ConfigError
 from megalite.planner.hardware import parse_hardware
 from megalite.testing import run_single
 
@@ -35,7 +34,16 @@ def body_report(world: World) -> None:
 def test_report_names_versions_packages_and_speeds(capfd: pytest.CaptureFixture[str]) -> None:
     run_single(body_report)
     output = capfd.readouterr().out
-    for word in ("torch  ", "safetensors", "wandb", "apex", "all-reduce, 2 ranks", "send/receive", "ready"):
+    for word in (
+        "torch  ",
+        "safetensors",
+        "wandb",
+        "apex",
+        "2 ranks on 1 host",
+        "all-reduce",
+        "inside a node",
+        "ready",
+    ):
         assert word in output
     known = yaml.safe_load((ROOT / "megalite/planner/hardware/h100.yaml").read_text())
     lines = [line for line in output.splitlines() if line.startswith(("  host_", "  disk_"))]
@@ -57,31 +65,6 @@ def test_a_torch_for_rocm_is_named(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     _doctor().print_environment()
     assert [row.split() for row in capsys.readouterr().out.splitlines()][-2:] == [["gpus", "8"], [line, hip or cuda]]
-
-
-def body_measure(world: World) -> list[tuple[str, int, float, float]]:
-    return [(m.operation, m.num_bytes, m.seconds, m.bandwidth) for m in measure_collectives(2)]
-
-
-def test_measurements_cover_all_sizes() -> None:
-    rows = run_single(body_measure)
-    assert [row[1] for row in rows] == [*SIZES, *SIZES]
-    assert all(0 < seconds < 10 and bandwidth > 0 for _, _, seconds, bandwidth in rows)
-
-
-def body_broken(world: World) -> str:
-    import torch.distributed as dist
-
-    dist.all_reduce = lambda *args, **kwargs: None  # type: ignore[assignment]
-    try:
-        measure_collectives(2)
-    except RuntimeFailure as error:
-        return str(error)
-    return ""
-
-
-def test_a_wrong_sum_fails() -> None:
-    assert "instead of 3" in run_single(body_broken)
 
 
 def forget_apex() -> None:
