@@ -21,6 +21,7 @@ from megalite.launch import (
     INTERRUPTED,
     EndAtOnce,
     LaunchEnvironment,
+    advise_threads,
     launch,
     log_to_stdout,
     print_error,
@@ -55,6 +56,8 @@ def main(argv: list[str]) -> int:
         logging.getLogger("megalite").warning(warning)
     if parsed.config.training.dry_run:
         return print_dry_run(parsed, place)
+    if place.rank == 0 and (advice := advise_threads(parsed.config, place)) is not None:
+        logging.getLogger("megalite").warning(advice)
     return launch(parsed.config, train, place)
 
 

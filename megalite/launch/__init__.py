@@ -17,6 +17,7 @@ from megalite.launch.devices import check_devices
 from megalite.launch.launcher import (
     INTERRUPTED,
     LaunchEnvironment,
+    advise_threads,
     launch,
     log_to_stdout,
     print_error,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 """Device files of NVIDIA's and AMD's drivers."""
+
+LOOKS = 5
+"""How often `busy_cores` looks."""
 
 
 @functools.cache
@@ -111,3 +115,32 @@ def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
     """
     bound = place.launcher in ("srun", "mpirun") and allowed < cores
     return max(1, allowed if bound else allowed // place.local_size)
+
+
+def busy_cores() -> int | None:
+    """Cores of this host that other programs keep busy at this moment; None where the system does not tell.
+
+    Linux counts the threads that run or could run; the middle one of a few looks counts, less this thread.
+    """
+    counts = []
+    try:
+        for _ in range(LOOKS):
+            counts.append(int(Path("/proc/loadavg").read_text().split()[3].split("/")[0]))
+            time.sleep(0.005)
+    except (OSError, ValueError, IndexError):
+        return None
+    return max(0, sorted(counts)[LOOKS // 2] - 1)
+
+
+def thread_hint(threads: int, ranks: int, cores: int, busy: int) -> str | None:
+    """A line where ranks of this host have more threads together than cores are idle, which then wait for each other at
+    every product; None: there is nothing to say."""
+    idle = max(0, cores - busy)
+    if threads == 1 or threads * ranks <= idle:
+        return None
+    fewer = max(1, idle // ranks)
+    whose = f"{ranks} ranks with {threads} threads each" if ranks > 1 else f"{threads} threads"
+    return (
+        f"{whose} on {cores} cores, of which other programs keep {min(busy, cores)} busy: threads that wait for "
+        f"each other make steps slow; OMP_NUM_THREADS={fewer} may be faster"
+    )

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -28,11 +29,13 @@ from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, MegaliteError, PeerLost, in_flags
 from megalite.launch import environment
 from megalite.launch.devices import (
+    busy_cores,
     check_devices,
     choose_backend,
     choose_device,
     count_devices,
     library_settings,
+    thread_hint,
     threads_of,
 )
 from megalite.launch.environment import LaunchEnvironment
@@ -317,6 +320,21 @@ def _set_threads(place: LaunchEnvironment) -> None:
     import torch
 
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        cores = os.cpu_count() or 1
-        allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
-        torch.set_num_threads(threads_of(place, cores, allowed))
+        torch.set_num_threads(threads_of(place, *_cores()))
+
+
+def _cores() -> tuple[int, int]:
+    """Cores of this host, and those that this process may use."""
+    cores = os.cpu_count() or 1
+    return cores, len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
+
+
+def advise_threads(config: Launched, place: LaunchEnvironment) -> str | None:
+    """Which variable is worth a try, before ranks compute on a CPU that others use too; None: nothing to say."""
+    if "OMP_NUM_THREADS" in os.environ or (config.parallel.hardware.device != "cpu" and count_devices()):
+        return None
+    ranks, cores = config.parallel.nprocs or place.local_size, _cores()
+    busy = busy_cores()
+    threads = threads_of(replace(place, local_size=ranks), *cores)
+    siblings = place.local_size - 1  # a launcher's other ranks, which start up now
+    return None if busy is None else thread_hint(threads, ranks, cores[1], max(0, busy - siblings))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ from megalite.config import Config, ParallelConfig, parse
 from megalite.config.parallel import DeviceOptions
 from megalite.errors import ConfigError, DataError
 from megalite.faults import fault_point
-from megalite.launch import devices
-from megalite.launch.devices import check_devices, choose_backend, threads_of
+from megalite.launch import advise_threads, devices, launcher
+from megalite.launch.devices import busy_cores, check_devices, choose_backend, thread_hint, threads_of
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.launcher import launch
 from megalite.launch.meeting import leave_together, open_store
@@ -82,6 +85,51 @@ def test_nprocs_starts_local_ranks_that_share_the_cores(tmp_path: Path) -> None:
 )
 def test_cores_that_a_launcher_has_shared_out_are_not_shared_again(launcher: str, allowed: int, threads: int) -> None:
     assert threads_of(LaunchEnvironment(launcher, 0, 8, 0, 8), 64, allowed) == threads
+
+
+@pytest.mark.parametrize(
+    ("threads", "ranks", "cores", "busy", "hint"),
+    [
+        (2, 1, 2, 0, None),
+        (1, 2, 2, 2, None),
+        (4, 2, 8, 0, None),
+        (2, 1, 2, 1, "2 threads on 2 cores, of which other programs keep 1 busy: .* OMP_NUM_THREADS=1 may"),
+        (4, 2, 8, 3, "2 ranks with 4 threads each on 8 cores, of which other programs keep 3 .* OMP_NUM_THREADS=2 may"),
+        (8, 1, 8, 20, "8 threads on 8 cores, of which other programs keep 8 busy: .* OMP_NUM_THREADS=1 may be faster"),
+    ],
+)
+def test_threads_without_idle_cores_are_hinted_at(
+    threads: int, ranks: int, cores: int, busy: int, hint: str | None
+) -> None:
+    line = thread_hint(threads, ranks, cores, busy)
+    assert line is None if hint is None else re.match(hint, line or "")
+
+
+@pytest.mark.parametrize(("busy", "variable", "hint"), [(0, False, False), (4, False, True), (4, True, False)])
+def test_advice_is_given_where_the_user_has_not_chosen(
+    busy: int, variable: bool, hint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "busy_cores", lambda: busy)
+    monkeypatch.setattr(launcher, "_cores", lambda: (4, 4))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    line = advise_threads(config_of("--nprocs", "2", "--device", "cpu"), LaunchEnvironment())
+    assert (line is not None) == hint and (not hint or "2 ranks with 2 threads each on 4 cores" in str(line))
+
+
+def test_a_program_that_computes_is_counted() -> None:
+    """It counts at least what this test keeps busy itself."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        deadline = time.monotonic() + 20
+        while (busy_cores() or 0) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (busy_cores() or 0) >= 1
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def main_writes_modes(config: Config, world: World) -> None:
