@@ -32,6 +32,9 @@ PURPOSES = {
     "wandb": "--wandb-project",
     "matplotlib": "tools/plan.py --what-if ... --plot",
     "lm_eval": "tools/evaluate_harness.py",
+    "fsspec": "runs in an object store (--save s3://...)",
+    "s3fs": "s3://",
+    "gcsfs": "gs://",
 }
 
 
