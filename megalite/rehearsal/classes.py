@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from megalite.comm import ParallelMesh, World
+from megalite.config import Config
 from megalite.rehearsal.rank import Rehearsed
 from megalite.train import make_mesh
 
@@ -22,8 +23,8 @@ def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
 
 
 def distinct_ranks(run: Rehearsed) -> list[int]:
-    """Of a small world all; else of every stage the first of all axes, for each axis the last of it, and the last of
-    all."""
+    """Of a small world all. Else of every pipeline rank the first of all other axes; and of one for each kind of stages,
+    for each axis the last of it, and the last of all."""
     if run.size <= MOST:
         return list(range(run.size))
     mesh = mesh_of(run)
@@ -35,4 +36,15 @@ def distinct_ranks(run: Rehearsed) -> list[int]:
         for axis in view:
             chosen.add((mesh.size(axis) - 1) * stride)
             stride *= mesh.size(axis)
-    return [stage * inside + rank for stage in range(stages) for rank in sorted(chosen)]
+    kinds = [_kind(run.config, stage, stages) for stage in range(stages)]
+    firsts = {kinds.index(kind) for kind in kinds}
+    return [
+        stage * inside + rank
+        for stage in range(stages)
+        for rank in (sorted(chosen) if stage in firsts else [0])
+    ]
+
+
+def _kind(config: Config, stage: int, stages: int) -> tuple[bool, bool]:
+    """What tells the stages of a rank from those of another, beside their layers, which each runs: its ends."""
+    return stage == 0, stage == stages - 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -37,11 +38,14 @@ class FakeGroups:
         self.world.name = "world"
         self._counts: dict[tuple[int, ...], int] = {self.world.ranks: 1}
         self.made: list[tuple[str, int, int]] = []
+        self._caller: FrameType | None = None
         self._gathered: dict[Communicator, int] = {}
 
     def new_group(self, ranks: Sequence[int] | None = None, **_kwargs: Any) -> Communicator | None:
         """A communicator of these ranks; None where this rank is not one of them."""
-        members, place = tuple(self.world.ranks if ranks is None else ranks), where()
+        members, caller = tuple(self.world.ranks if ranks is None else ranks), sys._getframe(2)
+        place = where() if caller is not self._caller else self.made[-1][0]
+        self._caller = caller
         if self.made and self.made[-1][0] == place:
             count, digest = self.made.pop()[1:]
             self.made.append((place, count + 1, hash((digest, members))))

@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -124,6 +124,8 @@ EVERYTHING = Region(0, sys.maxsize, True, 1, (), ())
 
 def is_dense(x: Tensor) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order."""
+    if x.is_contiguous():
+        return True
     reach = 1
     for stride, n in sorted((stride, n) for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if stride != reach:
@@ -264,11 +266,14 @@ class Ledger:
         if memory.nbytes:
             self.log.append(("free", memory.number, 0, 0, ""))
         memory.nbytes = 0
-        pool = self._pools.setdefault(memory.line.number, {})
+        pool, gone = self._pools.setdefault(memory.line.number, {}), ""
         for access in pending:
             number = access.line.number
             if number not in memory.recorded and (number not in pool or pool[number].time <= access.time):
-                pool[number] = replace(access, writes=True, region=EVERYTHING, freed=access.freed or where())
+                gone = gone or where()
+                pool[number] = Access(
+                    access.line, access.time, True, EVERYTHING, access.op, access.place, access.freed or gone
+                )
         memory.recorded.clear()
 
     def resized(self, memory: Memory, line: Line, nbytes: int) -> None:
@@ -336,4 +341,14 @@ def _kind(old: Access, new: Access) -> str:
 
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors in nested arguments."""
-    return [x for x in torch.utils._pytree.tree_leaves(values) if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    ahead = [values]
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            ahead.extend(reversed(value))
+        elif isinstance(value, dict):
+            ahead.extend(reversed(value.values()))
+    return found

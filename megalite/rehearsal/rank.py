@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,7 @@ from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import shown
 from megalite.rehearsal.record import Communicators, RankRecord
+from megalite.rehearsal.short import once_for_all_ranks, shortened, shortest
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.train import OpenRun, open_run
 
@@ -37,12 +39,15 @@ PATIENT = 1e6
 
 @dataclass
 class Rehearsed:
-    """What is rehearsed. config: without data, tokenizer and checkpoint; at size `size`. steps: iterations."""
+    """What is rehearsed. config: without data, tokenizer and checkpoint, with a short batch; full: with the whole one.
+    steps: iterations. known, worked_out: what the ranks of a rehearsal share."""
 
     config: Config
     size: int
     steps: int
+    full: Config
     known: Communicators = field(default_factory=Communicators)
+    worked_out: dict[Any, Any] = field(default_factory=dict)
 
 
 def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
@@ -55,14 +60,20 @@ def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
         config,
         model=replace(config.model, vocab_size=vocabulary),
         data=replace(DataConfig(mock_data=True, tokenizer_type="NullTokenizer", num_workers=0), **kept),
-        parallel=replace(config.parallel, nprocs=None, check_pipeline_messages=False),
+        parallel=replace(
+            config.parallel,
+            nprocs=None,
+            check_pipeline_messages=False,
+            hardware=replace(config.parallel.hardware, ignore_memory_estimate=True),
+        ),
     )
     if problems := config_problems(config, size):
         raise ConfigError(problems)
-    return Rehearsed(_short(config, size, steps), size, steps)
+    full = _few_steps(config, size, steps)
+    return Rehearsed(shortest(full, size), size, steps, full)
 
 
-def _short(config: Config, size: int, steps: int) -> Config:
+def _few_steps(config: Config, size: int, steps: int) -> Config:
     """A run of a few full batches."""
     training = config.training
     ramp = replace(training.batch_ramp, **{name: None for name in vars(training.batch_ramp)})
@@ -79,7 +90,7 @@ def _short(config: Config, size: int, steps: int) -> Config:
             compile=False,
             exit_interval=None,
         ),
-        checkpoint=replace(config.checkpoint, save=None, load=None, auto_resume=False, save_interval=None),
+        checkpoint=type(config.checkpoint)(),
         logging=replace(config.logging, log_interval=max(2, steps)),
     )
 
@@ -88,7 +99,7 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
     """Everything that a rank does, up to where it fails."""
     groups = FakeGroups(rank, run.size, run.known)
     began = time.process_time()
-    with alone(groups) as gpu:
+    with once_for_all_ranks(run.worked_out), alone(groups) as gpu:
         world = World(
             rank, run.size, DEVICE, rank % A_NODE, min(A_NODE, run.size), f"node{rank // A_NODE}", _phases(gpu)
         )
@@ -96,6 +107,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
         try:
             with open_run(run.config, world) as opened:
                 _name_communicators(opened)
+                programs = opened.trainer.program
+                opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
                 opened.trainer.executor.mark = gpu.calls.mark
                 opened.trainer.train()
         except Exception as error:  # whatever the product or torch raises is what the rank comes to

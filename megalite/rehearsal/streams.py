@@ -28,7 +28,7 @@ class Gpu:
         self.kernels: Any = None
         self.compute = Stream(self, "the compute stream")
         self.unwaited: dict[int, Any] = {}
-        self._local = threading.local()
+        self.local = threading.local()
 
     @property
     def races(self) -> list[str]:
@@ -38,32 +38,32 @@ class Gpu:
     @property
     def current(self) -> Stream:
         """The stream that this thread gives work to."""
-        found: Stream = getattr(self._local, "current", self.compute)
+        found: Stream = getattr(self.local, "current", self.compute)
         return found
 
     @property
     def quiet(self) -> bool:
-        return getattr(self._local, "quiet", False)
+        return getattr(self.local, "quiet", False)
 
     @property
     def true_device(self) -> bool:
-        return getattr(self._local, "true_device", False)
+        return getattr(self.local, "true_device", False)
 
     @property
     def on_its_way(self) -> bool:
-        return getattr(self._local, "on_its_way", False)
+        return getattr(self.local, "on_its_way", False)
 
     @contextmanager
     def state(self, **values: Any) -> Iterator[None]:
         """Sets `current`, `quiet` or `true_device` of this thread for a while."""
-        before = dict(vars(self._local))
-        vars(self._local).update(values)
+        before = dict(vars(self.local))
+        vars(self.local).update(values)
         try:
             yield
         finally:
             for name in values:
-                vars(self._local).pop(name, None)
-            vars(self._local).update({name: before[name] for name in values if name in before})
+                vars(self.local).pop(name, None)
+            vars(self.local).update({name: before[name] for name in values if name in before})
 
     def on_device(self, x: torch.Tensor) -> bool:
         memory = self.ledger.find(x.untyped_storage())

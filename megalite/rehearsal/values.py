@@ -147,17 +147,23 @@ class Shapes:
         here.copy_(values)
 
     def follow(
-        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], outs: Sequence[Tensor],
-        written: Sequence[Tensor],
+        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[Tensor],
+        outs: Sequence[Tensor], written: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Computes the values of a kernel of the device that has run, where they are few and known."""
         if function.is_view or name in ("empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"):
             return
+        if name not in ("_to_copy", "bincount") and any(x.nbytes > SMALL for x in (*given, *outs)):
+            for x in (*written, *outs):
+                memory = self._gpu.ledger.find(x.untyped_storage())
+                if memory is not None and memory.known is not None:
+                    memory.known = None
+            if all(x.nbytes > FEW for x in outs):
+                return
         with self._gpu.state(quiet=True, true_device=True):
             if name == "bincount":
                 self.know(outs[0], torch.full(outs[0].shape, args[0].numel() // max(1, outs[0].numel())))
                 return
-            given = tensors_in((args, kwargs))
             only_written = name in ("copy_", "zero_", "fill_")
             small = all(x.nbytes <= SMALL for x in (*given, *outs)) or (name == "_to_copy" and not given[0].is_meta)
             sources = [x for x in given if not (only_written and any(x is w for w in written))]

@@ -11,6 +11,7 @@ Copies between the places, as torch makes them (aten/src/ATen/native/cuda/Copy.c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,18 +58,24 @@ class Watch(TorchDispatchMode):
         goes_there, pinned = self._place(name, there, kwargs)
         device = self._gpu.place if _says_cuda(kwargs.get("device")) else kwargs.get("device")
         real = kwargs | {key: value for key, value in {"device": device, "pin_memory": None}.items() if key in kwargs}
-        with self._gpu.state(true_device=True):
+        local = self._gpu.local
+        before, local.true_device = self._gpu.true_device, True
+        try:
             out = self._gpu.kernels(function, name, args, real, there=there)
+        finally:
+            local.true_device = before
         outs = tensors_in(out)
         fresh = [x for x in outs if x.untyped_storage()._cdata not in known]
         for x in fresh:
             if function.is_view or self._ledger.find(x.untyped_storage()) is None:
                 line = self._gpu.current.line if goes_there else None
                 self._ledger.enter(x.untyped_storage(), line, pinned=pinned)
-        if not (function.is_view or name in ALLOCATE):
-            self._record(function, name, args, kwargs, fresh, there or goes_there)
+        if function.is_view or name in ALLOCATE:
+            return out
+        written = _written(function, args, kwargs)
+        self._record(name, args, kwargs, given, written, fresh, there or goes_there)
         if there or goes_there:
-            self._gpu.kernels.follow(function, name, args, real, outs, _written(function, args, kwargs))
+            self._gpu.kernels.follow(function, name, args, real, given, outs, written)
         return out
 
     def _place(self, name: str, there: bool, kwargs: dict[str, Any]) -> tuple[bool, bool]:
@@ -83,13 +90,13 @@ class Watch(TorchDispatchMode):
         return goes_there, pinned
 
     def _record(
-        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], fresh: list[Tensor], device: bool
-    ) -> None:
-        written = _written(function, args, kwargs)
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor], written: list[Tensor],
+        fresh: list[Tensor], device: bool,
+    ) -> None:  # fmt: skip
         ids = {id(x) for x in written}
-        reads = [x for x in tensors_in((args, kwargs)) if id(x) not in ids]
+        reads = [x for x in given if id(x) not in ids] if ids else given
         if name not in OVERWRITE:
-            reads += written
+            reads = reads + written
         writes = written + fresh
         if not device:
             self._ledger.work(self._ledger.host, name, reads, writes)
@@ -144,7 +151,12 @@ def _says_cuda(device: Any) -> bool:
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a kernel writes."""
-    arguments = function._schema.arguments
-    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
-    written = [v for a, v in zip(arguments, values, strict=True) if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_in(written)
+    found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(function)]
+    return tensors_in(found) if found else found
+
+
+@cache
+def _written_arguments(function: Any) -> tuple[tuple[int, str], ...]:
+    """(Position, name) of them."""
+    arguments = enumerate(function._schema.arguments)
+    return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)
