@@ -38,11 +38,7 @@ def distinct_ranks(run: Rehearsed) -> list[int]:
             stride *= mesh.size(axis)
     kinds = [_kind(run.config, stage, stages) for stage in range(stages)]
     firsts = {kinds.index(kind) for kind in kinds}
-    return [
-        stage * inside + rank
-        for stage in range(stages)
-        for rank in (sorted(chosen) if stage in firsts else [0])
-    ]
+    return [stage * inside + rank for stage in range(stages) for rank in (sorted(chosen) if stage in firsts else [0])]
 
 
 def _kind(config: Config, stage: int, stages: int) -> tuple[bool, bool]:

@@ -27,7 +27,7 @@ from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import shown
 from megalite.rehearsal.record import Communicators, RankRecord
-from megalite.rehearsal.short import once_for_all_ranks, shortened, shortest
+from megalite.rehearsal.short import WHOLE, once_for_all_ranks, shortened, shortest
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.train import OpenRun, open_run
 
@@ -108,7 +108,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
             with open_run(run.config, world) as opened:
                 _name_communicators(opened)
                 programs = opened.trainer.program
-                opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
+                if run.full.num_microbatches(run.size) > WHOLE:
+                    opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
                 opened.trainer.executor.mark = gpu.calls.mark
                 opened.trainer.train()
         except Exception as error:  # whatever the product or torch raises is what the rank comes to

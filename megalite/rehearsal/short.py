@@ -23,6 +23,8 @@ from megalite.schedule import GRADIENT_KINDS, NORM, REDUCE, RESHARD, STEP, UNSHA
 EVALUATED = 2
 """Micro-batches of an evaluation."""
 FEWEST = 4
+WHOLE = 8
+"""Micro-batches of a batch that is rehearsed as it is."""
 OF_WEIGHTS = frozenset({REDUCE, NORM, STEP, UNSHARD, RESHARD})
 
 
@@ -33,14 +35,14 @@ def shortest(config: Config, size: int) -> Config:
     before = set(config_problems(config, size))
     for count in sorted({FEWEST, *(n * stages for n in (1, 2, 4))}):
         short = replace(config, training=replace(config.training, global_batch_size=count * unit))
-        if FEWEST <= count < config.num_microbatches(size) and before.issuperset(config_problems(short, size)):
+        if WHOLE < config.num_microbatches(size) > count and before.issuperset(config_problems(short, size)):
             return short
     return config
 
 
 def shortened(program: Program) -> Program:
     """The program of the micro-batches that stand for all."""
-    if program.asynchronous or program.update_per_microbatch or program.num_microbatches < FEWEST:
+    if program.asynchronous or program.update_per_microbatch:
         return program
 
     @cache
