@@ -23,11 +23,11 @@ def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
 
 
 def distinct_ranks(run: Rehearsed) -> list[int]:
-    """Of a small world all. Else of every pipeline rank the first of all other axes; and of one for each kind of stages,
-    for each axis the last of it, and the last of all."""
-    if run.size <= MOST:
-        return list(range(run.size))
+    """Of a small world all. Else of every pipeline rank the first of all other axes; and of one for each kind of
+    stages, for each axis the last of it, and the last of all."""
     mesh = mesh_of(run)
+    if run.size <= MOST or mesh.takes_turns:
+        return list(range(run.size))
     stages = mesh.size("pp")
     inside = run.size // stages
     chosen = {0, inside - 1}

@@ -75,7 +75,7 @@ def _only(action: Action, kept: frozenset[int]) -> Action | None:
 
 @contextmanager
 def once_for_all_ranks(kept: dict[Any, Any]) -> Iterator[None]:
-    """What every rank works out alike is worked out once: programs, their proofs, lines of the grid, JSON of the others.
+    """What every rank works out alike is worked out once: programs, proofs, lines of the grid, JSON of the others.
 
     kept: between the ranks of one rehearsal.
     """
@@ -101,8 +101,8 @@ def once_for_all_ranks(kept: dict[Any, Any]) -> Iterator[None]:
         for owner, name, value in (
             (programs, "lowered_program", remembered(
                 "program", programs.lowered_program, lambda config, n, name, *, plan, waits: (n, name, waits))),
-            (programs, "validate", remembered("proof", programs.validate, lambda program, run: (id(program), str(run)))),
-            (grid, "_lines", remembered("lines", grid._lines, lambda mesh, view, bases: (*view.items(), *bases))),
+            (programs, "validate", remembered("proof", programs.validate, lambda of, run: (id(of), str(run)))),
+            (grid, "_lines", remembered("lines", grid._lines, lambda mesh, view, bases: (view, *bases))),
             (texts, "json", values),
             (data, "evaluation", few),
         ):  # fmt: skip

@@ -152,7 +152,7 @@ def _says_cuda(device: Any) -> bool:
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a kernel writes."""
     found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(function)]
-    return tensors_in(found) if found else found
+    return tensors_in(found) if found else []
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a rehearsed rank starts is what a real one starts: the same collectives and messages in the same order, over gloo."""
+"""What a rehearsed rank starts is what a real one starts: the same calls in the same order, over gloo."""
 
 from __future__ import annotations
 
