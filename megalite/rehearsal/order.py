@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FRAMES = 3
+FRAMES = 4
 """Calls of the product that a place names, innermost first."""
 EXACT = 1 << 16
 """Elements up to which two strided regions are compared element by element."""
