@@ -248,7 +248,7 @@ def of_a_logit(name: str) -> float:
             products = torch.randn(n, rows, dtype=torch.bfloat16)
             own = torch.ones(n, dtype=torch.bool)
             total, _ = kernels.statistics(products, labels, own, rows)
-            kernels.gradient(products, total, labels, own, torch.ones(n), rows)
+            kernels.gradient(products, total, labels, own, torch.ones(n), rows, 0.0)
         return graphs.counting.nbytes
 
     return (moved(8192) - moved(4096)) / (n * 4096)

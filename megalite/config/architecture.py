@@ -38,6 +38,7 @@ FREE = frozenset(
         "moe_router_load_balancing_type",
         "moe_aux_loss_coeff",
         "moe_z_loss_coeff",
+        "z_loss_coeff",
         "moe_expert_capacity_factor",
         "moe_router_bias_update_rate",
         "tensor_parallel_globs",

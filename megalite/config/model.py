@@ -146,6 +146,12 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = option(False, "give the output layer weights of its own")
     hidden_dropout: float = option(0.0, "dropout of embeddings and residual branches", ge=0, lt=1)
     attention_dropout: float = option(0.0, "dropout of attention weights", ge=0, lt=1)
+    z_loss_coeff: float = option(
+        0.0,
+        "coefficient of the squared log-sum of the logits in the loss (z-loss; PaLM: 1e-4, OLMo 2: 1e-5); what is "
+        "logged is without it",
+        ge=0,
+    )
     init_method_std: float = option(
         0.02, "standard deviation of initial weights; layers that write to the residual stream: / sqrt(2L)", ge=0
     )

@@ -48,6 +48,7 @@ class Head(nn.Module):
         self.final_norm = Norm(config.hidden_size, config, ctx, split_input=self.split)
         self.output = OutputLayer(config, ctx)
         self.kernels: LossKernels | None = None
+        self.z_loss = config.z_loss_coeff
 
     def compile_loss(self, backend: str) -> None:
         """`torch.compile` for what the loss computes between its GEMMs. (On a CPU the eager operations are faster.)"""
@@ -98,4 +99,4 @@ class Head(nn.Module):
     def _shard(self, weight: Tensor) -> VocabShard:
         start = self.tp.rank * weight.shape[0]
         valid = max(0, min(weight.shape[0], self.vocab_size - start))
-        return VocabShard(self.tp, start, valid, self.kernels)
+        return VocabShard(self.tp, start, valid, self.kernels, self.z_loss)

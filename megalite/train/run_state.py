@@ -38,7 +38,7 @@ from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
 from megalite.train.starting_point import StartingPoint, load_base, load_weights
-from megalite.train.trainer import TrainingProgress, progress_from_meta, progress_to_meta
+from megalite.train.trainer import TrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -208,3 +208,13 @@ def _scaler_state(meta: Meta) -> dict[str, float | int]:
     if not scale > 0:
         raise meta.wrong("scale", "above 0")
     return {"scale": scale, "previous": meta.number("previous", scale), **counts}
+
+
+def progress_to_meta(progress: TrainingProgress) -> dict[str, Any]:
+    """The JSON form that a checkpoint holds."""
+    return dict(vars(progress))
+
+
+def progress_from_meta(meta: Meta) -> TrainingProgress:
+    """The inverse. Raises CheckpointError."""
+    return TrainingProgress(**{name: meta.integer(name) for name in vars(TrainingProgress())})

@@ -17,12 +17,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import Meta
 from megalite.comm import Done, Handle, ParallelMesh, all_reduce_
 from megalite.config import BatchSizeSchedule, Config, LengthSchedule
 from megalite.engine import Updater
@@ -359,13 +357,3 @@ def quiet_collector() -> Iterator[None]:
 
 def _is_due(iteration: int, interval: int | None) -> bool:
     return interval is not None and iteration % interval == 0
-
-
-def progress_to_meta(progress: TrainingProgress) -> dict[str, Any]:
-    """The JSON form that a checkpoint holds."""
-    return dict(vars(progress))
-
-
-def progress_from_meta(meta: Meta) -> TrainingProgress:
-    """The inverse. Raises CheckpointError."""
-    return TrainingProgress(**{name: meta.integer(name) for name in vars(TrainingProgress())})

@@ -192,7 +192,7 @@ def draw(
     given. more: flags of every model."""
     while True:
         case = drawn(rng, optimizer or rng.choice(list(OPTIMIZERS)))
-        case = replace(case, model=(*case.model, *_draw_average(case), *more))
+        case = replace(case, model=(*case.model, *_draw_aids(case), *more))
         if not want(case):
             continue
         try:
@@ -202,12 +202,12 @@ def draw(
         return case
 
 
-def _draw_average(case: Layout) -> tuple[str, ...]:
-    """By a coin of its own, so that everything else is drawn as it was."""
+def _draw_aids(case: Layout) -> list[str]:
+    """An average of the weights, z-loss: by coins of their own, so that everything else is drawn as it was."""
     coin = random.Random(case.command)
-    return (
-        ("--ema-decay", coin.choice(["0.5", "0.99"])) if coin.random() < 0.15 and "embedding" not in case.layout else ()
-    )
+    averages = coin.random() < 0.15 and "embedding" not in case.layout
+    flags = ["--ema-decay", coin.choice(["0.5", "0.99"])] if averages else []
+    return flags + (["--z-loss-coeff", "0.03"] if coin.random() < 0.15 else [])
 
 
 FLUSH = ["1f1b", *(name for name, s in SCHEDULES.items() if not s.asynchronous and name != "1f1b")]

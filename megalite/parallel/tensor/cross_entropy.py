@@ -8,6 +8,10 @@ the whole vocabulary, in the order of the ranks and hence with the same rounding
 last real one. On a CPU the GEMMs leave them out. On a GPU they take part: without them the leading dimension of all
 three GEMMs is odd (V = 50,257), and tensor cores read unaligned rows several times slower.
 
+With z-loss (PaLM, arXiv 2204.02311; `--z-loss-coeff`) the gradient is that of `w * (logsumexp(z) - z_y + c
+logsumexp(z)^2)`, which is `w * (softmax(z) (1 + 2 c logsumexp(z)) - onehot(y))`. The loss stays the cross entropy,
+so that curves can be compared.
+
 Gradients are computed in the forward, while a chunk's logits exist, so that nothing is computed twice and nothing of
 size tokens x V is kept. Backward only scales them by the gradient of the sum.
 """
@@ -33,17 +37,22 @@ from megalite.parallel.tensor.products import product_dtype
 class VocabShard:
     """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens.
 
-    kernels: compiled kernels for what lies between the GEMMs; None: eager operations.
+    kernels: compiled kernels for what lies between the GEMMs; None: eager operations. z_loss: its coefficient.
     """
 
     axis: Axis
     start: int
     valid: int
     kernels: LossKernels | None = None
+    z_loss: float = 0.0
 
     def rows(self, weight: Tensor) -> Tensor:
         """The rows of the weight, `[V/t, h]`, that take part in the GEMMs: all, or on a CPU those without padding."""
         return weight[: self.valid] if weight.device.type == "cpu" and self.kernels is None else weight
+
+    def steepened(self, scale: Tensor, logsum: Tensor) -> Tensor:
+        """The factor of the softmax in the gradient, with z-loss. logsum: over the whole vocabulary."""
+        return scale * (1 + 2 * self.z_loss * logsum) if self.z_loss else scale
 
 
 @dataclass
@@ -51,7 +60,7 @@ class _Chunk:
     """The results of one chunk of n tokens."""
 
     log_probabilities: Tensor  # [n, columns], log-softmax over the rank's own rows
-    scale: Tensor | None  # [n], the factor from this softmax to the one over all rows; None: 1
+    scale: Tensor | None  # [n], the factor from this softmax to the one over all rows, and of z-loss; None: 1
     losses: Tensor  # [n]
 
 
@@ -197,7 +206,7 @@ def _losses_and_gradient(
     logsum, picked = shard.kernels.statistics(products, column, own, shard.valid)
     everyone = all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
     total = torch.logsumexp(everyone[:, 0], 0)
-    gradient = shard.kernels.gradient(products, total, column, own, weights, shard.valid)
+    gradient = shard.kernels.gradient(products, total, column, own, weights, shard.valid, shard.z_loss)
     return total - everyone[:, 1].sum(0), gradient
 
 
@@ -207,8 +216,10 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
     if shard.valid < len(rows):
         logits[:, shard.valid :] = float("-inf")
     if shard.axis.size == 1:
+        logit = logits.gather(1, labels[:, None])[:, 0] if shard.z_loss else None  # a CPU overwrites the logits
         local = _log_softmax(logits)
-        return _Chunk(local, None, -local.gather(1, labels[:, None])[:, 0])
+        losses = -local.gather(1, labels[:, None])[:, 0]
+        return _Chunk(local, None if logit is None else shard.steepened(torch.ones_like(logit), logit + losses), losses)
     if shard.valid:
         column, own = _own_labels(labels, shard)
         picked = logits.gather(1, column[:, None])[:, 0]
@@ -222,7 +233,8 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
         logsum = torch.full_like(picked, float("-inf"))
     everyone = all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
     total = torch.logsumexp(everyone[:, 0], 0)
-    return _Chunk(local, (logsum - total).exp(), total - everyone[:, 1].sum(0))
+    scale = (logsum - total).exp()
+    return _Chunk(local, shard.steepened(scale, total), total - everyone[:, 1].sum(0))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

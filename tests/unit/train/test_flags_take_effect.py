@@ -97,6 +97,7 @@ ROWS = [
     ("", "--hidden-dropout 0.5"),
     ("", "--attention-dropout 0.5"),
     ("", "--init-method-std 0.1"),
+    ("", "--z-loss-coeff 0.5"),
     ("", "--vocab-size 60"),
     ("--bf16", "--fp32-residual-connection"),
     ("--bf16", "--grad-reduce-in-bf16"),
