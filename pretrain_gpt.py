@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.extras import require_core
@@ -22,6 +23,7 @@ from megalite.launch import (
     EndAtOnce,
     LaunchEnvironment,
     advise_threads,
+    end_launcher,
     launch,
     log_to_stdout,
     print_error,
@@ -41,10 +43,13 @@ def main(argv: list[str]) -> int:
     place = LaunchEnvironment()
     try:
         place = read_environment()
-        parsed = parse_with_origins(argv, world_size=place.size if place.launcher else None, read_offer=read_offer)
+        started = place.size if place.launcher else None
+        parsed = parse_with_origins(argv, world_size=started, local_size=place.local_size, read_offer=read_offer)
     except MegaliteError as error:
         if place.rank == 0:
             print_error(error)
+        if place.local_rank == 0:
+            end_launcher(place)
         return error.exit_code
     if not parsed.config.training.exit_signal_handler:
         replace_handlers(signal.SIG_DFL)
@@ -58,7 +63,8 @@ def main(argv: list[str]) -> int:
         return print_dry_run(parsed, place)
     if place.rank == 0 and (advice := advise_threads(parsed.config, place)) is not None:
         logging.getLogger("megalite").warning(advice)
-    return launch(parsed.config, train, place)
+    left_out = Path(parsed.config.checkpoint.run_folder or ".") / "left_out.txt"
+    return launch(parsed.config, train, place, ranks=parsed.ranks, left_out=left_out)
 
 
 def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
@@ -74,9 +80,7 @@ def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:
     from megalite.train import dry_run
 
     try:
-        text = dry_run(
-            parsed.config, parsed.origins, place.size if place.launcher else parsed.config.parallel.nprocs or 1
-        )
+        text = dry_run(parsed.config, parsed.origins, parsed.ranks)
     except MegaliteError as error:
         print_error(error)
         return error.exit_code

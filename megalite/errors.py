@@ -94,5 +94,11 @@ class RuntimeFailure(MegaliteError):
     exit_code: ClassVar[int] = 1
 
 
+class HostProblem(RuntimeFailure):
+    """This host does not compute right: its ranks are not started again."""
+
+    exit_code: ClassVar[int] = 2
+
+
 class PeerLost(RuntimeFailure):
     """Another rank does not answer: the cause is there, and who watches the ranks names it."""

@@ -3,6 +3,9 @@
 #
 #   MASTER_ADDR=node0 NNODES=4 NODE_RANK=0 scripts/pretrain_gpt_multinode.sh DATA_PREFIX TOKENIZER SAVE_DIR [--flag ...]
 #
+# NNODES=2:4 MAX_RESTARTS=10 ...: after a failure the ranks start again, on as many of the nodes as there are (add --elastic N); a node may
+# join at any time. MASTER_ADDR then serves the rendezvous alone: best a host that does not train, because that one must not fail.
+#
 # DATA_PREFIX: a .bin/.idx pair. TOKENIZER: a tokenizer.json or its directory. Under SLURM use slurm.sbatch, which
 # starts the ranks by srun. The rendezvous is not encrypted: use a private network.
 set -euo pipefail
@@ -25,10 +28,19 @@ LAUNCHER=(
     torchrun
     --nproc-per-node "$GPUS_PER_NODE"
     --nnodes "$NNODES"
-    --node-rank "$NODE_RANK"
-    --master-addr "$MASTER_ADDR"
-    --master-port "$MASTER_PORT"
 )
+if [[ $NNODES == *:* ]]; then
+    # Or ranks would look for each other at a node that is lost: rank 0 serves the store of each round, not torchrun.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    LAUNCHER+=(
+        --max-restarts "${MAX_RESTARTS:-10}"
+        --rdzv-backend c10d
+        --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT"
+        --rdzv-id "${RUN_ID:-$(basename "$SAVE_DIR")}"
+    )
+else
+    LAUNCHER+=(--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+fi
 MODEL_ARGS=(
     --model-type llama
     --num-layers 32

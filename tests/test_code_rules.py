@@ -33,6 +33,7 @@ PRINTERS = {
     "megalite.extras",
     "megalite.config.cli",
     "megalite.launch.launcher",
+    "megalite.launch.output",
     "megalite.launch.watch",
 }
 # Calls that make an immutable value or declare something; a CapWord is the constructor of a value.

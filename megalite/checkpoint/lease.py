@@ -147,7 +147,7 @@ class RunLease:
         self.release()
 
 
-def lock_of(directory: Path | str) -> RunLock | RunLease:
-    """The lock of a run directory, wherever that is."""
+def lock_of(directory: Path | str, *, waits: bool = False) -> RunLock | RunLease:
+    """The lock of a run directory, wherever that is. waits: as `RunLock` does; a lease is always waited for."""
     where = place(directory)
-    return RunLease(where) if isinstance(where, StoreUrl) else RunLock(where)
+    return RunLease(where) if isinstance(where, StoreUrl) else RunLock(where, waits=waits)

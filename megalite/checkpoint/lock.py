@@ -101,15 +101,21 @@ def process_space() -> str:
 class RunLock:
     """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it.
 
-    Raises CheckpointError where another live process holds it.
+    waits: watches a holder on another host for some heartbeats, however late the last one: it may be lost, and its run
+    be this one. Raises CheckpointError where another live process holds it.
     """
 
     def __init__(
-        self, directory: Path | str, *, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_SECONDS
+        self,
+        directory: Path | str,
+        *,
+        heartbeat: float = HEARTBEAT_SECONDS,
+        stale_after: float = STALE_SECONDS,
+        waits: bool = False,
     ) -> None:
         self.path = Path(directory) / LOCK_FILE
         self._flag = f"`save`={Path(directory)}"
-        self._heartbeat, self._stale_after = heartbeat, stale_after
+        self._heartbeat, self._stale_after, self._waits = heartbeat, stale_after, waits
         self._me: LockHolder | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -223,7 +229,7 @@ class RunLock:
             raise self._not_writable(error) from None
         lives = process_lives(holder)
         if lives is None:
-            lives = 0.0 <= age <= self._stale_after
+            lives = 0.0 <= age <= self._stale_after and not (self._waits and watches)
             if not lives and watches:
                 logger.warning(
                     "%s: last sign of life of another run %.0f s ago; waiting %.0f s for the next one",

@@ -15,7 +15,7 @@ class World:
     rank, size: number of this process, and how many there are.
     local_rank, local_size: the same within this host.
     device: where this rank computes.
-    host: name of this machine, for messages.
+    host: name of this machine, for messages. launch: of the launch, if its ranks are restarted after a failure.
     report_phase: records what this rank is doing ("iteration 7: forward"), which is shown if it dies or stops
     answering; a call costs about a microsecond and sends nothing.
     """
@@ -26,6 +26,7 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     host: str = "localhost"
+    launch: str = field(default="", compare=False)
     report_phase: Callable[[str], None] = field(default=lambda phase: None, compare=False, repr=False)
 
     @property

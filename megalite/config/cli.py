@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config.architecture import TOKENIZER, Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.data import WITHOUT_FILE
+from megalite.config.elastic import elastic_problems, training_ranks
 from megalite.config.files import missing_files, schedule_file, text_without_tokenizer
 from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
@@ -41,12 +42,14 @@ class Parsed:
     origins: field name -> `default`, `llama family`, `file.yaml:7`, `command line` or `derived`.
     warnings: lines about legal but doubtful settings.
     ignored: flags of Megatron-LM that were given and have no effect here, as they were typed.
+    ranks: how many train: those that were started, but with --elastic those that the layout has room for.
     """
 
     config: Config
     origins: Mapping[str, str]
     warnings: tuple[str, ...]
     ignored: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 def parse(
@@ -64,13 +67,15 @@ def parse_with_origins(
     argv: Sequence[str],
     *,
     world_size: int | None = None,
+    local_size: int | None = None,
     check_files: bool = True,
     read_offer: ReadOffer | None = None,
 ) -> Parsed:
     """Read flags and `--config` files into a checked configuration.
 
     argv: command line without the program's name.
-    world_size: ranks of the run; None: `--nprocs`, or 1.
+    world_size: ranks that were started; None: `--nprocs`, or 1.
+    local_size: how many of them a host has; None: all.
     check_files: whether data and tokenizer files must exist on this machine.
     read_offer: reads what `--load` says of the model; without it `--use-checkpoint-args` is refused.
     Raises ConfigError with all problems, one line each; SystemExit with status 0 after `--help` was printed.
@@ -93,8 +98,9 @@ def parse_with_origins(
         lines = contradictions(offered.offer, config, offered.given, architecture=asked, known=known)
         found += [_as_given(_with_place(line, origins), merged) for line in lines]
 
-    world = world_size if world_size is not None else (config.parallel.nprocs or 1)
-    checks = config_problems(config, world, broken=frozenset(broken))
+    started = world_size if world_size is not None else (config.parallel.nprocs or 1)
+    config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
+    checks = [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
     if check_files:
         checks += missing_files(config)
         if offered is not None and offered.without_tokenizer:
@@ -107,7 +113,7 @@ def parse_with_origins(
     for name in options:
         origins.setdefault(name, "default")
     doubts = tuple(in_flags(_as_given(line, merged)) for line in config_warnings(config, world))
-    return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored))
+    return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 
 
 def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -292,6 +298,16 @@ def _beside_module(options: Mapping[str, Option], merged: Mapping[str, GivenOpti
     """Lines about values that a module of the user's own has no use for, even if they are the defaults."""
     ours = _sizes_of_ours(options, {name: given.value for name, given in merged.items()})
     return [not_with_module(_typed(merged[name])) for name in ours if name in merged and _says_more(merged[name])]
+
+
+def _elastic(config: Config, started: int, local_size: int, broken: set[str]) -> tuple[Config, int]:
+    """How many ranks train; local ones beyond are not started."""
+    if config.parallel.restarts.elastic is None or broken:
+        return config, started
+    ranks = training_ranks(config, started, local_size)
+    if config.parallel.nprocs is not None:
+        config = replace(config, parallel=replace(config.parallel, nprocs=ranks))
+    return config, ranks
 
 
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:

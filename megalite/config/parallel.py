@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite import schedule as schedules
+from megalite.config.restarts import Restarts
 from megalite.config.schema import OneOf, Spelled, option
 from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
 
@@ -163,6 +164,7 @@ class ParallelConfig:
     nprocs: int | None = option(
         None, "ranks, started here unless torchrun, SLURM or mpirun started as many; unset: one, or theirs", ge=1
     )
+    restarts: Restarts = Restarts()
     hardware: DeviceOptions = DeviceOptions()
     distributed_timeout_minutes: float = option(
         10.0, "a collective that waits longer ends the run (fractions allowed)", gt=0

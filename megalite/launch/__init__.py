@@ -18,12 +18,11 @@ from megalite.launch.launcher import (
     INTERRUPTED,
     LaunchEnvironment,
     advise_threads,
+    end_launcher,
     launch,
-    log_to_stdout,
-    print_error,
-    print_interrupted,
     read_environment,
 )
+from megalite.launch.output import log_to_stdout, print_error, print_interrupted
 from megalite.launch.rank_page import RankPage
 from megalite.launch.signals import EndAtOnce, replace_handlers
 from megalite.launch.supervisor import Outcome, die_with_parent, supervise

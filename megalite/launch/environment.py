@@ -29,7 +29,8 @@ class LaunchEnvironment:
     """The rank of this process according to its launcher ("" = started alone), and where the ranks meet.
 
     agent_store: the launcher itself serves `master_port` (torchrun does), so no rank may. attempt: how often the
-    launcher has restarted the ranks.
+    launcher has restarted the ranks. launch: names the launch, if its ranks are restarted after a failure.
+    parent: the launcher is the parent of the ranks, which end with it.
     """
 
     launcher: str = ""
@@ -41,6 +42,8 @@ class LaunchEnvironment:
     master_port: int = DEFAULT_PORT
     agent_store: bool = False
     attempt: int = 0
+    launch: str = ""
+    parent: bool = False
 
 
 def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
@@ -71,10 +74,14 @@ def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         address = _address(environment, launcher, size, local_size, problems)
         port = _port(environment, launcher, problems)
         attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", problems, default=0)
+        restarts = _number(environment, "TORCHELASTIC_MAX_RESTARTS", problems, default=0)
         if problems:
             raise ConfigError(problems)
+        launch = f"torchrun {environment.get('TORCHELASTIC_RUN_ID', '')}" if restarts else ""
         agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return LaunchEnvironment(launcher, rank, size, local_rank, local_size, address, port, agent_store, attempt)
+        parent = launcher in ("srun", "mpirun") or "TORCHELASTIC_RUN_ID" in environment
+        rest = (address, port, agent_store, attempt, launch, parent)
+        return LaunchEnvironment(launcher, rank, size, local_rank, local_size, *rest)
     return LaunchEnvironment()
 
 

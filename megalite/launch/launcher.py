@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megalite.config import ParallelConfig
-from megalite.errors import ConfigError, MegaliteError, PeerLost, in_flags
+from megalite.errors import ConfigError, HostProblem, MegaliteError, PeerLost
 from megalite.launch import environment
 from megalite.launch.devices import (
     busy_cores,
@@ -39,9 +39,12 @@ from megalite.launch.devices import (
     threads_of,
 )
 from megalite.launch.environment import LaunchEnvironment
+from megalite.launch.host_check import check_host, list_host
 from megalite.launch.meeting import leave_together, open_store
+from megalite.launch.output import print_error, print_interrupted, print_lines
 from megalite.launch.rank_page import RankError, RankPage
-from megalite.launch.signals import EndAtOnce, ends_at_once, ignored, interrupted_line
+from megalite.launch.signals import EndAtOnce, ends_at_once, ignored
+from megalite.launch.spares import release_spares, take_seat, wait_as_spare
 from megalite.launch.supervisor import INTERRUPTED, Outcome, supervise
 from megalite.launch.watch import RankWatch
 from megalite.scratch import scratch_folder
@@ -65,8 +68,11 @@ Settings = TypeVar("Settings", bound=Launched)
 Main = Callable[[Settings, "World"], int | None]
 """What every rank runs; its return value (None = 0) is the rank's exit status."""
 
+logger = logging.getLogger(__name__)
+
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 HANG_GRACE_SECONDS = 10.0
+FAREWELL_SECONDS = 60.0
 RANKS_PER_CORE = 64
 SOLO = LaunchEnvironment()
 
@@ -80,37 +86,58 @@ def read_environment() -> LaunchEnvironment:
     return environment.detect_environment(os.environ)
 
 
-def launch(config: Settings, main: Main[Settings], place: LaunchEnvironment = SOLO) -> int:
+def launch(
+    config: Settings,
+    main: Main[Settings],
+    started: LaunchEnvironment = SOLO,
+    *,
+    ranks: int | None = None,
+    left_out: Path | None = None,
+) -> int:
     """Runs `main(config, world)` on every rank and returns the exit status of this process.
 
+    ranks: how many train; None: all that were started. The others wait as spares.
+    left_out: file in which a host that `--check-hosts` leaves out is listed.
     0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
     rank that failed first is named. In a world of one process other exceptions pass through to the caller.
     """
-    nprocs, page = config.parallel.nprocs, RankPage()
+    nprocs, page, place = config.parallel.nprocs, RankPage(), started
     if ends_at_once():
         EndAtOnce(lambda: page.phase, tells=place.rank == 0).install()
     watch: RankWatch | None = None
     try:
-        if place.launcher and nprocs not in (None, place.size):
+        restarts = config.parallel.restarts.max_restarts
+        if place.launcher and restarts:
+            raise ConfigError(
+                f"`max_restarts`={restarts}: {place.launcher} started these ranks; drop it, or `nprocs` alone"
+            )
+        if place.launcher and nprocs not in (None, place.size, ranks):
             raise ConfigError(
                 f"`nprocs`={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
                 f"{place.size}; drop `nprocs`"
             )
         if max(place.size, nprocs or 1) > 1:
             check_interface()
-        if place.launcher or nprocs is None or nprocs == 1:
+        if place.launcher or nprocs is None or (nprocs == 1 and not restarts):
+            seat = _take_seat(config, started, ranks)
+            if seat is None:
+                return wait_as_spare(started, socket.gethostname(), 60 * config.parallel.distributed_timeout_minutes)
+            place = seat
             if place.size > 1:
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch's stack frames bury what we tell
                 seconds = 60 * config.parallel.distributed_timeout_minutes
                 watch = RankWatch(place, page, hang_seconds=seconds, host=socket.gethostname())
-            return _run_rank(config, main, place, page.set_phase, watch=watch)
+            spares = started.size - place.size
+            return _run_rank(config, main, place, page.set_phase, watch=watch, spares=spares)
         check_devices(config.parallel, nprocs, count_devices())
-        return _run_local_ranks(config, main, nprocs)
+        return _run_local_attempts(config, main, nprocs)
     except KeyboardInterrupt:
         if place.rank == 0:
             print_interrupted(page.phase)
         return INTERRUPTED
     except Exception as error:
+        if isinstance(error, HostProblem) and left_out is not None:
+            list_host(left_out, str(error))
         return _leave_failed(error, place, watch)
 
 
@@ -122,7 +149,7 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
     if watch is not None and description.communication and not speaks:
         blame = watch.account(description.text.strip().split("\n")[0])
         if blame:
-            _print_lines(blame)
+            print_lines(blame)
         return 1
     if isinstance(error, MegaliteError):
         tells = watch.tells(str(error)) if watch is not None else None
@@ -134,42 +161,46 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
         raise error
     else:
         print(description.traceback.rstrip(), file=sys.stderr, flush=True)
+    first = place.local_rank == 0
     if watch is not None:
-        watch.leave_word(f"{description.type}: {description.text.strip()[:300]}")
+        first = watch.leave_word(f"{description.type}: {description.text.strip()[:300]}")
+    if description.exit_code == 2 and first:
+        end_launcher(place)
     return description.exit_code
 
 
-class FlagFormatter(logging.Formatter):
-    """Log lines in the words of the command line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The line, its settings as flags."""
-        return in_flags(super().format(record))
+def end_launcher(place: LaunchEnvironment) -> None:
+    """Ends a launcher that would restart the ranks, though what is wrong (status 2) is wrong the next time too."""
+    if place.launch:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
-def log_to_stdout(level: int, prefix: str = " ") -> None:
-    """What is logged goes to standard output, one line a message."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(FlagFormatter(f"{prefix}%(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+def _take_seat(config: Launched, started: LaunchEnvironment, ranks: int | None) -> LaunchEnvironment | None:
+    """The place among the ranks that train. Raises ConfigError for a torchrun whose ranks would not find each other
+    after a restart."""
+    parallel = config.parallel
+    if parallel.restarts.elastic is not None and started.launch and started.agent_store:
+        raise ConfigError(
+            "env: TORCH_DISABLE_SHARE_RDZV_TCP_STORE is not set: `elastic` under `torchrun` needs it to be 1, or ranks "
+            "would look for each other at a host that is lost; export it before torchrun, on every host"
+        )
+    together = parallel.tensor_model_parallel_size * parallel.context.context_parallel_size
+    return started if ranks is None else take_seat(started, ranks, together)
 
 
-def print_error(error: MegaliteError) -> None:
-    """Prints the lines of an error for the user, without a traceback."""
-    _print_lines(str(error))
+def _run_local_attempts(config: Settings, main: Main[Settings], nprocs: int) -> int:
+    """Runs the ranks of this host, again after a failure where `--max-restarts` says so; the last exit status."""
+    most = config.parallel.restarts.max_restarts
+    for attempt in range(most + 1):
+        outcome = _run_local_ranks(config, main, nprocs)
+        _report(outcome)
+        if outcome.exit_code in (0, 2) or outcome.ended_by is not None or attempt == most:
+            break
+        logger.warning("the ranks are started again (%d of %d times)", attempt + 1, most)
+    return outcome.exit_code
 
 
-def _print_lines(text: str) -> None:
-    for line in text.split("\n"):
-        print(f"error: {line}", file=sys.stderr, flush=True)
-
-
-def print_interrupted(phase: str = "", number: int = signal.SIGINT) -> None:
-    """The line of a process that was ended by a signal."""
-    print(interrupted_line(phase, number), file=sys.stderr, flush=True)
-
-
-def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> int:
+def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> Outcome:
     """Forks and supervises `nprocs` ranks on this host. Raises ConfigError where this host cannot run that many."""
     cores = os.cpu_count() or 1
     if nprocs > RANKS_PER_CORE * cores:
@@ -183,14 +214,14 @@ def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> int
     with scratch_folder() as folder:
         rendezvous = folder / "rendezvous"
 
+        name = f"nprocs {socket.gethostname()} {os.getpid()}" if config.parallel.restarts.max_restarts else ""
+
         def body(rank: int, page: RankPage) -> int:
-            place = LaunchEnvironment("nprocs", rank, nprocs, rank, nprocs)
+            place = LaunchEnvironment("nprocs", rank, nprocs, rank, nprocs, launch=name)
             return _run_rank(config, main, place, page.set_phase, rendezvous)
 
         seconds = config.parallel.distributed_timeout_minutes * 60 + HANG_GRACE_SECONDS
-        outcome = supervise(nprocs, body, hang_seconds=seconds, forward=FORWARDED)
-    _report(outcome)
-    return outcome.exit_code
+        return supervise(nprocs, body, hang_seconds=seconds, forward=FORWARDED)
 
 
 def _report(outcome: Outcome) -> None:
@@ -202,7 +233,7 @@ def _report(outcome: Outcome) -> None:
         print_interrupted(culprit.phase, outcome.ended_by)
         return
     if culprit.error is not None and culprit.error.exit_code == 2:
-        _print_lines(culprit.error.text)
+        print_lines(culprit.error.text)
         return
     if culprit.error is not None and not culprit.error.for_user:
         print(culprit.error.traceback.rstrip(), file=sys.stderr)
@@ -216,6 +247,7 @@ def _run_rank(
     set_phase: Callable[[str], None],
     rendezvous: Path | None = None,
     watch: RankWatch | None = None,
+    spares: int = 0,
 ) -> int:
     """One rank: device, threads, process group, self-test, `main`, and a clean end."""
     import torch
@@ -239,10 +271,13 @@ def _run_rank(
         local_rank=place.local_rank,
         local_size=place.local_size,
         host=socket.gethostname(),
+        launch=place.launch,
         report_phase=set_phase,
     )
+    if spares and world.is_first:
+        logger.info("%d of %d ranks train, %d wait as spares", world.size, world.size + spares, spares)
     if world.size == 1:
-        return main(config, world) or 0
+        return _run_alone(config, main, place, world, spares)
 
     import torch.distributed as dist
 
@@ -253,6 +288,8 @@ def _run_rank(
     with ignored():
         if watch is not None:
             watch.leave()
+        if spares and world.is_first:
+            release_spares(store, spares)
         # No rank tears connections down while a peer still needs them. With GPUs gloo has made none yet, and where a
         # host's name means its loopback it could make none now.
         if device.type == "cuda":
@@ -260,6 +297,16 @@ def _run_rank(
         else:
             dist.all_reduce(torch.zeros(1, device="cpu"))
         dist.destroy_process_group()
+    return status
+
+
+def _run_alone(config: Settings, main: Main[Settings], place: LaunchEnvironment, world: World, spares: int) -> int:
+    """The only rank that trains."""
+    check_host(config.parallel, place)
+    store = open_store(place, world.host, FAREWELL_SECONDS, serves=True) if spares else None
+    status = main(config, world) or 0
+    if store is not None:
+        release_spares(store, spares)
     return status
 
 
@@ -275,6 +322,7 @@ def _join(
     store = open_store(place, world.host, seconds, rendezvous=rendezvous, serves=True)
     if watch is not None:
         watch.meet(open_store(place, world.host, seconds))
+    check_host(config.parallel, place)
     self_test.check_same_config(store, world, self_test.run_fingerprint(config), seconds)
     if world.local_size == world.size and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # One host: nothing listens on an outer interface.

@@ -61,7 +61,7 @@ class Pulse:
         self._neighbour: tuple[int, int] | None = None  # rank, descriptor of its process
         self._next_beat, self._beats = 0.0, 0
         self._heard, self._last = Patience(), b""
-        here = self._here = f"processes/{_machine()}"
+        here = self._here = f"processes/{_machine()} {os.getppid()}"  # a launcher may run twice on one machine
         store.set(f"{here}/{store.add(here, 1)}", f"{place.rank} {os.getpid()}")
         self._number = store.add("beat/hosts", 1) - 1 if place.local_rank == 0 else None
         if self._number is not None:

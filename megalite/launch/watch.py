@@ -58,7 +58,7 @@ class RankWatch:
         self._leaving = threading.Event()
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
         parent, launcher = os.getpid(), os.getppid()
-        self._launcher = launcher if place.agent_store or place.launcher in ("srun", "mpirun") else None
+        self._launcher = launcher if place.parent else None
         page.beat()
         if os.fork() == 0:
             _guard(page, parent, self._me, hang_seconds)
@@ -88,10 +88,15 @@ class RankWatch:
         store, key = self._store, "told/" + hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
         return _within(ANSWER_SECONDS, lambda: store.add(key, 1)) == 1
 
-    def leave_word(self, cause: str) -> None:
-        """This rank has failed by itself: the others need not look for who is missing."""
+    def leave_word(self, cause: str) -> bool:
+        """This rank has failed by itself: the others need not look for who is missing. Returns whether it is the first
+        one of its host."""
         self._leaving.set()
+        store = self._store
+        if store is None:
+            return self._place.local_rank == 0
         _within(ANSWER_SECONDS, lambda: self._roll_call(f"{self._me} failed{self._where()}: {cause}"))
+        return _within(ANSWER_SECONDS, lambda: store.add(f"failed/{self._host}", 1)) in (1, None)
 
     def account(self, lost: str) -> str | None:
         """Who is to blame for a peer that was lost; None where another rank says so. lost: what this rank saw."""
@@ -151,7 +156,10 @@ class RankWatch:
                 if self._store.check([OVER]):
                     reason = " though another rank has ended"
                     break
-        except Exception:  # the connections break with the store's server, except those through shared memory
+        except (
+            RuntimeError,
+            OSError,
+        ):  # the connections break with the store's server, except those through shared memory
             reason = f": {self._meeting_point()} does not answer any more"
         if self._leaving.wait(GRACE_SECONDS):
             return

@@ -91,7 +91,7 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
     cuts = stage_layer_ranges(resolved, program) if foreign is None else foreign.cuts
     announce(resolved, world, mesh.world, program, cuts, plan, foreign)
     world.report_phase("start-up: run directory")
-    with RunDirectory(resolved, mesh.world) as directory:
+    with RunDirectory(resolved, mesh.world, world.launch) as directory:
         check_shared_disks(resolved, world, mesh.world)
         start = directory.start()
         settled = resolve_schedules(directory.config, world.size, start)

@@ -27,6 +27,7 @@ from megalite.convert import BaseModel
 from megalite.errors import CheckpointError, ConfigError
 from megalite.observe import RUN_FILES
 from megalite.stores import Place, StoreUrl, place
+from megalite.train.attempts import Attempts
 from megalite.train.starting_point import StartingPoint, open_start, settle_base
 
 logger = logging.getLogger(__name__)
@@ -37,16 +38,19 @@ CONFIG_FILE = "config.yaml"
 class RunDirectory:
     """Holds `--save` from start to end; without `--save` only looks for what to load.
 
-    Use as a context manager on all ranks: rank 0 holds the lock, a refusal is raised everywhere.
+    Use as a context manager on all ranks: rank 0 holds the lock, a refusal is raised everywhere. launch: names the
+    launch, if its ranks are restarted after a failure: a lock that seems held may be that of a host which is lost.
     """
 
-    def __init__(self, config: Config, world: Axis) -> None:
+    def __init__(self, config: Config, world: Axis, launch: str = "") -> None:
         self.config = config
         self.base: BaseModel | None = None
         self._world = world
         self._save = config.checkpoint.save
         writes = self._save is not None and not config.training.skip_train
-        self._lock = lock_of(self._save) if writes and world.is_first and self._save is not None else None
+        locks = writes and world.is_first
+        self._lock = lock_of(str(self._save), waits=bool(launch)) if locks else None
+        self._attempts = Attempts(config.checkpoint.run_folder if locks else None, launch)
         checkpoint = config.checkpoint
         self._folder = None if checkpoint.run_folder is None else Path(checkpoint.run_folder)
         self.checkpointer = Checkpointer(
@@ -77,6 +81,7 @@ class RunDirectory:
         try:
             if kind is None:
                 self.checkpointer.wait()
+                self._attempts.end()
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -138,7 +143,10 @@ class RunDirectory:
         problem = None
         if self._save is not None and self._world.is_first:
             try:
+                self._attempts.begin(iteration)
                 self._begin(place(self._save), iteration)
+            except CheckpointError as error:
+                problem = error.text
             except OSError as error:
                 where = error.filename or self._save
                 problem = f"`save`={self._save}: could not write {where}: {error.strerror}; choose another `save`"

@@ -99,15 +99,75 @@ def test_missing_arguments_show_the_usage(script: str) -> None:
     assert re.search(r"usage: .*SAVE_DIR", result.stderr)
 
 
+def _slurm_job(folder: Path, srun: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs slurm.sbatch with programs that do what SLURM's would; `told` is what they were told."""
+    programs = {
+        "srun": f"echo srun $@ >> {folder}/told\n{srun}",
+        "scontrol": f"echo $@ >> {folder}/told",
+        "scancel": "true",
+    }
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7"}
+    command = [str(ROOT / "scripts" / "slurm.sbatch"), "out"]
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True, timeout=60)
+
+
 @pytest.mark.parametrize(("status", "requeued"), [(0, True), (138, True), (1, False)])
 def test_a_job_whose_time_is_up_is_requeued(status: int, requeued: bool, tmp_path: Path) -> None:
     """Five minutes before the limit SLURM signals the script; 138 are ranks that the signal met before training."""
-    programs = {"srun": f"kill -USR1 $PPID\nsleep 0.5\nexit {status}", "scontrol": "echo $@ >> told", "scancel": "true"}
-    for name, body in programs.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    done = subprocess.run([str(ROOT / "scripts" / "slurm.sbatch"), "out"], env=environment, capture_output=True)
+    done = _slurm_job(tmp_path, f"kill -USR1 $PPID\nsleep 0.5\nexit {status}")
     assert done.returncode == status, done.stderr
-    assert (tmp_path / "told").exists() == requeued
-    assert not requeued or (tmp_path / "told").read_text() == "requeue 7\n"
+    assert ("requeue 7" in (tmp_path / "told").read_text()) == requeued
+
+
+@pytest.mark.parametrize(
+    ("statuses", "saves", "last", "starts"),
+    [
+        ("1 0", "", 0, 2),
+        ("1 139 1 1 0", "0 1 2 3 4", 1, 4),  # MAX_RESTARTS is 3
+        ("1 1 1 0", "", 1, 3),  # three attempts without a new checkpoint
+        ("1 2 0", "", 2, 2),
+        ("143 0", "", 143, 1),
+    ],
+)
+def test_a_job_whose_ranks_crash_starts_them_again(
+    statuses: str, saves: str, last: int, starts: int, tmp_path: Path
+) -> None:
+    """saves: attempts that make a checkpoint before they end."""
+    (tmp_path / "out").mkdir()
+    done = _slurm_job(
+        tmp_path,
+        f"all=({statuses}) saves=' {saves} ' n=$(($(grep -c ^srun {tmp_path}/told) - 1))\n"
+        f'[[ $saves != *" $n "* ]] || echo $n > {tmp_path}/out/latest_checkpointed_iteration.txt\n'
+        "exit ${all[$n]}",
+    )
+    assert done.returncode == last, done.stderr
+    assert (tmp_path / "told").read_text().count("srun") == starts
+    assert ("three attempts have made no new checkpoint" in done.stderr) == (statuses == "1 1 1 0")
+
+
+def test_a_job_goes_on_without_hosts_that_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "left_out.txt").write_text("2026-01-01 host gpu01 is left out: another job's\n")
+    bad = "2026-11-25 20:00:00 UTC host gpu07 is left out: cuda:3: 7 numbers are wrong"
+    srun = f"[[ $1$* == *exclude* ]] || {{ echo '{bad}' >> {tmp_path}/out/left_out.txt; exit 2; }}"
+    done = _slurm_job(tmp_path, srun, SLURM_JOB_NUM_NODES="4", SLURM_NTASKS="32")
+    assert done.returncode == 0, done.stderr
+    assert "--nodes=3 --ntasks=24 --exclude=gpu07 python pretrain_gpt.py" in (tmp_path / "told").read_text()
+
+
+def test_a_container_sees_the_checkout_and_the_run(tmp_path: Path) -> None:
+    command = _dry_run("slurm.sbatch", "/runs/a", CONTAINER_IMAGE="m.sqsh", CONTAINER_MOUNTS="/data:/data")
+    assert f"--container-mounts={ROOT}:{ROOT},/runs/a:/runs/a,/data:/data" in command
+    assert {"--container-image=m.sqsh", f"--container-workdir={ROOT}"} <= {*command}
+
+
+def test_nodes_from_to_meet_by_a_rendezvous_that_lets_them_come_and_go() -> None:
+    words = _dry_run("pretrain_gpt_multinode.sh", "data", "tokenizer.json", "runs/a", NNODES="2:4", MASTER_ADDR="n0")
+    launcher = " ".join(words[: words.index("pretrain_gpt.py")])
+    assert launcher == (
+        "torchrun --nproc-per-node 8 --nnodes 2:4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint n0:6000 "
+        "--rdzv-id a"
+    )

@@ -50,7 +50,7 @@ def start(main_name: str, launcher: str) -> list[int]:
     for rank in range(SIZE):
         pids.append(os.fork())
         if pids[-1] == 0:
-            place = LaunchEnvironment(launcher, rank, SIZE, rank, SIZE, "127.0.0.1", port)
+            place = LaunchEnvironment(launcher, rank, SIZE, rank, SIZE, "127.0.0.1", port, parent=launcher == "srun")
             os._exit(launch(parse(FLAGS), globals()[main_name], place))
     return pids
 

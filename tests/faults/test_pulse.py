@@ -8,6 +8,7 @@ import socket
 import time
 
 import pytest
+import torch.distributed as dist
 
 from megalite.comm.world import World
 from megalite.config import Config, parse
@@ -95,3 +96,14 @@ def test_who_was_stopped_himself_judges_nobody_by_that_time() -> None:
     for second in range(20):
         now[0] += 1.0
         assert patience.is_over() == (second >= 15)
+
+
+def test_two_launchers_on_one_machine_have_rings_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in trials of several hosts on one: the ranks of the other one are not neighbours."""
+    store, parent = dist.HashStore(), [1]
+    monkeypatch.setattr(os, "getppid", lambda: parent[0])
+    ranks = []
+    for rank in (2, 0, 3, 1):
+        parent[0] = rank // 2
+        ranks.append(pulse.Pulse(store, LaunchEnvironment("torchrun", rank, 4, rank % 2, 2), "a"))
+    assert [rank.lost() for rank in ranks] == [""] * 4

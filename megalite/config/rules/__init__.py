@@ -26,7 +26,16 @@ from megalite.config.rules.layout import (
 )
 from megalite.config.rules.lora import lora
 from megalite.config.rules.offload import param_offload
-from megalite.config.rules.run import float8, learning_rate, length, precision, spikes, update_rule, weight_decay
+from megalite.config.rules.run import (
+    float8,
+    learning_rate,
+    length,
+    precision,
+    restarts,
+    spikes,
+    update_rule,
+    weight_decay,
+)
 from megalite.config.rules.shape import model_shape, recompute
 from megalite.config.rules.stage_meshes import stage_meshes
 
@@ -59,6 +68,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     pipeline_schedule,
     batch,
     length,
+    restarts,
     precision,
     spikes,
     float8,

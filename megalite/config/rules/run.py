@@ -25,6 +25,23 @@ def length(config: Config, world_size: int) -> Iterator[str]:
         yield f"`profile_step_end`={end}: not above `profile_step_start`={start}"
 
 
+def restarts(config: Config, world_size: int) -> Iterator[str]:
+    """A run that is started again must find its newest checkpoint."""
+    given, settings = config.parallel.restarts, config.checkpoint
+    if given.max_restarts and config.parallel.nprocs is None:
+        yield (
+            f"`max_restarts`={given.max_restarts}: restarts the ranks of `nprocs`; torchrun has a flag of the same "
+            "name, scripts/slurm.sbatch the variable MAX_RESTARTS"
+        )
+    resumes = settings.save is not None and (settings.auto_resume or settings.load == settings.save)
+    if given.check_hosts and settings.save is None:
+        yield "`check_hosts`: lists the hosts that are left out in `save`; add `save` DIR"
+    flags = {"`max_restarts`": given.max_restarts or None, "`elastic`": given.elastic}
+    for flag, value in flags.items():
+        if value is not None and not resumes:
+            yield f"{flag}={value}: the next attempt would begin anew; add `save` DIR and `auto_resume`"
+
+
 def precision(config: Config, world_size: int) -> Iterator[str]:
     training = config.training
     scaling = training.loss_scaling

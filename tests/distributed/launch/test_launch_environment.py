@@ -15,7 +15,7 @@ from megalite.launch.launcher import check_interface, read_environment
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",
     "MASTER_PORT": "1234", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_MAX_RESTARTS": "3",
 }  # fmt: skip
 SRUN = {
     "SLURM_PROCID": "9", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_JOB_ID": "20123",
@@ -32,12 +32,12 @@ MPIRUN = {
     [
         ({}, LaunchEnvironment()),
         ({"HOME": "/root", "MASTER_ADDR": "left-over"}, LaunchEnvironment()),
-        (TORCHRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
+        (TORCHRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2, "torchrun x", parent=True)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchEnvironment("torchrun", 0, 1)),
-        (SRUN, LaunchEnvironment("srun", 9, 11, 1, 3, "gpu07", 20123)),
-        (SRUN | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77"}, LaunchEnvironment("srun", 9, 11, 1, 3, "ib0", 77)),
-        (MPIRUN, LaunchEnvironment("mpirun", 1, 2, 1, 2)),
-        (TORCHRUN | SRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2)),
+        (SRUN, LaunchEnvironment("srun", 9, 11, 1, 3, "gpu07", 20123, parent=True)),
+        (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, LaunchEnvironment("srun", 9, 11, 1, 3, "a", 7, parent=True)),
+        (MPIRUN, LaunchEnvironment("mpirun", 1, 2, 1, 2, parent=True)),
+        (TORCHRUN | SRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2, "torchrun x", parent=True)),
         # A job script sees the variables of task 0, but srun did not start it.
         ({"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, LaunchEnvironment()),
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, LaunchEnvironment()),
