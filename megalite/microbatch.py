@@ -43,6 +43,8 @@ class Microbatch:
         None unless context parallelism has cut the sequence.
     share: 0-dim, the loss scale times this micro-batch's part of the mean over the micro-batches of an update: the
         weight of losses that layers add by themselves. None where no gradient is asked for.
+    further_tokens, further_labels, further_weights: `[b, D, s]`, inputs, labels and loss weights of the D tokens beyond
+        the next one (`nn.mtp`); None where none are predicted.
     host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
     """
 
@@ -55,6 +57,9 @@ class Microbatch:
     places: Tensor | None = None
     order: Tensor | None = None
     share: Tensor | None = None
+    further_tokens: Tensor | None = None
+    further_labels: Tensor | None = None
+    further_weights: Tensor | None = None
     host_tokens: Tensor | None = None
 
     @property

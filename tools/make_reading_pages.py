@@ -43,7 +43,8 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
 LATER: tuple[tuple[str, str, str], ...] = (
     ("a schedule that never drains, and the table of all", "megalite/schedule/schedules",
      "no_flush pipedream_2bw registry"),
-    ("reads batches, and keeps a program for each size of batch", "megalite/train", "batch_reader run_data programs"),
+    ("reads batches, keeps programs, passes over samples", "megalite/train",
+     "batch_reader run_data programs rollback"),
     ("sums of tensor-parallel ranks on a CPU", "megalite/comm", "shared_memory"),
     ("learning rate, loss scale, age of gradients", "megalite/optim", "lr_schedule loss_scaler staleness"),
     ("dropout that is the same at every layout", "megalite/nn", "dropout"),

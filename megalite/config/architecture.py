@@ -36,6 +36,7 @@ FREE = frozenset(
         "recompute_num_layers",
         "cpu_offloading_num_layers",
         "moe_router_load_balancing_type",
+        "mtp_loss_scaling_factor",
         "moe_aux_loss_coeff",
         "moe_z_loss_coeff",
         "z_loss_coeff",

@@ -85,6 +85,10 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
             "softcapping": "attn_logit_softcapping_skip_freq",
         },
     ),
+    "mtp": ArgumentFlag(
+        "multi-token prediction: tokens beyond the next one",
+        {"num_layers": "mtp_num_layers", "loss_scaling_factor": "mtp_loss_scaling_factor"},
+    ),
     "glu": ArgumentFlag(
         "what is done to gate and value of a gated MLP before they are multiplied",
         {"linear_offset": "glu_linear_offset", "clamp_value": "activation_func_clamp_value"},

@@ -12,6 +12,7 @@ from megalite.config.foreign import ForeignModule
 from megalite.config.latent import Latent
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
+from megalite.config.mtp import FurtherTokens
 from megalite.config.rope import RopeScaling
 from megalite.config.schema import option, required
 
@@ -130,6 +131,7 @@ class ModelConfig:
     )
     latent: Latent = Latent()
     experts: Experts = Experts()
+    further: FurtherTokens = FurtherTokens()
     lora: Lora = Lora()
     module: ForeignModule = ForeignModule()
     add_bias_linear: bool = option(True, "biases in the linear layers")
@@ -288,7 +290,12 @@ class ModelConfig:
     @property
     def trains_tied_embeddings(self) -> bool:
         """Whether the gradient of one matrix comes from the first and from the last layer."""
-        return not self.untie_embeddings_and_output_weights and not self.adapted_parts
+        return self.shares_embedding and not self.adapted_parts
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the head reads the word embedding, too."""
+        return not self.untie_embeddings_and_output_weights or self.further.depth > 0
 
     @property
     def without_adapters(self) -> ModelConfig:

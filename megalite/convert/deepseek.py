@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config import Experts, Latent, ModelConfig, pattern_text
+from megalite.config import Experts, FurtherTokens, Latent, ModelConfig, pattern_text
 from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
 from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.llama import IGNORED, QWEN_BLOCK, QWEN_RULES, STACKED, read_experts, read_shape, write_shape
@@ -46,8 +46,13 @@ def _keys(model: ModelConfig, rows: Tensor, inwards: bool) -> Tensor:
 
 QUERIES = TensorForm(lambda model, t: [_queries(model, t, False)], lambda model, parts: _queries(model, parts[0], True))
 KEYS = TensorForm(lambda model, t: [_keys(model, t, False)], lambda model, parts: _keys(model, parts[0], True))
+BEHIND = "model.layers.{i}."
 SPARSE_RULES = (
     *QWEN_RULES,
+    LayerRule("mtp.{i}.e_norm", (BEHIND + "enorm",)),
+    LayerRule("mtp.{i}.h_norm", (BEHIND + "hnorm",)),
+    LayerRule("mtp.{i}.proj", (BEHIND + "eh_proj",)),
+    LayerRule("mtp.{i}.norm", (BEHIND + "shared_head.norm",)),
     LayerRule("layers.{i}.mlp.router.expert_bias", (QWEN_BLOCK + "gate.e_score_correction_bias",)),
     LayerRule(
         "layers.{i}.mlp.shared_experts.fc1",
@@ -111,6 +116,10 @@ def _layers(fields: Fields) -> int:
     return min(fields.integer("num_hidden_layers"), MOST_LAYERS)
 
 
+def _further(fields: Fields) -> FurtherTokens:
+    return FurtherTokens(mtp_num_layers=_whole(fields, "num_nextn_predict_layers", 0) or None)
+
+
 def _whole(fields: Fields, key: str, default: int) -> int:
     value = fields.get(key, default)
     if type(value) is not int or value < 0:
@@ -130,7 +139,7 @@ def _write_sparse(model: ModelConfig) -> dict[str, Any]:
         "topk_group": given.moe_router_group_topk or 1,
         "routed_scaling_factor": given.moe_router_topk_scaling_factor or 1.0,
         "norm_topk_prob": given.moe_router_topk > 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.further.depth,
     }
 
 
@@ -155,6 +164,7 @@ def _read_latent(fields: Fields, dense: int, epsilon: float = EPSILON) -> ModelC
             latent_norm_epsilon=EPSILON,
         ),
         experts=_sparse(fields, dense),
+        further=_further(fields),
     )
     scaling = fields.section("rope_parameters").raw or fields.section("rope_scaling").raw
     if model.rope_scaling.kind == "yarn" and scaling.get("mscale_all_dim") and not model.rope_scaling.mscale_all_dim:
@@ -194,6 +204,7 @@ def _read_glm(fields: Fields) -> ModelConfig:
         add_qkv_bias=bias,
         qk_layernorm=fields.flag("use_qk_norm", False),
         experts=_sparse(fields, 1),
+        further=_further(fields),
     )
 
 

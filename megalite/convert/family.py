@@ -7,8 +7,9 @@ has its logical tensor (a bias, an untied output), so a family lists all that it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.convert.fields import Fields
 from megalite.convert.source import stored_shapes
+from megalite.inventory import WORD_EMBEDDINGS
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,13 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """The logical tensor `ours` is the tensors `theirs` in `form`."""
+    """The logical tensor `ours` is the tensors `theirs` in `form`. copies: other names that it may have there,
+    too."""
 
     ours: str
     theirs: tuple[str, ...]
     form: TensorForm
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,9 +115,20 @@ class HuggingFaceFamily:
         """Every tensor of this model, in its order."""
         rules = {rule.ours: rule for rule in self.rules}
         for name in stored_shapes(model):
-            index = ""
-            if name.startswith("layers."):
+            index, whole = "", name
+            further = re.fullmatch(r"head\.mtp\.layers\.(\d+)\.(block\.)?(.*)", name)
+            if further is not None:  # behind the last layer there
+                index = str(model.num_layers + int(further[1]))
+                name = ("layers.{i}." if further[2] else "mtp.{i}.") + further[3]
+            elif name.startswith("layers."):
                 _, index, rest = name.split(".", 2)
                 name = "layers.{i}." + rest
             layer, kind = (name, "") if name in rules else name.rsplit(".", 1)
-            yield rules[layer].of(index, kind, model.experts.num_experts or 1)
+            pair = rules[layer].of(index, kind, model.experts.num_experts or 1)
+            yield replace(pair, ours=whole, copies=self._copies(model, whole))
+
+    def _copies(self, model: ModelConfig, name: str) -> tuple[str, ...]:
+        """Embedding and output layer stand again beside every further prediction."""
+        layers = range(model.num_layers, model.num_layers + model.further.depth)
+        copy = {WORD_EMBEDDINGS: "embed_tokens", "head.output.weight": "shared_head.head"}.get(name)
+        return () if copy is None else tuple(f"model.layers.{layer}.{copy}.weight" for layer in layers)

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint import check_file_name, parse_json
-from megalite.config import Config
+from megalite.config import Config, FurtherTokens
 from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
@@ -55,6 +56,8 @@ class HuggingFaceSource:
         generation = self.directory / GENERATION
         self.origin = Origin.of_folder(self.directory, raw, read_json(generation) if generation.exists() else None)
         self._files = self._where_tensors_are()
+        if self.model.further.depth and not any(name.startswith(self._further_name()) for name in self._files):
+            self.model = replace(self.model, further=FurtherTokens())  # config.json speaks of layers that are not there
         self._quantized: dict[str, Quantized] = {}
         if settings := raw.get("quantization_config"):
             self._quantized = quantized_tensors(settings, self._files, CONFIG)
@@ -81,10 +84,24 @@ class HuggingFaceSource:
 
     def read(self, name: str) -> Tensor:
         pair = self._pairs[name]
+        if pair.copies:
+            return self._with_copies(pair)
         # On the meta device the form costs nothing and tells what shapes belong there.
         expected = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
         parts = [self._tensor(n, tuple(like.shape)) for n, like in zip(pair.theirs, expected, strict=True)]
         return pair.form.to_ours(self.model, parts)
+
+    def _with_copies(self, pair: TensorPair) -> Tensor:
+        """A tensor that may be there several times, once the copies have been found equal. Raises CheckpointError."""
+        shape = self._shapes[pair.ours]
+        values = self._tensor(pair.theirs[0], shape)
+        for copy in pair.copies:
+            if copy in self._files and not torch.equal(self._tensor(copy, shape), values):
+                raise CheckpointError(f"{self.directory}: {copy} is not {pair.theirs[0]}; here they are one tensor")
+        return values
+
+    def _further_name(self) -> str:
+        return f"model.layers.{self.model.num_layers}."
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._quantized:
@@ -134,7 +151,7 @@ class HuggingFaceSource:
     def _further_layers(self) -> set[str]:
         """Tensors of layers behind the last one, which are left out."""
         numbers = {name: re.match(r"model\.layers\.(\d{1,6})\.", name) for name in self._files}
-        last = self.model.num_layers if self.family.predicts else 10**6
+        last = self.model.num_layers + self.model.further.depth if self.family.predicts else 10**6
         found = {name for name, match in numbers.items() if match is not None and int(match[1]) >= last}
         if found:
             logger.warning(
@@ -167,7 +184,7 @@ class HuggingFaceSource:
         known = self.family.ignored
         if not self.model.untie_embeddings_and_output_weights:
             known = (*known, "lm_head.weight", "embed_out.weight")  # a stored copy of the tied embedding
-        beyond = self._further_layers()
+        beyond = self._further_layers() | {copy for pair in self._pairs.values() for copy in pair.copies}
         unexpected = sorted(name for name in self._files.keys() - wanted - beyond if not name.endswith(known))
         if unexpected:
             raise CheckpointError(f"{self.directory}: a {self.family.name} of this {CONFIG} has no {_some(unexpected)}")
@@ -218,6 +235,7 @@ def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path
             values = converted(pair.ours, values, dtype)
             parts = pair.form.to_theirs(source.model, values)
             tensors |= {name: _alone(part) for name, part in zip(pair.theirs, parts, strict=True)}
+            tensors |= {name: parts[0].clone() for name in pair.copies}
         save_file(tensors, staging / file, metadata={"format": "pt"})
         first = first or next(iter(tensors.values())).dtype
         weight_map |= dict.fromkeys(tensors, file)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megalite.config import Config, ModelConfig
-from megalite.inventory.layers import Layer
+from megalite.inventory.layers import Layer, model_layers
 from megalite.inventory.tiling import BLOCKED_FROM, BLOCKED_UP_TO, block_area
 
 #: Rows of the fullest of the ranks that share the experts of a block, as a multiple of their mean: what a balanced run
@@ -223,8 +223,13 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         return norms + mixer(config, model, on_cpu) + between + dropout
     if not layer.products:
         return 0.0
-    computed = tokens * h * size.compute + weight_only_bytes(config, layer)
-    return computed + (_norm_bytes(config, model, on_cpu) - length * samples * h * size.compute)
+    computed = tokens * h * size.compute * (1 + model.further.depth) + _output_bytes(config, layer)
+    kept = computed + (_norm_bytes(config, model, on_cpu) - length * samples * h * size.compute)
+    if not model.further.depth:
+        return kept
+    # each further prediction: three norms, what its matrix reads, a block
+    own = 3 * _norm_bytes(config, model, on_cpu) + 2 * length * samples * h * size.compute
+    return kept + model.further.depth * (own + kept_bytes(config, model_layers(config.model)[-2], on_cpu=on_cpu))
 
 
 def imbalance(config: Config, factor: float) -> float:
@@ -259,5 +264,13 @@ def weight_only_bytes(config: Config, layer: Layer) -> float:
     matrices = [product.local(tp) for product in layer.products if not product.core]
     if layer.is_block:
         return float(size.compute * micro_tokens(config) * sum(n + k for n, k in matrices))
-    halves = 2 if config.parallel.tp_comm_overlap else 1  # each has its own gradient
-    return float(halves * size.wide * sum(n * k for n, k in matrices))
+    # those of further predictions
+    behind = [p.local(tp) for p in layer.products if not p.core and not p.name.endswith("output")]
+    return _output_bytes(config, layer) + float(size.compute * micro_tokens(config) * sum(n + k for n, k in behind))
+
+
+def _output_bytes(config: Config, layer: Layer) -> float:
+    """Gradients of an output layer, one each time that it is used."""
+    tp, halves = config.parallel.tensor_model_parallel_size, 2 if config.parallel.tp_comm_overlap else 1
+    matrices = [product.local(tp) for product in layer.products if product.name.endswith("output")]
+    return float(halves * ElementBytes.of(config).wide * sum(n * k for n, k in matrices))

@@ -157,9 +157,25 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
 
 def _head(model: ModelConfig) -> Layer:
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-    parameters = [*norm("final_norm", model.hidden_size, model), _vocabulary("output.weight", model, tied)]
-    output = Product("output", model.vocab_size, model.hidden_size, "n", model.make_vocab_size_divisible_by)
-    return Layer("head", model, tuple(with_adapters(parameters, model)), (output,), gathers=1)
+    h, further = model.hidden_size, model.further.depth
+    parameters = [*norm("final_norm", h, model), _vocabulary("output.weight", model, tied)]
+    if further and tied is None:
+        parameters.append(_vocabulary("mtp.word_embeddings.weight", model, WORD_EMBEDDINGS))
+    output = Product("output", model.vocab_size, h, "n", model.make_vocab_size_divisible_by)
+    products, block = [output], _block(block_models(model)[-1])
+    for k in range(further):
+        own, std = f"mtp.layers.{k}", model.init_method_std
+        parameters += [
+            *norm(f"{own}.e_norm", h, model),
+            *norm(f"{own}.h_norm", h, model),
+            Parameter(f"{own}.proj.weight", (h, 2 * h), partial="sequence", init_std=std),
+            *(replace(p, name=f"{own}.block.{p.name}") for p in block.parameters),
+            *norm(f"{own}.norm", h, model),
+        ]
+        products += [Product(f"{own}.proj", h, 2 * h, ""), *block.products, replace(output, name=f"{own}.output")]
+    return Layer(
+        "head", model, tuple(with_adapters(parameters, model)), tuple(products), gathers=1 + further, sums=further
+    )
 
 
 def block_models(model: ModelConfig) -> Sequence[ModelConfig]:

@@ -11,7 +11,17 @@ from torch import nn
 from megalite.config import ModelConfig, RopeScaling
 from megalite.errors import ConfigError
 from megalite.inventory import Recompute, block_models, placement_of
-from megalite.nn import Block, Embedding, HalvedBlock, HalvedStack, Head, LayerStack, Rotary, initialize
+from megalite.nn import (
+    Block,
+    Embedding,
+    FurtherPredictions,
+    HalvedBlock,
+    HalvedStack,
+    Head,
+    LayerStack,
+    Rotary,
+    initialize,
+)
 from megalite.parallel.tensor import LayerContext
 
 
@@ -32,7 +42,14 @@ def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
         if own.position_embedding_type == "rope":
             turned = rotaries.setdefault((own.rotary_base, own.rope_scaling), Rotary(own))
         blocks.append(LayerSpec(f"layers.{i}", partial(_block, own, i, rotary=turned)))
-    return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", partial(Head, config))]
+    own = block_models(config)[-1]
+    turned = rotaries.get((own.rotary_base, own.rope_scaling)) if own.position_embedding_type == "rope" else None
+    head = partial(_head, config, own, turned) if config.further.depth else partial(Head, config)
+    return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", head)]
+
+
+def _head(config: ModelConfig, own: ModelConfig, rotary: Rotary | None, ctx: LayerContext) -> Head:
+    return Head(config, ctx, FurtherPredictions(config, own, ctx, rotary))
 
 
 def _block(config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> Block:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megalite.comm import all_gather
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
+from megalite.nn.mtp import FurtherPredictions, attached
 from megalite.nn.norm import Norm
 from megalite.parallel.tensor import (
     WORD_EMBEDDINGS,
@@ -41,7 +42,7 @@ class Head(nn.Module):
     generation.
     """
 
-    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, ctx: LayerContext, further: FurtherPredictions | None = None) -> None:
         super().__init__()
         self.tp, self.weight_grads = ctx.tp, ctx.weight_grads
         self.split, self.vocab_size = ctx.sequence_split, config.vocab_size
@@ -49,6 +50,15 @@ class Head(nn.Module):
         self.output = OutputLayer(config, ctx)
         self.kernels: LossKernels | None = None
         self.z_loss = config.z_loss_coeff
+        self.mtp, depth = further, config.further.depth
+        self.copies: list[nn.Module] = [] if config.untie_embeddings_and_output_weights else [self.output]
+        """Modules whose weight is the word embedding."""
+        if further is not None:
+            uses = 1 + depth
+            if self.copies:
+                further.word_embeddings.weight, uses = self.output.weight, uses + depth
+            self.output.weight.sink_uses = uses  # type: ignore[attr-defined]  # ours: contributions per micro-batch
+            self.copies.append(further.word_embeddings)
 
     def compile_loss(self, backend: str) -> None:
         """`torch.compile` for what the loss computes between its GEMMs. (On a CPU the eager operations are faster.)"""
@@ -56,12 +66,20 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """`[s, b, h]` (`[s/t, b, h]`) -> sum over tokens of loss_mask * cross entropy: a scalar in fp32 or wider."""
+        x = self.final_norm(x)
+        loss = self.loss_of(x, microbatch.labels, microbatch.loss_mask)
+        if self.mtp is None or microbatch.further_tokens is None or not torch.is_grad_enabled():
+            return loss
+        return attached(loss, self.mtp(x, microbatch, self.loss_of))
+
+    def loss_of(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        """The same of a normalised x and labels and weights `[b, s]`."""
         weight = self.output.weight
         return fused_cross_entropy(
-            self.final_norm(x).flatten(0, 1),
+            x.flatten(0, 1),
             weight,
-            microbatch.labels.t().reshape(-1),
-            microbatch.loss_mask.t().reshape(-1),
+            labels.t().reshape(-1),
+            weights.t().reshape(-1),
             shard=self._shard(weight),
             sequence_parallel=self.split,
             queue=self.weight_grads,

@@ -53,11 +53,13 @@ class LayerStack(nn.Module):
                 self.add_module(kind, blocks)
             else:
                 self.add_module(name, layer)
-        tied = not config.untie_embeddings_and_output_weights
-        if tied and "embedding" in self.names and "head" in self.names:
+        if config.shares_embedding and "embedding" in self.names and "head" in self.names:
             head, embedding = cast(Head, self.get_submodule("head")), cast(Embedding, self.get_submodule("embedding"))
-            head.output.weight = cast(nn.Parameter, embedding.word_embeddings.weight)
-            head.output.weight.sink_uses = 2  # type: ignore[attr-defined]  # ours: contributions per micro-batch
+            weight, uses = cast(nn.Parameter, embedding.word_embeddings.weight), 1
+            uses += getattr(head.copies[0].weight, "sink_uses", 1)
+            for copy in head.copies:
+                copy.weight = weight
+            weight.sink_uses = uses  # type: ignore[attr-defined]  # ours: contributions per micro-batch
         places = [i for i, name in enumerate(self.names) if name.startswith("layers.")]
         self.recompute_ranges = recompute_ranges(len(self.names), places, recompute or given_recompute(config)[0])
 

@@ -331,8 +331,13 @@ class Roofline:
         losses = CommGroup(self.hardware, tp).gather(tokens * 8 * tp)
         forward, backward, _ = self._messages(config, layer)
         products, later = (2, 0.0) if layer.is_frozen else (3, self.traffic(rows * h * 4 * size.wide, 2))
-        return LayerTimes(
+        once = LayerTimes(
             products * self.product(config, tokens, rows, h) + logits + update * (products > 2) + losses + forward,
             self.traffic(6 * tokens * h * size.compute, 6) + backward,
             later,
         )
+        further = layer.model.further.depth  # each a block and another use of the output layer
+        if not further:
+            return once
+        block = self._block(config, model_layers(config.model)[-2])
+        return LayerTimes(*(a + further * (a + b) for a, b in zip(once, block, strict=True)))

@@ -188,7 +188,7 @@ class DataParallel:
     def tied(self) -> float:
         """The sum of the embedding's two gradients, where it is on two stages."""
         model, parallel = self.config.model, self.config.parallel
-        if model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
+        if not model.shares_embedding or parallel.pipeline_model_parallel_size == 1:
             return 0.0
         rows = self.config.padded_vocab_size() / parallel.tensor_model_parallel_size
         stride = parallel.tensor_model_parallel_size * self.dp * (parallel.pipeline_model_parallel_size - 1)

@@ -83,7 +83,7 @@ Uses = tuple[tuple[int, ...], ...]
 def _orders(config: Config, cut: range, how: Recompute) -> tuple[Uses, Uses]:
     """(Layers whose weights each step of a forward reads, and of a backward)."""
     names = [layer_name(item, config.model.num_layers) for item in cut]
-    tied = not config.model.untie_embeddings_and_output_weights and {"embedding", "head"} <= set(names)
+    tied = config.model.shares_embedding and {"embedding", "head"} <= set(names)
     reads = [(i, 0) if tied and name == "head" else (i,) for i, name in enumerate(names)]
     blocks = [i for i, name in enumerate(names) if name not in ("embedding", "head")]
     backward: list[tuple[int, ...]] = []

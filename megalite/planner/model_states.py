@@ -112,7 +112,7 @@ def _state_bytes(
             part = StateBytes(weights=part.weights, gathered=part.gathered)
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
         total = replace(total + part, scratch=scratch)
-    one_stage = num_stages == 1 and not config.model.untie_embeddings_and_output_weights
+    one_stage = num_stages == 1 and config.model.shares_embedding
     if plan.hosts_params and one_stage:  # the embedding's is open throughout a backward
         total = replace(total, scratch=total.scratch // 3 * 4)
     return total
@@ -232,7 +232,7 @@ def planned_buckets(
     model, parallel = config.model, config.parallel
     needs_whole, ep = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, parallel.experts.expert_model_parallel_size
     zero = 0 if of[2] and parallel.zero_stage < 3 else parallel.zero_stage  # frozen: nothing but weights to share
-    apart = not model.untie_embeddings_and_output_weights and num_stages > 1 and not of[2]
+    apart = model.shares_embedding and num_stages > 1 and not of[2]
     entries = []
     own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide, p.frozen) == of]
     own = [(name, p) for name, p in own if not _on_host(config, name)]
@@ -242,7 +242,7 @@ def planned_buckets(
         place = parameter.place(parameter.shards(parallel), sequence_parallel=parallel.sequence_parallel, ep=ep)
         entries.append(BufferParameter(index, name, shape, place, whole))
     planned = _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
-    both = num_stages == 1 and not model.untie_embeddings_and_output_weights
+    both = num_stages == 1 and model.shares_embedding
     return [bucket._replace(open=both and bucket.layer == "embedding") for bucket in planned]
 
 

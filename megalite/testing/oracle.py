@@ -30,6 +30,7 @@ from megalite.schedule import build_program
 from megalite.testing.adapters import replace_adapters
 from megalite.testing.experts import PlainExperts
 from megalite.testing.float8 import PlainFloat8
+from megalite.testing.further import plain_further
 from megalite.testing.update_rules import RULES, decay_of, learning_rate
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -100,6 +101,7 @@ class Pupil:
             layer.past = weights[f"{name}.fp8"]
         tokens = [float(sample.loss_mask.sum()) for sample in samples]
         per_token = self.config.training.calculate_per_token_loss
+        samples = plain_further(samples, self.config.model.further.depth, per_token=per_token)
         total = 0.0
         for sample, own in zip(samples, tokens, strict=True):
             loss = functional_call(self.model, by_path, (None, sample))

@@ -17,7 +17,7 @@ batch, however many updates it makes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,6 +59,7 @@ class BatchReader:
     together: micro-batches of an update (PipeDream); None: all of the batch.
     loss_dtype: fp32, or fp64 in fp64 mode.
     loss_scale: number of a batch -> its loss scale; called when the batch is begun.
+    further: adds what the prediction of further tokens reads, before sequences are cut; None: nothing does.
     watch: called when a batch has been read, with the number of its first micro-batch, its micro-batches in host
         memory, whose tokens stay there, and the loader.
     """
@@ -74,9 +75,10 @@ class BatchReader:
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float | Tensor],
+        further: Callable[[Sequence[Microbatch]], list[Microbatch]] | None = None,
         watch: Callable[[int, list[Microbatch], BatchLoader], None] | None = None,
     ) -> None:
-        self.loader, self._watch = loader, watch
+        self.loader, self._watch, self._further = loader, watch, further
         self._dp_size, self._cut = dp_size, cut
         self._tokens_over, self._of_update = tokens_over, together
         self._device = device
@@ -116,6 +118,7 @@ class BatchReader:
             read = self.loader.next_batch(samples)
             local = [mb.to(self._device, non_blocking=True) for mb in read]
             self._seconds += time.perf_counter() - began
+            local = local if self._further is None else self._further(local)
             scale = self._loss_scale(number)
             part = scale / (self._together(local) * self._dp_size)
             share = (

@@ -19,6 +19,9 @@ class ExpertReport:
         self._dtype = wide_dtype(config)
         self._parts = 2 if config.parallel.tp_comm_overlap else 1  # a half notes its own means
         sparse = [index for index, sparse in enumerate(config.model.sparse_layers) if sparse]
+        sparse += [
+            config.model.num_layers + k for k in range(config.model.further.depth) if config.model.sparse_layers[-1]
+        ]
         self._rows = {index: row for row, index in enumerate(sparse)}
 
     def __call__(self, microbatches: range) -> ExpertStats:

@@ -33,6 +33,7 @@ from megalite.train.build import Model, build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
 from megalite.train.foreign import ForeignModel
+from megalite.train.further import further_of
 from megalite.train.host_embedding import traffic_hooks, watch_of
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
@@ -182,13 +183,13 @@ def assemble_trainer(
         device=world.device,
         loss_dtype=wide_dtype(config),
         loss_scale=lambda batch: scale_of(batch),
+        further=further_of(config, mesh),
         watch=watch_of(config, model.rows, mesh.coordinate("pp"), [*model.stages], data.cut),
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
 
     def scale_of(batch: int) -> float | torch.Tensor:
-        """The loss scale of batch t, the same on every stage. In 2BW some stages begin it before update t - 1 and some
-        after, so all of them use the scale from before that update; a change takes effect one batch later."""
+        """Of a batch, the same on every stage. Some begin a batch of 2BW before the last update: its scale is older."""
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
     executor = make_executor(config, model, mesh, updater, world.device)

@@ -16,7 +16,9 @@ def embedding_offload(config: Config, world_size: int) -> Iterator[str]:
     schedule, flag = find_schedule(config.parallel.schedule), f"`embedding_offload`={given.embedding_offload}"
     if given.embedding_offload is None:
         return
-    if not model.untie_embeddings_and_output_weights:
+    if model.further.depth:
+        yield f"{flag}: not with `mtp_num_layers`, which reads other rows, too; drop one of them"
+    elif not model.untie_embeddings_and_output_weights:
         yield f"{flag}: a tied output layer reads every row; needs `untie_embeddings_and_output_weights`"
     if model.lora.lora_rank is not None:
         yield f"{flag}: not with `lora_rank`={model.lora.lora_rank}, beside which no embedding is trained; drop it"

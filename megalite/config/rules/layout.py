@@ -158,7 +158,9 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
             yield f"`clip_grad`={show(config.optimizer.clip_grad)}: {why}, so there is no global norm; use 0 or 2bw"
         if training.precision.fp16:
             yield f"`fp16`: {why}, so stages cannot agree on a loss scale; use `bf16` or 2bw"
-        if not config.model.untie_embeddings_and_output_weights:
+        if config.model.further.depth:
+            yield f"`pipeline_schedule`={name}: {why}, so embeddings of `mtp_num_layers` would drift apart; use 2bw"
+        elif not config.model.untie_embeddings_and_output_weights:
             yield (
                 f"`pipeline_schedule`={name}: {why}, so tied embeddings would drift apart; "
                 "use `untie_embeddings_and_output_weights` or 2bw"

@@ -51,6 +51,7 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
     if model.use_parallel_residual and model.norm_placement != "pre":
         yield f"`norm_placement`={model.norm_placement}: not with `use_parallel_residual`; drop one of them"
     yield from _latent(model)
+    yield from _further(config)
     yield from _layer_patterns(model)
 
 
@@ -73,6 +74,22 @@ def _latent(model: ModelConfig) -> Iterator[str]:
         yield f"`qk_pos_emb_head_dim`={model.latent.qk_pos_emb_head_dim}: RoPE needs an even number"
     if model.latent.latent_norm_epsilon is not None and not model.qk_layernorm:
         yield "`latent_norm_epsilon`: needs `qk_layernorm`"
+
+
+def _further(config: Config) -> Iterator[str]:
+    """What multi-token prediction does not go together with."""
+    model, depth = config.model, config.model.further.depth
+    flag = f"`mtp_num_layers`={depth}"
+    if not depth:
+        return
+    if model.position_embedding_type == "learned_absolute":
+        yield f"{flag}: not with learned positions; use `position_embedding_type` rope"
+    if model.lora.lora_rank is not None:
+        yield f"{flag}: not with `lora_rank`, beside which nothing else is trained; drop one of them"
+    if config.parallel.tp_comm_overlap:
+        yield f"{flag}: not with `tp_comm_overlap`; drop one of them"
+    if model.seq_length <= depth:
+        yield f"{flag}: a sample has `seq_length`={model.seq_length} tokens; predict fewer"
 
 
 def _layer_patterns(model: ModelConfig) -> Iterator[str]:

@@ -50,6 +50,7 @@ def _excluded(config: Config) -> Iterator[tuple[str, str]]:
         "`model_module`": model.is_foreign,
         "`seq_length_schedule`": config.training.seq_length_schedule,
         "`param_offload`": config.optimizer.offload.param_offload == "cpu",
+        "`mtp_num_layers`": model.further.depth,
         "`embedding_offload`": config.optimizer.offload.embedding_offload,
         "`device_memory_budget_gb`": parallel.hardware.device_memory_budget_gb,
     }

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megalite.microbatch import Microbatch
 
+FURTHER = ("further_tokens", "further_labels", "further_weights")
+
 
 def sequence_order(length: int, ring: int) -> Tensor:
     """Positions `[length]`, ring rank after ring rank: rank p of `ring` has chunks p and 2 ring - 1 - p of 2 ring. What
@@ -45,4 +47,5 @@ class SequenceCut:
             document_starts=None if starts is None else starts[:, order],
             places=own,
             order=order,
+            **{name: value[..., own] for name in FURTHER if (value := getattr(microbatch, name)) is not None},
         )

@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3 8b fsdp": (RATES, (QUOTED,)),
     "mixtral 8x7b": ("", ()),
     "deepseek v3 fsdp": (
-        "--recompute-modules --rotary-scaling-factor --mtp-num-layers --mtp-loss-scaling-factor "
+        "--recompute-modules --rotary-scaling-factor "
         "--moe-router-force-load-balancing --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype",
         ("--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",),
     ),

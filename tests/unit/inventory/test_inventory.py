@@ -15,6 +15,7 @@ from megalite.config.experts import Experts
 from megalite.config.latent import Latent
 from megalite.config.lora import Lora
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
+from megalite.config.mtp import FurtherTokens
 from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
 from megalite.models import build_stack, layer_specs
@@ -52,6 +53,8 @@ OTHERS = [
     {"activation": "swiglu", "experts": Experts(num_experts=6, moe_shared_expert_intermediate_size=8)},
     {**FAMILY_DEFAULTS["llama"], "latent": LATENT, "qk_layernorm": True, "softmax_type": "learnable"},
     {"latent": dataclasses.replace(LATENT, q_lora_rank=None), "normalization": "RMSNorm"},
+    {**FAMILY_DEFAULTS["llama"], "further": FurtherTokens(mtp_num_layers=2)},
+    {"position_embedding_type": "rope", "further": FurtherTokens(mtp_num_layers=1), "experts": Experts(num_experts=4)},
     {"activation": "quick-geglu", "experts": Experts(num_experts=4, moe_router_bias=True)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
 ]

@@ -37,6 +37,8 @@ FENCED = {
     "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
     "rows": r"parallel/rows/|train/host_embedding",
     "tiers": r"parallel/tiers/|parallel/zero/(host_\w+|delayed_optimizer)|parallel/pipeline/offloaded",
+    "further tokens": r"nn/mtp|train/further.py Further|parallel/tensor/replicated",
+    "latent attention": r"nn/attention/latent|parallel/tensor/replicated",
     "context parallelism": r"parallel/context/|nn/attention/context",
 }
 """A feature -> files under `megalite/` that are its own."""
@@ -95,6 +97,8 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
     ("rows", 1, "--embedding-offload cpu --untie-embeddings-and-output-weights"),
     ("tiers", 1, "--optimizer-cpu-offload"),
     ("fp8", 1, "--fp8-format hybrid --fp8-recipe delayed --bf16"),
+    ("further tokens", 1, "--mtp-num-layers 1 --position-embedding-type rope"),
+    ("latent attention", 1, "--mla kv_lora_rank=8"),
     ("context parallelism", 2, "--context-parallel-size 2"),
 ])  # fmt: skip
 def test_the_fence_sees_a_feature_that_is_on(feature: str, ranks: int, flags: str) -> None:

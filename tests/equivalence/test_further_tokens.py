@@ -1,0 +1,44 @@
+"""Multi-token prediction equals one process at every layout: its inputs and weights are made before ranks take their
+parts, its losses are means over the batch, its word embedding is one with the first stage's."""
+
+from __future__ import annotations
+
+import pytest
+
+from equivalence.layouts import Layout, compare
+
+LLAMA = "--num-layers 4 --model-type llama --num-query-groups 2 --clip-grad 0.05"
+KINDS = {
+    "untied": f"{LLAMA} --mtp num_layers=2 loss_scaling_factor=0.7",
+    "tied": f"{LLAMA} --no-untie-embeddings-and-output-weights --mtp num_layers=1 loss_scaling_factor=2 "
+    "--embedding-multiplier 3",
+    "documents": f"{LLAMA} --mtp num_layers=2 loss_scaling_factor=0.7 --reset-position-ids --reset-attention-mask "
+    "--eod-mask-loss --calculate-per-token-loss",
+    "sparse": f"{LLAMA} --mtp num_layers=2 --num-experts 4 --moe-router score_function=sigmoid expert_bias "
+    "--mla q_lora_rank=12 kv_lora_rank=8 qk_head_dim=6 qk_pos_emb_head_dim=4 v_head_dim=5",
+}
+KINDS["sparse"] = KINDS["sparse"].replace("--num-query-groups 2", "")
+LAYOUTS = {
+    "one": ("--micro-batch-size 1", 1),
+    "dp zero3": ("--zero-stage 3 --micro-batch-size 2", 2),
+    "tp": ("--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1 --zero-stage 1", 4),
+    "zb-v cp": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --virtual-pipeline-model-parallel-size 2 "
+                "--context-parallel-size 2 --micro-batch-size 1", 4),
+    "2bw": ("--pipeline-model-parallel-size 2 --pipeline-schedule 2bw --micro-batch-size 1", 4),
+    "pp tp": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --tensor-model-parallel-size 2 "
+              "--micro-batch-size 1 --zero-stage 2", 4),
+}  # fmt: skip
+QUICK = {("documents", "zb-v cp"), ("sparse", "pp tp")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, layout, marks=() if (kind, layout) in QUICK else pytest.mark.landing)
+        for kind in KINDS
+        for layout in LAYOUTS
+    ],
+)
+def test_every_layout_is_one_process(kind: str, layout: str) -> None:
+    flags, world_size = LAYOUTS[layout]
+    compare(Layout(tuple(KINDS[kind].split()), tuple(flags.split()), world_size, delay=int(layout == "2bw")))
