@@ -16,7 +16,7 @@ from megalite.extras import require_core
 
 require_core()
 
-from megalite.config import Config, Parsed, parse_with_origins
+from megalite.config import Config, Parsed, ignored_line, parse_with_origins
 from megalite.errors import MegaliteError, in_flags
 from megalite.launch import (
     INTERRUPTED,
@@ -54,9 +54,8 @@ def main(argv: list[str]) -> int:
     if not parsed.config.training.exit_signal_handler:
         replace_handlers(signal.SIG_DFL)
     configure_logging(place.rank)
-    if parsed.ignored:
-        flags = ", ".join(parsed.ignored)
-        logging.getLogger("megalite").info(f"of Megatron-LM, without effect here (docs/megatron_flags.md): {flags}")
+    if (line := ignored_line(parsed.ignored)) is not None:
+        logging.getLogger("megalite").info(line)
     for warning in parsed.warnings:
         logging.getLogger("megalite").warning(warning)
     if parsed.config.training.dry_run:

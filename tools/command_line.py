@@ -14,6 +14,7 @@ from megalite.extras import CORE, core_lacks, require_core
 
 require_core(torch=False)
 
+from megalite.config import without_effect
 from megalite.errors import ConfigError, MegaliteError, in_flags
 from megalite.files import input_problem, url_problem
 from megalite.launch import INTERRUPTED
@@ -129,6 +130,12 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
         # the reader (`| head`) has seen enough; what is still buffered must not raise at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def name_ignored(argv: Sequence[str]) -> None:
+    """Says on standard error which flags of a training script have no effect, as pretrain_gpt.py does in its log."""
+    if (line := without_effect(argv)) is not None:
+        print(line, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:

@@ -202,12 +202,26 @@ def main(argv: list[str]) -> None:
         print(
             f"with the optimizer's state: Megatron-LM continues after iteration {kept.iteration:,} (with --no-load-rng)"
         )
+    if flags.target == "megatron" and (words := _tokenizer_flags(save)):
+        print(f"with the tokenizer; Megatron-LM reads it by {words}")
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
         print("its base model's name on the Hub is not known, so none is written; --base-hub-id ORG/NAME writes it")
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
         verify(ours, theirs, step, _dtype(flags), source, use_ema=flags.use_ema)
+
+
+def _tokenizer_flags(folder: Path) -> str:
+    """Megatron-LM's flags for the tokenizer in a folder; empty where there is none."""
+    if (folder / "tokenizer.json").is_file():
+        return f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
+    if (folder / "merges.txt").is_file():
+        files = f"--vocab-file {folder / 'vocab.json'} --merge-file {folder / 'merges.txt'}"
+        return f"--tokenizer-type GPT2BPETokenizer {files}"
+    if (folder / "tokenizer.model").is_file():
+        return f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder / 'tokenizer.model'}"
+    return ""
 
 
 def _check_peer(flags: argparse.Namespace, load: Path) -> None:

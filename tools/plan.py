@@ -18,7 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import ToolParser, run_tool, say
+from command_line import ToolParser, name_ignored, run_tool, say
 from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, parse, read_unjudged
 from megalite.errors import ConfigError, flag_of
 from megalite.planner import (
@@ -142,6 +142,7 @@ def _run(argv: list[str]) -> None:
         source = profile = load_profile(args.profile, hardware)
         hardware = profile.hardware
     config, given = resolve(rest, args.free)
+    name_ignored(rest)
     limit = config.parallel.hardware.device_memory_budget_gb
     if limit is not None:
         hardware = replace(hardware, memory_bytes=limit * 1e9 + hardware.reserved_bytes)

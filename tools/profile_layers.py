@@ -33,7 +33,7 @@ require_core()
 import torch
 from torch import Tensor
 
-from command_line import ToolParser, check_numbers, run_tool
+from command_line import ToolParser, check_numbers, name_ignored, run_tool
 from disturbance import BusyClock
 from megalite.comm import (
     Axis,
@@ -361,6 +361,7 @@ def settings(argv: list[str]) -> tuple[argparse.Namespace, Config, list[int]]:
     if Path(args.output).is_dir() or not folder.is_dir():
         raise ConfigError(f"--output={args.output}: cannot be written; name a file in a folder that exists")
     config, _ = read_unjudged(rest, optional=["micro_batch_size", "lr"])
+    name_ignored(rest)
     if config.model.vocab_size == 0:
         raise ConfigError("--vocab-size=0: no tokenizer is read here; give the vocabulary's size")
     return args, config, [int(size) for size in sizes]

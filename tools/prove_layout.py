@@ -18,7 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import MOST, ToolParser, check_numbers, run_tool, say
+from command_line import MOST, ToolParser, check_numbers, name_ignored, run_tool, say
 from megalite.config import Config, config_problems, read_unjudged
 from megalite.errors import ConfigError
 from megalite.proof import made_data, shrink
@@ -58,6 +58,7 @@ def _run(argv: list[str]) -> int:
         except OSError as error:
             raise ConfigError(f"--keep={args.keep}: {error.strerror}; give a directory that can be written") from None
     config, world_size = resolve(rest, args.num_devices)
+    name_ignored(rest)
     small = shrink(config, world_size, steps=args.steps, most_ranks=args.max_ranks)
     from megalite.proof import prove  # torch comes with it: not before the configuration is known to be right
 

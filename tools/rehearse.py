@@ -16,7 +16,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from command_line import ToolParser, run_tool
+from command_line import ToolParser, name_ignored, run_tool
 from megalite.errors import ConfigError
 from megalite.progress import ProgressBar
 
@@ -48,6 +48,7 @@ def _run(argv: list[str]) -> int:
     from megalite.rehearsal import ONLY_A_GPU, rehearse, rehearsed  # torch comes with it: after what is wrong is told
 
     run = rehearsed(rest, args.num_devices, steps=args.steps)
+    name_ignored(rest)
     with ProgressBar("rehearsing", "ranks") as bar:
         report = rehearse(run, ranks, on_rank=bar)
     for fault in report.faults:

@@ -131,6 +131,19 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     return config, {name: where for name, where in origins.items() if not where.endswith("family")}
 
 
+def without_effect(argv: Sequence[str]) -> str | None:
+    """The line that names Megatron-LM's flags that flags and files give and that have no effect here; None: there are
+    none. Raises ConfigError where a file cannot be read."""
+    reader = Reader(all_options())
+    _read_levels(reader, argv)
+    return ignored_line(tuple(reader.ignored))
+
+
+def ignored_line(ignored: Sequence[str]) -> str | None:
+    """The line about `Parsed.ignored`."""
+    return f"of Megatron-LM, without effect here (docs/megatron_flags.md): {', '.join(ignored)}" if ignored else None
+
+
 @dataclass(frozen=True)
 class _Offered:
     """An offer, what users gave alongside it, and whether they asked for its architecture."""

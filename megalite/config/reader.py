@@ -269,7 +269,10 @@ class Reader:
             self.broken.add(target)
 
     def _unexpected(self, values: list[str]) -> None:
-        self.problems += [f"unexpected argument '{value}'; flags begin with --" for value in values]
+        for value in values:
+            quoted = value[:1] in ("'", '"', "\u2018", "\u201c")
+            why = "its quotation marks are part of it; leave them out" if quoted else "flags begin with --"
+            self.problems.append(f"unexpected argument {value if quoted else repr(value)}; {why}")
 
     def _ignore(self, typed: _Typed, texts: list[str]) -> bool:
         """Whether it is a flag of Megatron-LM that is accepted without effect; wrong values of it are reported."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from megalite.checkpoint import TRACKER, directory_name, fsync_directory
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import Rectangle
+from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import RELEASE
@@ -74,6 +75,7 @@ def write_torch_dist(
         write_common(folder / COMMON, args, parts[0].dtype, **({} if run is None else run.common))
         (folder / "metadata.json").write_text(BACKEND)
         (staging / TRACKER).write_text(RELEASE if run is None else str(run.iteration))
+        write_tokenizer(source.tokenizer, staging)
         fsync_directory(folder)
     return directory
 

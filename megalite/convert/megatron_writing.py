@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import TRACKER, fsync_directory
+from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import check_cut, write_args
 from megalite.convert.megatron_files import EMBEDDING, FILES, RELEASE, VERSION
 from megalite.convert.megatron_names import COPY, empty_entries, is_expert, name_of, rule_of, written_experts
@@ -86,6 +87,7 @@ def write_megatron(
             stored = {n: None if t is None else converted(n, t, dtype) for n, t in file.weights(source)}
             _write_file(staging / RELEASE / file.name / FILES[0], stored, args, implementation)
         (staging / TRACKER).write_text(RELEASE)
+        write_tokenizer(source.tokenizer, staging)
         fsync_directory(staging / RELEASE)
     return directory
 

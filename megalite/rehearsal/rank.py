@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import World
-from megalite.config import Config, DataConfig, config_problems, read_unjudged
+from megalite.config import VOCABULARIES, Config, DataConfig, config_problems, read_unjudged
 from megalite.errors import ConfigError
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
@@ -31,7 +31,6 @@ from megalite.rehearsal.short import WHOLE, once_for_all_ranks, shortened, short
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.train import OpenRun, open_run
 
-KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257, "ByteTokenizer": 257, "CharTokenizer": 65}
 OWN_VOCABULARY = 32000
 A_NODE = 8
 PATIENT = 1e6
@@ -54,7 +53,7 @@ def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
     """Flags and files of a run, as they are rehearsed on `size` ranks. Raises ConfigError."""
     config, _ = read_unjudged(argv)
     data = config.data
-    vocabulary = config.model.vocab_size or KNOWN_VOCABULARIES.get(data.tokenizer_type or "", OWN_VOCABULARY)
+    vocabulary = config.model.vocab_size or VOCABULARIES.get(data.tokenizer_type or "", OWN_VOCABULARY)
     kept = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
     config = replace(
         config,

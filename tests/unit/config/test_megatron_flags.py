@@ -8,7 +8,8 @@ import pytest
 from config_arguments import argv
 from megatron_scripts import SCRIPTS
 
-from megalite.config import all_options, megatron_flags, parse, parse_with_origins
+from command_line import name_ignored
+from megalite.config import all_options, megatron_flags, parse, parse_with_origins, without_effect
 from megalite.config.megatron_flags import MegatronFlag
 from megalite.config.reader import known_options
 from megalite.errors import SETTING, ConfigError, flag_of, in_flags
@@ -92,6 +93,14 @@ def test_every_ignored_flag_is_accepted_and_named() -> None:
     assert parsed.config == parse(argv())
 
 
+def test_tools_name_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside their answer, which a program may read."""
+    assert without_effect(argv()) is None
+    name_ignored([*argv(), "--manual-gc", "--rerun-mode", "disabled"])
+    line = "of Megatron-LM, without effect here (docs/megatron_flags.md): --manual-gc, --rerun-mode\n"
+    assert capsys.readouterr() == ("", line)
+
+
 def test_every_refused_flag_gives_its_reason() -> None:
     refused = [flag for flag in FLAGS.values() if flag.verdict == "refused"]
     problems = problems_of([*argv(), *(flag_of(flag.name) for flag in refused)])
@@ -102,6 +111,7 @@ WRONG = {
     "--rerun-mode validate_results": "--rerun-mode=validate_results: results are not computed twice",
     "--recompute-modules core_attn mlp": "--recompute-modules=core_attn mlp: selective recomputation",
     "--manual-gc yes": "unexpected argument 'yes'",
+    "--bf16 '--swiglu'": "unexpected argument '--swiglu'; its quotation marks are part of it; leave them out",
     "--attention-backend": "--attention-backend: expected a value",
     "--manual-gc-interval 1 2": "unexpected argument '2'",
     "--use-megatron-fsdp --zero-stage 1": "--zero-stage=1: contradicts --use-megatron-fsdp, which is stage 3",

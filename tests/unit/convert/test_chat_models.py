@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from megalite.convert import CheckpointSource, HuggingFaceSource, Origin, write_checkpoint, write_huggingface
+from megalite.convert import (
+    CheckpointSource,
+    HuggingFaceSource,
+    Origin,
+    open_megatron,
+    write_checkpoint,
+    write_huggingface,
+    write_megatron,
+    write_torch_dist,
+)
 from megalite.convert.hf_tokenizer import generation_config, huggingface_files, special_tokens
 from megalite.convert.origin import hub_id_of
 from megalite.data import ByteTokenizer, NullTokenizer, load_tokenizer, make_tokenizer, tokenizer_files
@@ -181,6 +190,17 @@ def test_a_tokenizer_folder_is_the_same_behind_a_checkpoint(case: str, model: Pa
     assert carried - model_files == {p.relative_to(export).as_posix() for p in export.rglob("*") if p.is_file()} - {
         "config.json"
     }
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_a_tokenizer_comes_back_from_megatrons_checkpoint(form: str, model: Path, tmp_path: Path) -> None:
+    """It lies in the run's folder, where Megatron-LM's flag may name it."""
+    where = tmp_path / "megatron"
+    (write_megatron if form == "torch" else write_torch_dist)(HuggingFaceSource(model), where)
+    assert answers(where) == answers(model)
+    write_checkpoint(open_megatron(where, None), tmp_path / "ours")
+    export = write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "export")
+    assert answers(export) == answers(model)
 
 
 def test_files_beside_a_tokenizer_decide_no_id(model: Path, tmp_path: Path) -> None:
