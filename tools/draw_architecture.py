@@ -1,10 +1,11 @@
-"""Draws docs/architecture.svg from the imports: rooms floor upon floor, with arrows to what each is built on.
+"""Draws docs/architecture.svg from the imports: rooms floor upon floor, each with what it is built on.
 
 python tools/draw_architecture.py
 
-A room's floor is one above the highest room that it imports, so no arrow can point upward. Arrows that others imply are
-left out, and so are those to single files, which stand on the ground: every floor uses them. The sentence in a box is
-the first of the room's own description. Raises SystemExit where rooms import in a circle.
+A room's floor is one above the highest room that it imports. What it is built on leaves out what others on the list
+are built on, and single files, which stand on the ground: every floor uses them. The sentence in a box is the first of
+the room's own description. Nothing is smaller than 12 pixels on a page of 900. Raises SystemExit where rooms import in
+a circle.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ GROUPS = ("parallel",)
 HIDDEN = ("testing", "__init__")
 TOP = "pretrain_gpt.py, tools"
 
-BOX, HEIGHT, ACROSS, DOWN, LETTERS = 210, 74, 24, 48, 32
+STARTED = "What is started by hand: the run, and the tools around it"
+
+COLUMNS, WIDTH, GAP, MARGIN, LINE, LETTER = 4, 972, 10, 32, 16, 7
 
 
 @dataclass(frozen=True)
@@ -119,50 +122,65 @@ def direct(room: Room, every: dict[str, Room]) -> list[str]:
 
 
 def draw() -> str:
-    """The SVG."""
+    """The SVG: a band for each floor, `COLUMNS` boxes a row, the top first."""
     every = rooms()
-    stack = floors(every)
-    width = max(map(len, stack)) * (BOX + ACROSS) + ACROSS
-    height = (len(stack) + 1) * (HEIGHT + DOWN) + DOWN
-    places: dict[str, tuple[float, float]] = {}
-    for number, floor in enumerate(stack, 1):
-        begin = (width - len(floor) * (BOX + ACROSS) + ACROSS) / 2
-        for column, room in enumerate(floor):
-            places[room.name] = (begin + column * (BOX + ACROSS), height - number * (HEIGHT + DOWN))
-    places[TOP] = ((width - BOX) / 2, DOWN / 2)
+    ground, *stack = floors(every)
     used = set().union(*(room.imports for room in every.values()))
-    arrows = [(room.name, below) for room in every.values() for below in direct(room, every) if room.is_folder]
-    arrows += [(TOP, name) for name in every if name not in used and every[name].is_folder]
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif">',
-        '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0 8 4 0 8z" fill="#8899aa"/></marker></defs>',
-        f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>',
-    ]
-    lines += [_arrow(places[upper], places[lower]) for upper, lower in sorted(arrows)]
-    lines += [_box(room.name, room.sentence, f"rooms.md#{room.anchor}", places[room.name]) for room in every.values()]
-    lines.append(_box(TOP, "What is started by hand: the run, and the tools around it", "", places[TOP]))
-    return "\n".join([*lines, "</svg>", ""])
+    started = [name for name in every if name not in used and every[name].is_folder]
+    lines, y = _row_of_boxes([(TOP, STARTED, _on(started), "")], GAP)
+    for number in range(len(stack), 0, -1):
+        boxes = [(r.name, r.sentence, _on(direct(r, every)), f"rooms.md#{r.anchor}") for r in stack[number - 1]]
+        drawn, below = _row_of_boxes(boxes, y + GAP)
+        lines += [_band(y, below + GAP - y, str(number), number % 2), *drawn]
+        y = below + GAP
+    names = textwrap.wrap(", ".join(room.name for room in ground), (WIDTH - MARGIN - GAP) // LETTER)
+    height = 26 + LINE * len(names)
+    lines.append(_band(y, height, "0", 0))
+    lines.append(_text(MARGIN, y + 18, "single files, used from every floor", 15, "bold"))
+    lines += [_text(MARGIN, y + 18 + LINE * n, line, 13) for n, line in enumerate(names, 1)]
+    whole = y + height
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {whole}" font-family="sans-serif">'
+    return "\n".join([head, f'<rect width="{WIDTH}" height="{whole}" fill="white"/>', *lines, "</svg>", ""])
 
 
-def _arrow(upper: tuple[float, float], lower: tuple[float, float]) -> str:
-    x0, y0, x1, y1 = upper[0] + BOX / 2, upper[1] + HEIGHT, lower[0] + BOX / 2, lower[1] - 2
-    bend = (y1 - y0) / 2
-    path = f"M{x0:.0f} {y0:.0f}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} {x1:.0f} {y1:.0f}"
-    return f'<path d="{path}" fill="none" stroke="#8899aa" marker-end="url(#a)"/>'
+def _on(names: list[str]) -> str:
+    return f"on {', '.join(names)}" if names else ""
 
 
-def _box(name: str, sentence: str, link: str, place: tuple[float, float]) -> str:
-    x, y = place
-    text = textwrap.wrap(sentence, LETTERS, max_lines=3, placeholder=" ...")
-    rows = [f'<text x="{x + 10:.0f}" y="{y + 19:.0f}" font-size="14" font-weight="bold">{escape(name)}</text>']
-    rows += [
-        f'<text x="{x + 10:.0f}" y="{y + 36 + 14 * number:.0f}" font-size="11">{escape(line)}</text>'
-        for number, line in enumerate(text)
-    ]
-    frame = f'<rect x="{x:.0f}" y="{y:.0f}" width="{BOX}" height="{HEIGHT}" rx="6" fill="#eef4fb" stroke="#334455"/>'
-    title = f"<title>{escape(sentence)}</title>"
-    box = f"<g>{title}{frame}{''.join(rows)}</g>"
+def _row_of_boxes(boxes: list[tuple[str, str, str, str]], y: int) -> tuple[list[str], int]:
+    """Boxes of (name, sentence, what it is built on, link) from `y` on, which fill the rows; and where they end."""
+    rows = -(-len(boxes) // COLUMNS)
+    columns = -(-len(boxes) // rows)
+    width = (WIDTH - MARGIN) // columns - GAP
+    letters = (width - 20) // LETTER
+    lines: list[str] = []
+    for row in range(rows):
+        here = boxes[row * columns : (row + 1) * columns]
+        texts = [(textwrap.wrap(told, letters), textwrap.wrap(below, letters)) for _, told, below, _ in here]
+        height = 30 + LINE * max(len(told) + len(under) for told, under in texts)
+        for column, ((name, _, _, link), (told, under)) in enumerate(zip(here, texts, strict=True)):
+            lines.append(_box(name, told, under, link, (MARGIN + column * (width + GAP), y, width, height)))
+        y += height + GAP
+    return lines, y - GAP
+
+
+def _band(y: int, height: int, floor: str, shade: int) -> str:
+    color = ("#f4f6f8", "#e6ebf0")[shade]
+    band = f'<rect y="{y}" width="{WIDTH}" height="{height}" fill="{color}"/>'
+    return band + _text(10, y + height // 2 + 5, floor, 15, "bold", "#667788")
+
+
+def _text(x: int, y: int, text: str, size: int, weight: str = "normal", color: str = "#112233") -> str:
+    return f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{color}">{escape(text)}</text>'
+
+
+def _box(name: str, told: list[str], under: list[str], link: str, place: tuple[int, int, int, int]) -> str:
+    x, y, width, height = place
+    rows = [_text(x + 10, y + 20, name, 15, "bold")]
+    rows += [_text(x + 10, y + 20 + LINE * n, line, 13) for n, line in enumerate(told, 1)]
+    rows += [_text(x + 10, y + 20 + LINE * n, line, 13, color="#2255aa") for n, line in enumerate(under, 1 + len(told))]
+    frame = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="6" fill="#ffffff" stroke="#778899"/>'
+    box = f"<g>{frame}{''.join(rows)}</g>"
     return f'<a href="{link}">{box}</a>' if link else box
 
 

@@ -25,11 +25,11 @@ from tests.cli.typed import ROOT, body_command
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TINY = (
-    "--train-iters 2 --lr-warmup iters=0 --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
-    "--seq-length 16 --micro-batch-size 2 --float32-matmul-precision highest --no-full-validation --eval-iters 1 "
-    "--data-path README.md"
+SMALL = (
+    "--lr-warmup iters=0 --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 "
+    "--seq-length 16 --micro-batch-size 2 --float32-matmul-precision highest --no-full-validation --eval-iters 1"
 )
+TINY = f"--train-iters 2 {SMALL} --data-path README.md"
 SEARCH = "which only CI's trial of README (scripts/fresh_machine.sh) and tests/cli/test_plan.py wait for"
 #: What a command that is not run begins with or holds: why it is not.
 NOT_RUN = {
@@ -53,7 +53,10 @@ SHORTER = (
     (r"--seq-length 32768 --global-batch-size 128 --seq-length-schedule '0:4096 500B:32768'", 
      "--seq-length 32 --global-batch-size 4 --seq-length-schedule '0:8 64:32'"),
     (r"--nnodes .* 6000", "--standalone --nproc-per-node 2"),
-    (r"(quickstart(_experts)?\.yaml)(?!.*--dry-run)", rf"\1 {TINY}"),
+    (r"(quickstart(_experts)?\.yaml)(?!.*--dry-run)(?! --config story)", rf"\1 {TINY}"),
+    (r"(?<=story\.yaml)(?!.*--dry-run)", f" {SMALL}"),
+    (r"--train-iters 300(?! --dry-run)", "--train-iters 4"),
+    (r"--train-iters 450", "--train-iters 6"),
     (r"--train-iters (8|100|500)\b", "--train-iters 2 --lr-warmup iters=0 --eval-iters 0"),
     (r"--train-iters 200", "--train-iters 4 --eval-iters 0"),
     (r"interval=50 prompts=prompts.jsonl tokens=64", "interval=2 prompts=prompts.jsonl tokens=4"),
@@ -62,7 +65,7 @@ SHORTER = (
     (r"--global-batch-size 64 ", "--global-batch-size 8 "),
     (r"--max-new-tokens \d+", "--max-new-tokens 4"),
     (r"max_new_tokens=100", "max_new_tokens=4"),
-    (r"--vocab-size 4096", "--vocab-size 300"),
+    (r"--vocab-size (4096|2048)", "--vocab-size 300"),
     (r"--iteration 1730", "--iteration 3"),
     (r"--num-devices 64$", "--num-devices 2"),
     (r"--nprocs 8$", "--nprocs 2"),
@@ -147,6 +150,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 2))
     talks = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in TALKS * 20]
     (folder / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    (folder / "story.txt").write_text((ROOT / "README.md").read_text() * 2)
     (folder / "prompts.jsonl").write_text('{"prompt": "def "}\n{"prompt": "class "}\n')
     (folder / "wiki.valid.tokens").write_text(" = A page = \n\n Some words , and more of them .\n" * 9)
     (folder / "lambada_test.jsonl").write_text('{"text": "one two three one two three"}\n' * 3)
@@ -186,8 +190,8 @@ def test_every_command(page: Path, readers_folder: Path, tmp_path: Path) -> None
     make_what_is_read("\n".join(lines), readers_folder)
     folder = tmp_path / "here"
     shutil.copytree(readers_folder, folder, symlinks=True)
-    for block in blocks(page, "python"):
-        if named := re.match(r"# (\w+\.py)\n", block):
+    for block in blocks(page, "python") + blocks(page, "yaml"):
+        if named := re.match(r"# (\w+\.(py|yaml))\n", block):
             (folder / named[1]).write_text(shorter(block))
     for line in lines:
         typed(folder, line)
