@@ -335,6 +335,7 @@ class Checkpointer:
             old = [path for path in committed(self.directory) if step_of(path) <= step]
             for path in set_aside_newer(self.directory, step_of(old[-1])) if old else ():
                 logger.warning("put aside: %s", path.name)
+                fault_point("rollback.put_aside", rank=self.world.rank)
             return str(old[-1]) if old else None
 
         found = self._on_first(look)

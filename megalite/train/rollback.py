@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import Meta
 from megalite.errors import RuntimeFailure
+from megalite.faults import fault_point
 
 if TYPE_CHECKING:
     from megalite.config import BatchSizeSchedule, Spikes
@@ -143,6 +144,7 @@ class Rollback:
             if self.speaks:
                 logger.warning("no checkpoint up to iteration %d to go back to: the update is skipped", begin)
             return None
+        fault_point("rollback.load", step=spike)
         iteration, consumed = self.load(path)
         first = self.sizes.samples_after(begin - iteration, consumed)
         until = max(spike - self.settings.rollback_iters, 0) + self.settings.rollback_skip_iters
