@@ -43,6 +43,7 @@ from megalite.config.model import LAYER_PATTERNS, ModelConfig
 from megalite.config.mtp import FurtherTokens
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
+from megalite.config.qk_clip import QKClip
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
 from megalite.config.rope import RopeScaling
 from megalite.config.rules.shape import model_shape

@@ -110,6 +110,11 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         "low-rank adapters (LoRA), which are trained in place of the model; they are saved apart",
         {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets"},
     ),
+    "qk_clip": ArgumentFlag(
+        "scores of attention, bounded by scaling the projections of queries and keys after an update",
+        {"threshold": "qk_clip_threshold", "alpha": "qk_clip_alpha"},
+        switch="qk_clip",
+    ),
     "fp8": ArgumentFlag(
         "products of linear layers inside of blocks in 8 bits",
         {"format": "fp8_format", "recipe": "fp8_recipe", "amax_history_len": "fp8_amax_history_len"},

@@ -13,6 +13,7 @@ from megalite.config.latent import Latent
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
 from megalite.config.mtp import FurtherTokens
+from megalite.config.qk_clip import QKClip
 from megalite.config.rope import RopeScaling
 from megalite.config.schema import option, required
 
@@ -133,6 +134,7 @@ class ModelConfig:
     experts: Experts = Experts()
     further: FurtherTokens = FurtherTokens()
     lora: Lora = Lora()
+    clip: QKClip = QKClip()
     module: ForeignModule = ForeignModule()
     add_bias_linear: bool = option(True, "biases in the linear layers")
     add_qkv_bias: bool = option(False, "a bias in the query/key/value projection even where the others have none")

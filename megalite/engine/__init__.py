@@ -5,7 +5,8 @@
 
     weights.py     `Weights`: stages, buffers, ties, the axis of the global norm
     update.py      `Updater`: what the actions of a program that concern weights do; finite or skipped, clipping
-    versioned.py   state that belongs to weights beside the optimizer's: expert_bias.py, scale_history.py
+    versioned.py   state that belongs to weights beside the optimizer's: expert_bias.py, scale_history.py,
+                   qk_clip.py
     older_weights.py   the weight versions before the newest, in checkpoints
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
@@ -22,6 +23,7 @@ from megalite.engine.averages import averages_as_weights, begin_averages
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
+from megalite.engine.qk_clip import QueryKeyClip
 from megalite.engine.rules import rule_maker, sharded_maker
 from megalite.engine.scale_history import ScaleHistory
 from megalite.engine.spikes import SpikeGuard

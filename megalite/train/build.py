@@ -18,6 +18,7 @@ from megalite.engine import (
     BufferOptions,
     BuiltStages,
     ExpertBias,
+    QueryKeyClip,
     ScaleHistory,
     Ties,
     VersionedState,
@@ -121,6 +122,9 @@ def build_model(
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
         device=device,
     )
+    for state in weights.states:
+        if isinstance(state, QueryKeyClip):
+            state.attach(weights.optimizer)
     if config.model.cpu_offloading_num_layers and foreign is None:
         _offload_activations(config, built, SavedTensors(mover))
     return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan, passed=passed)
@@ -145,6 +149,8 @@ def _states(
         found.append(ExpertBias(stages, config.model.experts.moe_router_bias_update_rate, axis, copies))
     if config.training.float8.fp8_format and config.training.float8.fp8_recipe == "delayed":
         found.append(ScaleHistory(stages, axis, copies))
+    if config.model.clip.qk_clip:
+        found.append(QueryKeyClip(stages, config.model.clip, mesh.over("cp", "dp"), copies))
     return found
 
 

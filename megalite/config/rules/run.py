@@ -73,6 +73,34 @@ def spikes(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def qk_clip(config: Config, world_size: int) -> Iterator[str]:
+    """What has no scores to look at, or no masters to scale behind a step."""
+    model, optimizer, parallel = config.model, config.optimizer, config.parallel
+    if not model.clip.qk_clip:
+        return
+    schedule, kind = find_schedule(parallel.schedule), parallel.context.cp_comm_type
+    reasons = {
+        "qk_layernorm": (model.qk_layernorm, "whose norms undo a scale of the projections"),
+        "attn_logit_softcapping": (model.attn_logit_softcapping is not None, "which bounds the scores already"),
+        "multi_latent_attention": (model.mixer == "latent", "whose projections are others"),
+        "mtp_num_layers": (bool(model.further.mtp_num_layers), "whose blocks are not those of the model"),
+        "lora_rank": (model.lora.lora_rank is not None, "whose projections are frozen"),
+        "compile": (config.training.compile, "whose code does not return the scores"),
+        "optimizer_cpu_offload": (optimizer.offload.optimizer_cpu_offload, "whose masters are on the host"),
+        "optimizer_offload_path": (optimizer.offload.optimizer_offload_path is not None, "whose masters are in files"),
+        "param_offload": (optimizer.offload.param_offload == "cpu", "whose masters are on the host"),
+        "delayed_parameter_update": (optimizer.offload.delayed_parameter_update, "whose step ends later"),
+        "store_param_remainders": (optimizer.store_param_remainders, "whose masters exist only in a step"),
+    }
+    for name, (given, why) in reasons.items():
+        if given:
+            yield f"`qk_clip`: not with `{name}`, {why}; drop one of them"
+    if parallel.context.context_parallel_size > 1 and kind.startswith("a2a"):
+        yield f"`qk_clip`: not with `cp_comm_type`={kind}, where heads change their ranks; use p2p or all_gather"
+    if schedule.update_per_microbatch and parallel.pipeline_model_parallel_size > 1:
+        yield f"`qk_clip`: not with `pipeline_schedule`={schedule.name}, which steps after each micro-batch; use 2bw"
+
+
 def float8(config: Config, world_size: int) -> Iterator[str]:
     """Formats beside it, and blocks of 128 that end where ranks do."""
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size

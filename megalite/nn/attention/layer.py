@@ -6,6 +6,8 @@ then its value. A tensor-parallel rank therefore holds whole groups, and its sli
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
@@ -44,6 +46,9 @@ class Attention(nn.Module):
         self.k_norm = head_norm(config.kv_size, config, ctx) if config.qk_layernorm else None
         self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)
         self.core = AttentionCore.of(config, index, ctx)
+        self.scores: Callable[[Attention, Tensor, Tensor, Microbatch], None] | None = (
+            None  # is told of queries and keys
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -84,6 +89,8 @@ class Attention(nn.Module):
             q = q * self.query_multiplier
         untouched = self.rotary is None and self.q_norm is None and self.query_multiplier is None
         k, v, sinks = k.squeeze(3), v.squeeze(3), self.sinks(qkv)
+        if self.scores is not None:
+            self.scores(self, q, k, microbatch)
         if cache is not None:
             return cached_attention(self.core, q, k, v, microbatch, self.cp, cache, sinks=sinks)
         if self.cp.size > 1:

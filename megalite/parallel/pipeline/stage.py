@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.comm import TensorSpec
 from megalite.gradient import WeightGradQueue
 from megalite.microbatch import StageInput
-from megalite.microbatch_notes import ExpertLoads, Magnitudes
+from megalite.microbatch_notes import ExpertLoads, Magnitudes, MicrobatchNotes
 
 
 @dataclass
@@ -65,13 +66,17 @@ class Stage:
     ) -> None:
         self.modules = list(modules)
         self.loads, self.magnitudes = loads or ExpertLoads(), magnitudes or Magnitudes()
-        self._noted = [notes for notes in (loads, magnitudes) if notes is not None]
+        self._noted: list[MicrobatchNotes[Any]] = [notes for notes in (loads, magnitudes) if notes is not None]
         self._noted_backward = [] if magnitudes is None else [magnitudes]
         self.spec, self.out_spec = spec, out_spec or spec
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
         self._in_flight: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[Callable[[], None]]] = {}
+
+    def note(self, notes: MicrobatchNotes[Any]) -> None:
+        """From now on its forwards say for which micro-batch these are taken."""
+        self._noted.append(notes)
 
     def module(self, version: int) -> nn.Module:
         """The layers that hold weight version `version`."""

@@ -28,17 +28,17 @@ def rule(entered: list[float], sigma: float, window: int) -> float:
     if 2 * len(latest) < window:
         return math.inf
     mean = fmean(latest)
-    return mean + sigma * max(pstdev(latest), 0.01 * mean)
+    return mean + sigma * max(pstdev(latest), 0.25 * mean)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_limit_is_the_rules(seed: int) -> None:
     draw = random.Random(seed)
     sigma, window = draw.choice([1.0, 3.0, 6.0]), draw.choice([2, 3, 8, 16])
-    made, entered, spikes = guard(sigma=sigma, window=window), list[float](), 0
+    made, entered, spikes, spread = guard(sigma=sigma, window=window), list[float](), 0, draw.choice([0.3, 1.2])
     for update in range(60):
         odd = 50.0 if update in (30, 45) else draw.choice([draw.gauss(2, 0.3), math.nan, math.inf, 2.0])
-        norm = odd if update % 5 == 0 else draw.gauss(2, 0.3)
+        norm = odd if update % 5 == 0 else abs(draw.gauss(2, spread))
         wanted = rule(entered, sigma, window)
         found = limit(made, norm)
         assert found == pytest.approx(wanted, rel=1e-12)

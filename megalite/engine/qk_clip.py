@@ -1,0 +1,128 @@
+"""QK-clip (Kimi K2, arXiv 2507.20534; Megatron-LM's `--qk-clip`): no score of attention stays above a threshold.
+
+    STEP, then for each key/value head:   eta = min(1, threshold / largest score of its query heads)
+                                          W_q *= eta^alpha,  W_k *= eta^(1 - alpha)            (biases, too)
+
+Scores are those of the update's forwards, their maximum is over batch, sequence and replicas. Query heads that share a
+key share eta, as their largest score decides. A maximum that is not above 0, or not finite, clips nothing; nor does an
+update that is skipped. What is scaled are the masters, whose new values are written into the weights of the version
+that STEP has made; older versions of 2BW stay. An average of the weights takes the masters in before they are scaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Axis, TensorShard, all_reduce_
+from megalite.config import QKClip
+from megalite.microbatch import Microbatch
+from megalite.microbatch_notes import MicrobatchNotes
+from megalite.nn import Attention, largest_scores
+from megalite.parallel.pipeline import Stage
+from megalite.parallel.zero import ShardedOptimizer
+from megalite.schedule import StageKey
+
+
+class ScoreMaxima(MicrobatchNotes[str]):
+    """By micro-batch and name of an attention: the largest score of each of its heads here, `[g, r]`."""
+
+    def note(self, name: str, attention: Attention, q: Tensor, k: Tensor, microbatch: Microbatch) -> None:
+        """Of one forward; of the halves of a micro-batch the larger counts."""
+        if self._microbatch is None:
+            return
+        found = largest_scores(q, k, microbatch, attention.cp, attention.core.window)
+        before = self._noted.get(self._microbatch, {}).get(name)
+        self._keep(name, found if before is None else torch.maximum(before, found))
+
+    def take(self, wanted: Callable[[int], bool]) -> dict[str, Tensor]:
+        """The largest over the micro-batches that are wanted, which are forgotten."""
+        found: dict[str, Tensor] = {}
+        for number in [number for number in self._noted if wanted(number)]:
+            for name, value in self._noted.pop(number).items():
+                found[name] = torch.maximum(found[name], value) if name in found else value
+        return found
+
+
+class QueryKeyClip:
+    """A `VersionedState` without values of its own: scales the projections of this rank's attentions after STEP.
+
+    axis: the ranks of a stage that hold the same heads. replicas: by stage, other ranks that do (Chimera).
+    """
+
+    absent = ""
+
+    def __init__(
+        self, stages: Mapping[StageKey, Stage], settings: QKClip, axis: Axis, replicas: Mapping[int, Axis]
+    ) -> None:
+        self._settings, self._axis, self._replicas = settings, axis, replicas
+        self._attentions: dict[StageKey, dict[str, Attention]] = {}
+        self._maxima: dict[StageKey, ScoreMaxima] = {}
+        self._optimizer: ShardedOptimizer | None = None
+        for key, stage in sorted(stages.items()):
+            notes = self._maxima[key] = ScoreMaxima()
+            stage.note(notes)
+            for module in stage.modules:
+                for name in cast("tuple[str, ...]", module.names):
+                    found = [m for m in module.get_submodule(name).modules() if isinstance(m, Attention)]
+                    for attention in found:
+                        attention.scores = lambda a, q, k, mb, to=notes, name=name: to.note(name, a, q, k, mb)
+                        self._attentions.setdefault(key, {})[name] = attention
+
+    def attach(self, optimizer: ShardedOptimizer) -> None:
+        """The optimizer whose masters are scaled."""
+        self._optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
+        """Scales the masters, and writes them into the weights of `version`. Collective over the ranks of a stage."""
+        assert self._optimizer is not None
+        factors: dict[str, Tensor] = {}
+        for key, attentions in self._attentions.items():
+            maxima = self._maxima[key].take(wanted)
+            names = list(attentions)
+            like = next(iter(attentions.values()))
+            largest = torch.stack([maxima[name].amax(1) for name in names]).nan_to_num_(nan=math.inf)  # [layers, g]
+            all_reduce_(largest, self._axis, op="max")
+            if key[0] in self._replicas:
+                all_reduce_(largest, self._replicas[key[0]], op="max")
+            clips = (largest > self._settings.qk_clip_threshold) & largest.isfinite() & (found_inf == 0)
+            eta = torch.where(clips, self._settings.qk_clip_threshold / largest, 1.0)
+            alpha = self._settings.qk_clip_alpha
+            of_head = [*[eta**alpha] * like.r, eta ** (1 - alpha), torch.ones_like(eta)]  # rows: queries, key, value
+            rows = torch.stack(of_head, -1).repeat_interleave(like.d, -1).flatten(1)  # [layers, g (r + 2) d]
+            factors |= {f"{name}.attention.qkv": row for name, row in zip(names, rows, strict=True)}
+        for buffers in self._optimizer.buffers:  # a gather that no forward has waited for may still read them
+            buffers.weights.wait()
+        for values, factor in self._parts(factors):
+            values.mul_(factor)
+        self._optimizer.write_weights(version)
+
+    def _parts(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(A flat part of a master, the factor of each of its elements) for the projections of this rank."""
+        assert self._optimizer is not None
+        for master in self._optimizer.masters:
+            flat = master.tensor.view(-1)
+            for range_, start, stop in master.pieces():
+                layer, _, kind = range_.entry.name.rpartition(".")
+                if layer in factors and kind in ("weight", "bias"):
+                    columns = range_.entry.shape[-1] if kind == "weight" else 1
+                    whole = factors[layer].to(flat.dtype).repeat_interleave(columns)
+                    yield (
+                        flat[start - master.start : stop - master.start],
+                        whole[start - range_.start :][: stop - start],
+                    )
+
+    def copy(self, version: int, target: int) -> None:
+        """There is nothing to copy."""
+
+    def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
+        """There is nothing to save."""
+        return []
+
+    def after_load(self, version: int) -> None:
+        """There is nothing to take up."""
