@@ -58,7 +58,7 @@ class RunLease:
                 store.put(self.path.key, self._text())
             logger.warning("took over %s from a dead run", self.path)
             break
-        self._etag, self._renewed, self._lost = store.tag(self.path.key)[1], time.monotonic(), False
+        self._etag, self._renewed, self._lost = store.read_tagged(self.path.key).etag, time.monotonic(), False
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="run-lease", daemon=True)
         self._thread.start()

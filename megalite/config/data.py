@@ -24,7 +24,7 @@ WITHOUT_FILE = {
 }
 """Files of tokenizers -> the kinds that read no such file."""
 SOURCE = {"one_of": "source of the data"}
-OF_A_SPLIT = {**SOURCE, "way": "by split"}
+OF_A_SPLIT = {**SOURCE, "way": "by split", "stores": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,10 @@ class DataConfig:
 
     data_path: tuple[str, ...] = option(
         (),
-        "prefixes of .bin/.idx files, a text or JSONL file, or weights and prefixes in turn: 0.3 a 0.7 b",
+        "prefixes of .bin/.idx files (also s3://BUCKET/PREFIX), a text or JSONL file, or weights and prefixes in turn: "
+        "0.3 a 0.7 b",
         metavar="PATH",
+        stores=True,
         **SOURCE,
     )
     train_data_path: tuple[str, ...] = option((), "as `data_path`, for training only", metavar="PATH", **OF_A_SPLIT)

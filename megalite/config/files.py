@@ -58,7 +58,7 @@ def _data_files(config: Config) -> Iterator[str]:
             yield f"{flag}={' '.join(paths)}: {weight} is no prefix; a blend has a weight before each: 0.7 A 0.3 B"
             continue
         for path in paths:
-            if path.endswith((".bin", ".idx")) or os.path.isfile(path):
+            if path.endswith((".bin", ".idx")) or os.path.isfile(path) or served_url(path) is not None:
                 continue  # a prefix mistaken for a file has its own message; a raw file is tokenised on first use
             missing = [path + ending for ending in (".idx", ".bin") if not os.path.isfile(path + ending)]
             if missing and os.path.isdir(path):
@@ -111,7 +111,7 @@ def _urls_in(path: str, flag: str) -> Iterator[str]:
     if input_problem(path) is None:
         with open(path, encoding="utf-8", errors="replace") as file:
             for word in file.read(MAX_WORDS_BYTES).split():
-                if (problem := url_problem(word)) is not None:
+                if (problem := url_problem(word, stores=True)) is not None:
                     yield f"{flag}: {word} {problem}"
 
 

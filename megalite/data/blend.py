@@ -108,6 +108,10 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._part)
 
+    def expect(self, samples: Sequence[int]) -> None:
+        for part, number in [self.source_of(sample) for sample in samples]:
+            part.expect([number])
+
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         part, number = self.source_of(sample)
         return part.fill(number, out)

@@ -13,20 +13,23 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
-from megalite.data.cache import cached_folder, digest_of
+from megalite.data.cache import cache_directory, cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.file_chunks import document_units, utf8_length
 from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed import IndexedDataset, TokenStore, is_indexed, strip_suffix
+from megalite.data.indexed import IndexedDataset, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.phases import SEED_STEP, Phase, PhasedDataset, asked_of
 from megalite.data.preprocess import Totals, UnitJob, write_units
+from megalite.data.remote_tokens import AT_ONCE, RemoteIndexedDataset
 from megalite.data.sources import Source, alone, phase_sources, sources_of
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
+from megalite.data.token_store import TokenStore
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.errors import DataError
+from megalite.files import served_url
 from megalite.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -99,6 +102,7 @@ def build_datasets(
     earlier_requests: Sequence[int] = (),
     earlier_phases: Sequence[Phase] = (),
     vocab_size: int | None = None,
+    ranks_here: int = 1,
 ) -> Datasets:
     """Open the data of a run. Raises DataError for whatever is missing, damaged, empty or too small.
 
@@ -108,8 +112,10 @@ def build_datasets(
     earlier_requests: `Datasets.train_requests` of the checkpoint that is resumed.
     earlier_phases: those of its phases that have begun.
     vocab_size: ids that the model knows, if more than the tokenizer's.
+    ranks_here: of this host; they share the requests that a host sends to a store at once.
     """
-    opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, max(vocab_size or 0, tokenizer.vocab_size))
+    known = max(vocab_size or 0, tokenizer.vocab_size)
+    opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, known, ranks_here)
     requests = tuple(earlier_requests)
     phases: tuple[Phase, ...] = ()
     train: Dataset | PhasedDataset | None = None
@@ -154,6 +160,7 @@ class _Opener:
     tokenizer: Tokenizer
     cache_dir: Path | None
     vocab_size: int
+    ranks_here: int = 1
 
     def __post_init__(self) -> None:
         self.sources = sources_of(self.cfg)
@@ -302,7 +309,7 @@ class _Opener:
     def _indexed(self, path: str, flag: str) -> IndexedDataset:
         if os.path.isdir(path) and not is_indexed(path):
             raise DataError(f"{flag}={path}: is a folder; name a text file in it, or the prefix of a .bin/.idx pair")
-        store = IndexedDataset(path, flag=flag)
+        store = self._remote(path, flag) if served_url(path) is not None else IndexedDataset(path, flag=flag)
         if np.iinfo(store.dtype).max < self.tokenizer.vocab_size - 1:
             raise DataError(
                 f"{path}.idx: dtype {store.dtype.name} cannot hold the {self.tokenizer.vocab_size} ids of "
@@ -310,6 +317,11 @@ class _Opener:
             )
         check_vocabulary(store, self.vocab_size, self.tokenizer.kind, f"{flag}={path}")
         return store
+
+    def _remote(self, path: str, flag: str) -> RemoteIndexedDataset:
+        """Opens a pair under a URL."""
+        cache = (self.cache_dir or cache_directory(None, None)) / "objects"
+        return RemoteIndexedDataset(path, cache, max(1, AT_ONCE // self.ranks_here), flag=flag)
 
     def _tokens(self, path: str, part: SplitRange | None, split: str, flag: str) -> IndexedDataset:
         """Tokens of raw text; path "" is the default corpus."""

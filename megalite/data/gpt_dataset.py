@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, digest_of
 from megalite.data.gpt_index import SampleOrder, build_order, build_sample_index
-from megalite.data.indexed import IndexedDataset, TokenStore
+from megalite.data.indexed import IndexedDataset
+from megalite.data.remote_tokens import RemoteIndexedDataset
 from megalite.data.splits import without
+from megalite.data.token_store import TokenStore
 from megalite.errors import DataError
 
 # Changes when the meaning of the cached arrays does.
@@ -26,6 +28,10 @@ class SampleSource(Protocol):
     seq_length: int
 
     def __len__(self) -> int: ...
+
+    def expect(self, samples: Sequence[int]) -> None:
+        """Says which samples will be read soon: those in a store are fetched."""
+        ...
 
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         """Write a sample into `out`, `[S + 1]`; returns the tokens that are there (fewer at a partial tail)."""
@@ -124,6 +130,9 @@ class GPTDataset:
         (first, offset), (last, stop) = segment.sample_index[row].tolist(), segment.sample_index[row + 1].tolist()
         return segment.document_index[first : last + 1].tolist(), offset, stop
 
+    def expect(self, samples: Sequence[int]) -> None:
+        expect_pieces(self.store, [self.cut(sample) for sample in samples])
+
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         sequences, offset, stop = self.cut(sample)
         count = self.copy(self.store, sequences, offset, stop, out)
@@ -173,6 +182,10 @@ class SequentialSource:
     def __len__(self) -> int:
         return int(self._stops[-1])
 
+    def expect(self, samples: Sequence[int]) -> None:
+        for part, sequences, offset, stop in [self._cut(sample) for sample in samples]:
+            expect_pieces(part.store, [(sequences, offset, stop)])
+
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         part, sequences, offset, stop = self._cut(sample)
         count = part.copy(part.store, sequences, offset, stop, out)
@@ -200,6 +213,17 @@ class SequentialSource:
             last = part.end - part.begin - 1
             stop = int(part.store.lengths[part.end - 1]) - 1
         return part, range(part.begin + first, part.begin + last + 1), offset, stop
+
+
+def expect_pieces(store: TokenStore, cuts: Sequence[tuple[Sequence[int], int, int]]) -> None:
+    """Announces to a store what samples need, by what `GPTDataset.cut` says of each."""
+    if not isinstance(store, RemoteIndexedDataset):
+        return
+    pieces = []
+    for sequences, offset, stop in cuts:
+        ends = [int(store.lengths[sequence]) for sequence in sequences[:-1]] + [stop + 1]
+        pieces += [(s, 0 if n else offset, end) for n, (s, end) in enumerate(zip(sequences, ends, strict=True))]
+    store.expect(pieces)
 
 
 def marks_of(store: TokenStore) -> IndexedDataset | None:

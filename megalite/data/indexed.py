@@ -25,13 +25,14 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megalite.data.token_store import Tokens
 from megalite.data.tokenizer import token_dtype
 from megalite.errors import DataError
+from megalite.files import served_url
 
 logger = logging.getLogger(__name__)
 
@@ -54,28 +55,14 @@ KNOWN_MAGIC = {
 }
 
 
-class TokenStore(Protocol):
-    """Sequences of tokens that a sample is cut from: a memory-mapped file or generated ones."""
-
-    name: str
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """Tokens of every sequence, `[N]`."""
-        ...
-
-    def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
-        """Tokens `start:stop` of a sequence; not to be written to."""
-        ...
-
-
 def strip_suffix(path: str) -> str:
     """The prefix that `path` belongs to: without `.bin` or `.idx`."""
     return path[:-4] if path.endswith((".bin", ".idx")) else path
 
 
 def is_indexed(prefix: str) -> bool:
-    return os.path.isfile(prefix + ".bin") and os.path.isfile(prefix + ".idx")
+    """Whether a pair is there; of what a URL names only a pair can be read."""
+    return served_url(prefix) is not None or os.path.isfile(prefix + ".bin") and os.path.isfile(prefix + ".idx")
 
 
 class IndexedDataset:
@@ -92,23 +79,35 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path, *, flag: str = "`data_path`") -> None:
         self.prefix = str(prefix)
         self.name = self.prefix
-        self._check_files(flag)
-        index_path, bin_path = self.prefix + ".idx", self.prefix + ".bin"
         try:
-            empty = not os.path.getsize(index_path)
-            raw = np.empty(0, np.uint8) if empty else np.memmap(index_path, mode="r", dtype=np.uint8)
-            self._parse(raw, index_path, os.path.getsize(bin_path))
-            # A plain array over the map: slices of the memmap class itself cost several times as much.
-            self._tokens = np.asarray(np.memmap(bin_path, mode="r", dtype=self.dtype))
+            index, bin_bytes = self._files(flag)
+            empty = not os.path.getsize(index)
+            raw = np.empty(0, np.uint8) if empty else np.memmap(index, mode="r", dtype=np.uint8)
+            self._parse(raw, self.prefix + ".idx", bin_bytes)
+            self._tokens = self._open_tokens(bin_bytes)
         except OSError as error:
             raise DataError(f"{flag}={self.prefix}: cannot be read ({error.strerror})") from None
         self.marks: IndexedDataset | None = None
         if self._marked:
-            self.marks = IndexedDataset(self.prefix + MARKS, flag=flag)
+            self.marks = self._pair(self.prefix + MARKS, flag)
             if not np.array_equal(self.marks.lengths, self.lengths):
                 raise DataError(
                     f"{flag}={self.prefix}: {self.prefix}{MARKS} marks other tokens; run tools/preprocess_data.py again"
                 )
+
+    def _files(self, flag: str) -> tuple[str, int]:
+        """Where the index lies on this host's disk, and the bytes of the `.bin`. Raises DataError, OSError."""
+        self._check_files(flag)
+        return self.prefix + ".idx", os.path.getsize(self.prefix + ".bin")
+
+    def _open_tokens(self, nbytes: int) -> Tokens:
+        """The tokens of the `.bin`."""
+        # A plain array over the map: slices of the memmap class itself cost several times as much.
+        return np.asarray(np.memmap(self.prefix + ".bin", mode="r", dtype=self.dtype))
+
+    def _pair(self, prefix: str, flag: str) -> IndexedDataset:
+        """Another pair in the same place."""
+        return IndexedDataset(prefix, flag=flag)
 
     def _check_files(self, flag: str) -> None:
         if self.prefix.endswith((".bin", ".idx")) and os.path.isfile(self.prefix):

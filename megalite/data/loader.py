@@ -31,6 +31,8 @@ from megalite.microbatch import Microbatch
 
 # Micro-batches that each thread keeps ready.
 DEPTH = 2
+# Micro-batches ahead that a source in a store begins to fetch, at least.
+ANNOUNCED = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,7 @@ class BatchLoader:
             choose = partial(torch.cuda.set_device, device) if device is not None else None
             self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="megalite-data", initializer=choose)
         self._ahead = num_workers * DEPTH
+        self._announced = consumed_samples
         self._queue: deque[tuple[int, Future[Microbatch]]] = deque()
         self._peeked: dict[int, Microbatch] = {}
 
@@ -207,6 +210,7 @@ class BatchLoader:
         """The micro-batch of the micro-step from sample `first` on; keeps the threads busy with those after it."""
         if first in self._peeked:
             return self._peeked.pop(first)
+        self._announce(first)
         if self._pool is None:
             return self._make(first)
         while self._queue and self._queue[0][0] != first:
@@ -217,6 +221,15 @@ class BatchLoader:
             self._queue.append((following, self._pool.submit(self._make, following)))
             following += step
         return self._queue.popleft()[1].result()
+
+    def _announce(self, first: int) -> None:
+        """Tells the source this rank's samples of the micro-steps from sample `first` on that are read soon."""
+        step, b = self.micro_batch_size * self.dp_size, self.micro_batch_size
+        self._announced = max(self._announced, first)
+        while self._announced <= first + max(self._ahead, ANNOUNCED) * step and self._announced < len(self.source):
+            begin = self._announced + self.dp_rank * b
+            self.source.expect(range(begin, min(begin + b, len(self.source))))
+            self._announced += step
 
     def _make(self, first: int) -> Microbatch:
         b = self.micro_batch_size

@@ -54,6 +54,10 @@ class PhasedDataset:
     def __len__(self) -> int:
         return self._firsts[-1] + len(self.parts[-1])
 
+    def expect(self, samples: Sequence[int]) -> None:
+        for part, number in [self._part_of(sample) for sample in samples]:
+            part.expect([number])
+
     def fill(self, sample: int, out: NDArray[np.int64]) -> int:
         part, number = self._part_of(sample)
         return part.fill(number, out)

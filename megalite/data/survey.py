@@ -15,7 +15,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megalite.data.indexed import IndexedDataset, TokenStore
+from megalite.data.indexed import IndexedDataset
+from megalite.data.token_store import TokenStore
 from megalite.errors import DataError
 
 # Up to WHOLE tokens all are read, beyond that PIECES pieces of PIECE tokens from the first to the last.

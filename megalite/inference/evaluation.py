@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -78,6 +79,9 @@ class TextWindows:
 
     def __len__(self) -> int:
         return self._count
+
+    def expect(self, samples: Sequence[int]) -> None:
+        """The text is in memory."""
 
     def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
         return False

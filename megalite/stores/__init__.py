@@ -12,9 +12,10 @@ be lost, and a repeated request is then refused because the first one has succee
 back, and it was its own if the content is.
 
 A store is opened in the process that uses it, never before a fork. Proved by
-tests/faults/test_store_faults.py, against a server of S3's protocol behind a proxy that fails on purpose.
+tests/unit/stores in memory, and by tests/faults/test_store_faults.py against a server of S3's protocol behind a proxy
+that fails on purpose.
 """
 
-from megalite.stores.ahead import RangesAhead
+from megalite.stores.ahead import RangesAhead, merged
 from megalite.stores.store import Missing, Store, StoreError, Tagged
 from megalite.stores.url import Place, StoreUrl, close_stores, place, run_place

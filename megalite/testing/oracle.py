@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from megalite.comm import ParallelMesh
+from megalite.comm import ParallelMesh, World
 from megalite.config import parse
 from megalite.gradient import GradSink, attach_sink, sink_of
 from megalite.inventory import layer_of, placement_of, stage_layer_ranges
@@ -56,7 +56,7 @@ class Pupil:
 
     def __init__(self, argv: tuple[str, ...]) -> None:
         self.config, tokenizer = resolve_tokenizer(parse(list(argv)))
-        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
         self.dtype = parameter_dtype(self.config)
         context = LayerContext(dtype=self.dtype, seed=self.config.training.seed)
         self.specs = layer_specs(self.config.model)

@@ -104,7 +104,7 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
         earlier_requests = Meta(earlier, str(start.path) if start is not None else "").integers("train_requests")
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
         begun = begun_phases(earlier)
-        data = open_data(config, mesh, tokenizer, world.device, earlier_requests=earlier_requests, earlier_phases=begun)
+        data = open_data(config, mesh, tokenizer, world, earlier_requests=earlier_requests, earlier_phases=begun)
         changed = changed_data(earlier, data.datasets, config)
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device, foreign, plan)

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megalite.comm import ParallelMesh, all_gather_json, patiently
+from megalite.comm import ParallelMesh, World, all_gather_json, patiently
 from megalite.config import Config, cache_problem, with_vocab_size
 from megalite.data import (
     BatchLoader,
@@ -129,7 +129,7 @@ def open_data(
     config: Config,
     mesh: ParallelMesh,
     tokenizer: Tokenizer,
-    device: torch.device,
+    world: World,
     *,
     earlier_requests: Sequence[int],
     earlier_phases: Sequence[Phase] = (),
@@ -138,14 +138,18 @@ def open_data(
     where they do not see rank 0's disk). Raises DataError."""
 
     def build() -> Datasets:
-        size = mesh.size("world")
-        return open_datasets(config, size, tokenizer, earlier_requests=earlier_requests, earlier_phases=earlier_phases)
+        return open_datasets(
+            *(config, world.size, tokenizer),
+            earlier_requests=earlier_requests,
+            earlier_phases=earlier_phases,
+            ranks_here=world.local_size,
+        )
 
     first = patiently(build if mesh.world.is_first else None, mesh.world)
     datasets = patiently(build if first is None else None, mesh.world) or first
     assert datasets is not None
     _check_alike(datasets, mesh)
-    return RunData(config, mesh, tokenizer, datasets, device)
+    return RunData(config, mesh, tokenizer, datasets, world.device)
 
 
 def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
@@ -171,6 +175,7 @@ def open_datasets(
     *,
     earlier_requests: Sequence[int] = (),
     earlier_phases: Sequence[Phase] = (),
+    ranks_here: int = 1,
 ) -> Datasets:
     """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
     training = config.training
@@ -189,6 +194,7 @@ def open_datasets(
         earlier_requests=earlier_requests,
         earlier_phases=earlier_phases,
         vocab_size=config.model.vocab_size,
+        ranks_here=ranks_here,
     )
 
 

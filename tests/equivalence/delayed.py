@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from megalite.comm import World
 from megalite.comm.mesh import ParallelMesh
 from megalite.config import Config, parse
 from megalite.gradient import GradSink, attach_sink
@@ -162,7 +163,7 @@ class Reference:
     ) -> None:
         self.config, tokenizer = resolve_tokenizer(parse(list(argv)))
         self.method, self.lookahead, self.per_microbatch = method, lookahead, stages is not None
-        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+        self.data = open_data(self.config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
         context = LayerContext(dtype=parameter_dtype(self.config), seed=self.config.training.seed)
         specs = layer_specs(self.config.model)
         self.model = build_stack(self.config.model, specs, context, init_seed=self.config.training.seed)

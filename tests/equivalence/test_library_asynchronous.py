@@ -35,7 +35,7 @@ def trained(world: World, argv: list[str]) -> None:
 
 def batches_of(argv: list[str], mesh: ParallelMesh) -> list[Batch]:
     config, tokenizer = resolve_tokenizer(parse(argv, world_size=mesh.size("world")))
-    data = open_data(config, mesh, tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, mesh, tokenizer, World(), earlier_requests=())
     loader = data.train_loader(0)
     return [[(mb.tokens, mb.labels) for mb in loader.next_batch(SAMPLES)] for _ in range(STEPS)]
 

@@ -61,7 +61,7 @@ def model(name: str) -> nn.Module:
 @cache
 def batches() -> list[tuple[Tensor, Tensor]]:
     config, tokenizer = resolve_tokenizer(parse(flags_of("mixer", PLAIN)))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
     loader = data.train_loader(0)
     found = [loader.next_batch(SAMPLES) for _ in range(STEPS)]
     return [(torch.cat([mb.tokens for mb in batch]), torch.cat([mb.labels for mb in batch])) for batch in found]

@@ -45,7 +45,7 @@ def trained(world: World, argv: list[str]) -> None:
 def batches(argv: list[str]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(Tokens, labels, who sees whom `[b, 1, s, s]`) of each step."""
     config, tokenizer = resolve_tokenizer(parse(argv))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
     loader, found = data.train_loader(0), []
     for _ in range(STEPS):
         batch = loader.next_batch(SAMPLES)

@@ -121,7 +121,7 @@ def one_fault(seed: int, url: str, staging: Path, proxy: FaultProxy) -> tuple[bo
     rank = rng.choice(POINTS[point])
     fault = f"kill@{point}:rank={rank}:step={10 if point == 'save.gc' else 20}"
     case = try_ranks(
-        save_steps, WORLD, url, where, [20], rng.random() < 0.5, 1, faults=[fault], env=env, peer_timeout=9
+        save_steps, WORLD, url, where, [20], rng.random() < 0.5, 1, faults=[fault], env=env, peer_timeout=60
     )
     assert case.outcome.culprit is not None and case.outcome.culprit.rank == rank, case.describe()
     late = point in ("save.after_rename", "save.gc")
@@ -129,7 +129,7 @@ def one_fault(seed: int, url: str, staging: Path, proxy: FaultProxy) -> tuple[bo
 
 
 def cases(few: int, many: int) -> list[object]:
-    return [pytest.param(seed, marks=() if seed < few else pytest.mark.full) for seed in range(many)]
+    return [pytest.param(seed, marks=pytest.mark.landing if seed < few else pytest.mark.full) for seed in range(many)]
 
 
 @pytest.mark.parametrize("seed", cases(1, 200))

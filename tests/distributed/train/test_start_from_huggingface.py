@@ -62,7 +62,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(directory: str) -> list[float]:
     """Losses of two steps of transformers' model under torch's own SGD, on the batches that the run would read."""
     config, tokenizer = resolve_tokenizer(parse([*FLAGS, "--load", directory, "--use-checkpoint-args"], **READS))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float64, attn_implementation="eager"
     ).train()

@@ -88,7 +88,7 @@ def test_every_flag_that_takes_a_path_refuses_it_in_one_line(tmp_path: Path, mon
     options = [option for option in all_options().values() if option.names_a_file]
     assert len(options) >= 16
     stores = {option.flag for option in options if option.facts.get("stores")}
-    assert {"--save", "--load"} <= stores
+    assert stores == {"--save", "--load"} | {f"--{split}data-path" for split in ("", "train-", "valid-", "test-")}
     assert {"--data-cache-path", "--tensorboard-dir", "--checkpoint-staging-path"} < {o.flag for o in options} - stores
     for flag in [option.flag for option in options]:
         own = f"{flag} hdfs://bucket/x --save-interval 5 --auto-resume --sample-interval 4 --train-iters 8"
@@ -106,7 +106,7 @@ def test_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems_of(argv("--config run.yaml")) == [f"run.yaml:2: save=gs://bucket: {NO_PLACE.format('gs')}"]
     (tmp_path / "words").write_text("0.5 az://bucket/a\n0.5 b\n")
     (line,) = problems_of(argv("--data-args-path words", without="mock-data"))
-    assert line == f"--data-args-path=words: az://bucket/a {NO_PATH}"
+    assert line == f"--data-args-path=words: az://bucket/a {NO_STORE.format('az')}"
 
 
 def test_in_a_program() -> None:

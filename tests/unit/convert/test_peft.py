@@ -100,7 +100,7 @@ def test_five_steps_are_those_of_peft(case: str, tmp_path: Path, monkeypatch: py
 
 def train_there(model: Any, config: Config) -> None:
     config, tokenizer = resolve_tokenizer(config)
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
     settings = config.optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
     betas = (settings.args.adam_beta1, settings.args.adam_beta2)

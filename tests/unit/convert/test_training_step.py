@@ -46,7 +46,7 @@ def our_losses(directory: str) -> list[float]:
 def their_losses(case: str, directory: str) -> list[float]:
     """In plain torch: the mean over all tokens, clipping, AdamW that decays matrices only."""
     config, tokenizer = resolve_tokenizer(configuration(directory))
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
     kind, settings = kind_of(case), config.optimizer
     model = peer(case)
     parameters = list(model.parameters())
@@ -123,7 +123,7 @@ def router_steps(tmp_path: Path, coefficient: float) -> tuple[list[Tensor], Any]
         run.state.save(run.trainer.progress)
     before, after = saved_tensors(directory), saved_tensors(str(save.save))
     config, tokenizer = resolve_tokenizer(config)
-    data = open_data(config, ParallelMesh.single(), tokenizer, torch.device("cpu"), earlier_requests=())
+    data = open_data(config, ParallelMesh.single(), tokenizer, World(), earlier_requests=())
     with data.train_loader(0) as loader:
         (batch,) = loader.next_batch(config.global_batch_size(1))
     names = sorted(name for name in before if name.endswith("mlp.router.weight"))

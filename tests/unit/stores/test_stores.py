@@ -1,0 +1,203 @@
+"""What a store promises, in memory: conditions, listings, commits, leases. (S3: tests/faults/test_store_faults.py.)"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint import Checkpointer, CheckpointReader, committed, resolve_checkpoint, verify_checkpoint
+from megalite.checkpoint.lease import RunLease
+from megalite.checkpoint.remote import attempt_place, committed_urls, save_id_of, sweep
+from megalite.checkpoint.run_dir import set_aside_newer
+from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
+from megalite.errors import CheckpointError
+from megalite.stores import StoreUrl, merged, place
+from megalite.stores import store as store_module
+from megalite.stores.store import Again, Store, StoreError, Tagged
+
+pytest.importorskip("fsspec", reason="stores are not tested: fsspec is not installed")
+
+
+@pytest.fixture
+def url() -> StoreUrl:
+    where = place(f"memory://{uuid.uuid4().hex}/runs/a")
+    assert isinstance(where, StoreUrl)
+    return where
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("megalite.checkpoint.uploads.AGAIN_SECONDS", 0.01)
+
+
+def weights(value: float) -> list[TensorShard]:
+    return [TensorShard("w", (40, 64), (0, 0), torch.full((40, 64), value))]
+
+
+def save(url: StoreUrl, staging: Path, *steps: int, **options: Any) -> None:
+    saver = Checkpointer(url, world=Axis.single("world"), staging=staging, block_bytes=4096, **options)
+    for step in steps:
+        saver.save(step, weights(step), {"step": step}, {"x.txt": b"x"})
+    saver.wait()
+
+
+def test_conditions_and_ranges(url: StoreUrl) -> None:
+    store, name = url.store, url.key
+    assert store.create(name, b"one") and store.create(name, b"one") and not store.create(name, b"two")
+    data, etag = store.read_tagged(name)
+    newer = store.swap(name, b"three", etag)
+    assert data == b"one" and newer is not None and store.swap(name, b"four", etag) is None
+    assert store.swap(name, b"three", etag) == newer, "an answer that was lost: the content is ours"
+    assert (store.read(name, 1, 3), store.read(name, 2), store.size(name)) == (b"hr", b"ree", 5)
+    store.put("other/a/b", b"")
+    assert store.list("other") == ([], ["a"]) and store.list("other/a") == (["b"], [])
+    store.delete(name)
+    store.delete(name)
+    assert not store.exists(name) and store.is_safe_for_two(f"{name}.probe")
+    assert merged([(0, 4), (4, 6), (9, 10)]) == [(0, 6), (9, 10)]
+    assert merged([(0, 4), (4, 6), (9, 10)], gap=3) == [(0, 10)]
+    assert merged([(0, 4), (4, 6), (9, 10)], gap=3, most=8) == [(0, 6), (9, 10)]
+
+
+class Failing(Store):
+    """Fails `left` times, then answers."""
+
+    left = 3
+
+    def _read(self, name: str, start: int, stop: int | None) -> Tagged:
+        self.left -= 1
+        if self.left >= 0:
+            raise Again("503")
+        return Tagged(b"x", "1")
+
+
+def test_retries_are_counted_and_end() -> None:
+    store = Failing("s3://b")
+    assert store.read("k") == b"x" and store.retries == 3
+    store.left, store.deadline = 10**6, 0.05
+    with pytest.raises(StoreError, match=r"could not read k in \d+ attempts: 503"):
+        store.read("k")
+
+
+def test_saved_swept_aside_and_deleted(url: StoreUrl, tmp_path: Path) -> None:
+    save(url, tmp_path, 10, 20, 30, keep_last=2)
+    assert [path.name for path in committed(url)] == ["iter_0000020", "iter_0000030"]
+    assert float(CheckpointReader(resolve_checkpoint(str(url))).read("w")[0, 0]) == 30
+    (url / "iter_0000040.0123456789ab" / "rank_00000.safetensors").write_bytes(b"torn")
+    (aside,) = set_aside_newer(url, 20)
+    assert resolve_checkpoint(str(url)).name == "iter_0000020" and aside.name.startswith("iter_0000030.aside-")
+    sweep(url)
+    names = {name for name in url.store.list(url.key).folders if any(url.store.list(f"{url.key}/{name}"))}
+    assert "iter_0000040.0123456789ab" not in names and len(names) == 4
+    assert verify_checkpoint(aside) == [] and verify_checkpoint(url / "iter_0000020") == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_listing_that_is_behind(url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(url, tmp_path, 10)
+    old = url.store.list(url.key)
+    save(url, tmp_path, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(url.store), "list", lambda self, prefix: old)
+        assert [path.name for path in committed_urls(url)] == ["iter_0000010"]
+        assert resolve_checkpoint(str(url)).name == "iter_0000020", "the tracker names it, and it is there"
+    sweep(url)
+    assert verify_checkpoint(url / "iter_0000020") == []
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.full)])
+def test_flipped_bits_are_refused(url: StoreUrl, tmp_path: Path, count: int) -> None:
+    save(url, tmp_path, 10)
+    path = url / "iter_0000010"
+    attempt = attempt_place(path, str(save_id_of(path)))
+    files = [path / "COMMITTED", *attempt.iterdir()]
+    rng = random.Random(5)
+    for _ in range(count):
+        file = rng.choice(files)
+        whole = file.read_bytes()
+        # the end of COMMITTED says which run wrote it, for people
+        at = rng.randrange(whole.index(b" run ") if file.name == "COMMITTED" else len(whole))
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+        assert verify_checkpoint(path), f"{file} at {at}"
+        file.write_bytes(whole)
+    assert verify_checkpoint(path) == []
+
+
+def test_two_writers_make_one_commit(url: StoreUrl, tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def write(number: int) -> None:
+        try:
+            save(url, tmp_path / str(number), 10)
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(bool, said)) == [False, True, True, True], said
+    assert verify_checkpoint(url / "iter_0000010") == []
+
+
+def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RunLease(url, heartbeat=0.02).acquire()
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        RunLease(url).acquire()
+    time.sleep(0.1)
+    assert first.held
+    monkeypatch.setattr("megalite.checkpoint.lease.process_lives", lambda holder: None)  # as on another host
+    with pytest.raises(CheckpointError, match="in use by another run"):
+        RunLease(url, heartbeat=0.02, stale_after=1.0).acquire()
+    first._stop.set()  # it stands still from now on
+    second = RunLease(url, heartbeat=0.02, stale_after=0.3).acquire()
+    assert second.held and not first.held
+    with pytest.raises(CheckpointError, match="another run has taken it over; this one saves no more"):
+        save(url, tmp_path, 10, lease=first)
+    assert committed(url) == []
+    second.release()
+    assert not url.store.exists(second.path.key)
+
+
+def test_failed_uploads_are_kept_tried_again_and_end_the_run(
+    url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, original = threading.Event(), type(url.store)._put_file
+
+    def put(self: Store, name: str, file: Path) -> None:
+        if broken.is_set():
+            raise StoreError("no such luck")
+        original(self, name, file)
+
+    monkeypatch.setattr(type(url.store), "_put_file", put)
+    saver = Checkpointer(url, world=Axis.single("world"), staging=tmp_path)
+    assert saver.uploads is not None
+    broken.set()
+    for step in (1, 2):
+        saver.save(step, weights(step), {})
+        while not all(upload.failed for upload in saver.uploads._waiting):
+            time.sleep(0.01)
+        assert saver.failure is None and len(list(tmp_path.glob("*/*.safetensors"))) == step
+    broken.clear()
+    saver.wait()
+    assert [path.name for path in committed(url)] == ["iter_0000001", "iter_0000002"]
+    broken.set()
+    for step in (3, 4, 5):
+        saver.save(step, weights(step), {})
+    while saver.failure is None:
+        time.sleep(0.01)
+    assert "3 saves could not be uploaded and are kept in" in saver.failure and "no such luck" in saver.failure
+    with pytest.raises(CheckpointError, match="no such luck"):
+        saver.wait()
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
