@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, digest_of
 from megalite.data.gpt_dataset import GPTDataset, SequentialSource
+from megalite.data.greedy import greedy_order
 from megalite.errors import DataError
 
 # Each part is asked for a little more than its share, since the greedy order may run ahead of it.
@@ -67,21 +68,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     At step t the part that is furthest behind its share, `argmax_i w_i * max(t, 1) - taken_i`, gives its next sample;
     the first wins ties. Step t does not depend on `size`: a longer blend begins with the shorter one.
     """
-    shares = normalise(weights)
-    parts, samples = np.empty(size, np.int16), np.empty(size, np.int64)
-    taken = [0] * len(shares)
-    others = list(enumerate(shares))[1:]
-    for step in range(size):
-        scale = float(step) if step else 1.0
-        best, most = 0, shares[0] * scale - taken[0]
-        for part, share in others:
-            behind = share * scale - taken[part]
-            if behind > most:
-                best, most = part, behind
-        parts[step] = best
-        samples[step] = taken[best]
-        taken[best] += 1
-    return parts, samples
+    return greedy_order(normalise(weights), size)
 
 
 class BlendedDataset:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megalite.data import greedy as greedy_module
 from megalite.data.blend import blend_order, normalise, parse_blend, samples_per_part
 from megalite.data.splits import bounds_of, parse_split
 from megalite.errors import DataError
@@ -40,6 +42,39 @@ def test_blend_equals_numbers_recorded_from_megatron() -> None:
     parts, samples = blend_order([0.7, 0.2, 0.1], 12)
     assert parts.tolist() == [0, 1, 0, 2, 0, 0, 0, 1, 0, 0, 0, 1]
     assert samples.tolist() == [0, 0, 1, 0, 2, 3, 4, 1, 5, 6, 7, 2]
+
+
+def one_after_the_other(weights: list[float], size: int) -> tuple[list[int], list[int]]:
+    """Megatron-LM's loop: one step after the other, in float64."""
+    shares, taken = normalise(weights), [0] * len(weights)
+    parts, samples = [], []
+    for step in range(size):
+        behind = [share * (float(step) if step else 1.0) - count for share, count in zip(shares, taken, strict=True)]
+        best = behind.index(max(behind))
+        parts.append(best)
+        samples.append(taken[best])
+        taken[best] += 1
+    return parts, samples
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        (lambda draw: draw.random(5) + 1e-3, 20_000),
+        (lambda draw: draw.random(40) ** 6 + 1e-7, 20_000),  # parts that remember for longer than a stretch
+        (lambda draw: draw.random(40) ** 2 + 1e-3, 5),
+        (lambda draw: draw.random(300) ** 3 + 1e-5, 6_000),  # more than are looked at in each step
+        (lambda draw: np.ones(300), 5_000),  # ties everywhere
+        (lambda draw: np.array([0, 0.5, 0.5]), 9_000),  # nobody is behind: the first part, which has no weight
+        (lambda draw: np.array([1e-6, 1, 1e-3, 3]), 20_000),
+    ],
+)
+def test_stretches_side_by_side_are_the_loop_bit_for_bit(weights: Any, size: int, monkeypatch: Any) -> None:
+    for name, value in {"SHORTEST": 64, "WARM": 16, "AHEAD": 8}.items():
+        monkeypatch.setattr(greedy_module, name, value)
+    drawn = weights(np.random.default_rng(7)).tolist()
+    parts, samples = blend_order(drawn, size)
+    assert (parts.tolist(), samples.tolist()) == one_after_the_other(drawn, size)
 
 
 def test_a_longer_blend_begins_with_the_shorter_one() -> None:
