@@ -61,7 +61,7 @@ def greedy_order(shares: Sequence[float], size: int) -> tuple[NDArray[np.int16],
 
 
 def _guess(weights: Floats, steps: NDArray[np.int64]) -> Floats:
-    """Samples taken of each part before these steps, `[steps, parts]`, where the parts are as little apart as can be."""
+    """Samples taken of each part before these steps, `[steps, parts]`, if all parts are as close as they can be."""
     wanted = steps[:, None] * weights
     taken = np.floor(wanted)
     more = (steps - taken.sum(axis=1)).astype(np.int64)
