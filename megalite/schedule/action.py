@@ -19,7 +19,6 @@ The set of kinds is open: a new kind is a new string that an executor understand
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -131,9 +130,11 @@ class Action(NamedTuple):
         """True for F, R, B, I, W and for an OVERLAP of them."""
         return self.kind in COMPUTE_KINDS or self.kind == OVERLAP
 
-    def computations(self) -> Iterator[Action]:
+    def computations(self) -> tuple[Action, ...]:
         """The F, R, B, I, W inside: itself, its parts for an OVERLAP, nothing for any other kind."""
-        return (part for part in self.parts or (self,) if part.kind in COMPUTE_KINDS)
+        if self.parts:
+            return tuple(part for part in self.parts if part.kind in COMPUTE_KINDS)
+        return (self,) if self.kind in COMPUTE_KINDS else ()
 
 
 forward = partial(Action, FORWARD)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megalite.schedule.action import RECV_KINDS, SEND_KINDS, Action
 from megalite.schedule.passes import matching_recv, receives
-from megalite.schedule.simulate import dependencies, produced
+from megalite.schedule.simulate import ResultKey, dependencies, produced
 from megalite.schedule.stage_placement import StagePlacement
 
 MODELS = ("pair", "direction", "rank")
@@ -71,6 +71,7 @@ class _Rendezvous:
         assert model in MODELS, model
         self.lists, self.placement, self.model = lists, placement, model
         self.position = [0] * len(lists)
+        self.needs: list[tuple[int, list[tuple[int, Action]], list[ResultKey]]] = [(-1, [], [])] * len(lists)
         self.done: set[tuple[str, int, int, int]] = set()
         self.arrived: set[tuple[int, Action]] = set()
         self.queues: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
@@ -106,10 +107,12 @@ class _Rendezvous:
         if action.kind in SEND_KINDS or action.kind in RECV_KINDS:
             self.queues[self._queue(rank, action)].append(action)
         elif action.is_compute:
-            if any((rank, recv) not in self.arrived for recv in receives(action, self.placement)):
-                return False
-            local = (key for source, key in dependencies(action, self.placement) if source == rank)
-            if any(key not in self.done for key in local):
+            place = self.position[rank]
+            if self.needs[rank][0] != place:
+                local = [key for source, key in dependencies(action, self.placement) if source == rank]
+                self.needs[rank] = place, [(rank, recv) for recv in receives(action, self.placement)], local
+            _, messages, results = self.needs[rank]
+            if not self.arrived.issuperset(messages) or not self.done.issuperset(results):
                 return False
             self.done.update(produced(action))
         self.position[rank] += 1

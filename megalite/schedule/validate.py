@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, islice, product
 
 from megalite.errors import ScheduleError
@@ -82,6 +83,7 @@ def validate(program: Program, batches: BatchSpec | None = None) -> ValidationRe
     if batches is None:
         batches = 5 if program.asynchronous else 1 if program.rounds else 2
     run = program.batches(batches)
+    program = program.with_order(cache(program.order))  # each list is read by several rules
     lists = program.unroll(batches)
     for rule, faults in _checks(program, run, lists):
         if faults:
@@ -270,13 +272,16 @@ def _circle(program: Program, lists: Lists, run: Sequence[BatchRange]) -> list[M
     arrived: dict[int | tuple[int], set[int]] = defaultdict(set)
     ends = [set(accumulate(len(program.order(rank, batch)) for batch in run)) for rank in range(len(lists))]
     position = [0] * len(lists)
+    needs: list[tuple[int, list[ResultKey]]] = [(-1, [])] * len(lists)
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(lists):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
-                if any(key not in done for _, key in dependencies(action, program.placement)):
+                if needs[rank][0] != position[rank]:
+                    needs[rank] = position[rank], [key for _, key in dependencies(action, program.placement)]
+                if not done.issuperset(needs[rank][1]):
                     break
                 if action.kind in (NORM, STEP) and not program.update_per_microbatch:
                     moved |= rank not in arrived[action.microbatch]
