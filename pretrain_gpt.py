@@ -5,7 +5,6 @@ One process, `--nprocs N` local ranks, or whatever torchrun, SLURM or mpirun has
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -77,16 +76,13 @@ def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
 
 def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:
     """`--dry-run`: prints what would be run."""
-    gc.disable()  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
-    try:
-        from megalite.train import dry_run
+    from megalite.train import dry_run
 
+    try:
         text = dry_run(parsed.config, parsed.origins, parsed.ranks)
     except MegaliteError as error:
         print_error(error)
         return error.exit_code
-    finally:
-        gc.enable()
     if place.rank == 0:
         print(in_flags(text))
     return 0

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import (
@@ -153,26 +152,18 @@ def _runs(actions: Sequence[Action]) -> list[tuple[int, set[StageKey]]]:
     return runs
 
 
-RECEIVED: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {FORWARD: (RECV_F, -1), BACKWARD: (RECV_B, 1), BACKWARD_INPUT: (RECV_B, 1)}
-)
-SENT: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {FORWARD: (SEND_F, 1), BACKWARD: (SEND_B, -1), BACKWARD_INPUT: (SEND_B, -1)}
-)
-"""Kind of a computation -> kind of its message, and from its stage to the one at the other end."""
-
-
 def receives(action: Action, placement: StagePlacement) -> list[Action]:
     """The messages that a computation needs from other ranks."""
-    return _messages(action, placement, RECEIVED)
+    return _messages(action, placement, {FORWARD: (RECV_F, -1), BACKWARD: (RECV_B, 1), BACKWARD_INPUT: (RECV_B, 1)})
 
 
 def sends(action: Action, placement: StagePlacement) -> list[Action]:
     """The messages that a computation produces for other ranks."""
-    return _messages(action, placement, SENT)
+    return _messages(action, placement, {FORWARD: (SEND_F, 1), BACKWARD: (SEND_B, -1), BACKWARD_INPUT: (SEND_B, -1)})
 
 
 def _messages(action: Action, placement: StagePlacement, message_of: Mapping[str, tuple[str, int]]) -> list[Action]:
+    """message_of: kind of a computation -> kind of its message, and from its stage to the one at the other end."""
     found = []
     for part in action.computations():
         kind, distance = message_of.get(part.kind, ("", 0))
@@ -202,10 +193,6 @@ class _Receive:
     due: tuple[int, int]
 
 
-REMEMBERED = 16
-"""Lists of actions, as they are asked for rank after rank: those of a rank and its neighbours, of some batches."""
-
-
 def insert_communication(program: Program, *, ahead: int = 1) -> Program:
     """SEND directly after the computation that made the tensor; RECV `ahead` computations before the one that needs it.
 
@@ -220,8 +207,7 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
     first computation of iteration t + 1 is posted in iteration t.
     """
     placement = program.placement
-    # A rank's order is asked for by itself and by those that receive from it.
-    program = program.with_order(lru_cache(maxsize=REMEMBERED)(program.order))
+    program = program.with_order(lru_cache(maxsize=16)(program.order))  # asked for by a rank and by its neighbours
 
     def posted_before(rank: int, batch: BatchRange) -> list[Action]:
         """The receives of the first computation of `batch`, if the iteration before is to post them."""

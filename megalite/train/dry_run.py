@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,11 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     on_cpu = config.parallel.hardware.device == "cpu" or not torch.cuda.is_available()
     plan = within_budget(config, world_size, on_cpu=on_cpu)
     programs = ProgramCache(config, plan)
-    programs.prove(world_size, Axis.single("world"))
+    gc.disable()  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
+    try:
+        programs.prove(world_size, Axis.single("world"))
+    finally:
+        gc.enable()
     program = programs.full(world_size)
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
