@@ -138,6 +138,7 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
             ("megalite.comm.patience", "VOTE_SECONDS", PATIENT),
             # what is tried on a device of this machine is taken to work on that one
             ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
+            ("megalite.parallel.expert.grouped", "grouped_works", lambda device: True),
         ):
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
         stack.enter_context(redirect_stdout(io.StringIO()))

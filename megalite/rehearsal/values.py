@@ -90,7 +90,8 @@ class Shapes:
             return function(*args, **kwargs)
         if name == "repeat_interleave" and len(args) == 1:
             with self._gpu.state(quiet=True):
-                return torch.empty(int(self.read(args[0]).sum()), dtype=torch.int64, device="meta")
+                rows = kwargs.get("output_size") or int(self.read(args[0]).sum())
+                return torch.empty(rows, dtype=torch.int64, device="meta")
         special: Any = _SPECIAL.get(name)
         if special is not None and (out := special(*args, **kwargs)) is not MISSING:
             return out

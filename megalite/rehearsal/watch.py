@@ -106,6 +106,8 @@ class Watch(TorchDispatchMode):
             self._copy(name, target, source, free=free)
         else:
             self._kernel(name, args, reads, writes)
+            if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) == 1:
+                self._gpu.current.synchronize(SYNC_NAMES.get(name, name))
 
     def _kernel(self, name: str, args: Sequence[Any], reads: list[Tensor], writes: list[Tensor]) -> None:
         """Of the device; numbers that are on the host are read when it is launched."""
@@ -118,7 +120,7 @@ class Watch(TorchDispatchMode):
         stream = self._gpu.current
         self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes)
         bools = name in MAY_MIX and any(x.dtype == torch.bool for x in reads) and name == "index"
-        if name in HOST_WAITS or on_host or bools or (name == "repeat_interleave" and len(args) == 1):
+        if name in HOST_WAITS or on_host or bools:
             stream.synchronize(SYNC_NAMES.get(name, name))
 
     def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:

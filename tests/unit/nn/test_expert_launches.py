@@ -61,9 +61,9 @@ def counted() -> Iterator[dict[str, int]]:
         found["kernels"] += line is not ledger.host
         work(ledger, line, *args)
 
-    def waiting(stream: Stream) -> None:
+    def waiting(stream: Stream, *why: Any) -> None:
         found["waits"] += 1
-        wait(stream)
+        wait(stream, *why)
 
     with patch.object(Ledger, "work", counting), patch.object(Stream, "synchronize", waiting):
         yield found
