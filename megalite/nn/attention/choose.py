@@ -5,8 +5,8 @@
     blocked    CPU        plain causal attention; keeps half of the weights    as many queries as keys, not too many
     fused      anywhere   plain causal attention; keeps nothing of size s x s  all queries, or the last one
     varlen     GPU        documents and windows                                as many queries as keys; 16 bits; tried
-    flex       GPU        documents and windows; compiled                      as many queries as keys; tried
-    tiled      anywhere   everything: caps, sinks, dropout of weights, fp32 scores, parts of a ring
+    flex       GPU        documents, windows, caps and sinks; compiled         as many queries as keys; tried
+    tiled      anywhere   everything: dropout of weights, fp32 scores, caps and sinks in parts of a ring
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
 with tiles. The choice is logged.
@@ -21,7 +21,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ class Need:
     dtype: of the matrix products.
     queries, keys: tokens. channels: of a head.
     hides: documents or a window hide keys that causality shows.
-    rewrites: scores or weights are changed (caps, sinks, dropout), or wanted in fp32 where the kernels narrow them.
+    bends: scores have a cap, or softmaxes sinks.
+    rewrites: weights are dropped, or wanted in fp32 where the kernels narrow them.
     in_parts: the keys come in parts, whose log-sums are wanted.
     keeps_weights: what is of size s x s may be kept for the backward.
     """
@@ -60,13 +61,14 @@ class Need:
     channels: int
     hides: bool
     rewrites: bool
+    bends: bool = False
     in_parts: bool = False
     keeps_weights: bool = True
 
     @property
     def plain(self) -> bool:
         """Causal attention and nothing else, to keys that are all there."""
-        return not (self.hides or self.rewrites or self.in_parts)
+        return not (self.hides or self.bends or self.rewrites or self.in_parts)
 
 
 class Kernel(NamedTuple):
@@ -98,12 +100,16 @@ def _fused(need: Need) -> bool:
 
 
 def _masked(need: Need) -> bool:
-    alone = need.hides and not need.rewrites and not need.in_parts
+    return need.hides and not need.bends and _flexible(need)
+
+
+def _flexible(need: Need) -> bool:
+    alone = (need.hides or need.bends) and not need.rewrites and not need.in_parts
     return alone and need.device.type != "cpu" and need.queries == need.keys
 
 
 def _by_flash(need: Need) -> bool:
-    plain = need.in_parts and not need.hides and not need.rewrites
+    plain = need.in_parts and not (need.hides or need.bends or need.rewrites)
     return plain and need.channels % 8 == 0 and need.channels <= WIDEST_HEAD
 
 
@@ -120,27 +126,38 @@ def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
         expected = _gradients(TileKernel(2), Visibility(queries.to(device), at.to(device)), *case)
         return _worst(found, expected) < CLOSE
     except Exception as error:  # whatever a library that cannot do it raises
-        logger.debug("attention kernel with log-sums: %s", error)
+        logger.info("attention to parts of a sequence by tiles, the library's kernel fails: %s", error)
         return False
 
 
 @functools.cache
 def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries a kernel on documents, with and without a window."""
+    """Tries a kernel on documents, with and without a window; flex with caps and sinks, too."""
     q, k, v, dy = _drawn(((256, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (256, 2, 256)), device, dtype)
     at = torch.arange(256, device=device)
     starts = torch.stack((at // 100 * 100, at * 0))
     inputs = [x.requires_grad_() for x in (q, k, v)]
+    sinks = torch.linspace(-2, 2, 4, device=device).requires_grad_()
 
-    def result(attend: Attend, sight: Visibility) -> tuple[Tensor, ...]:
-        y = attend(q, k, v, sight)
-        return y, *torch.autograd.grad(y, inputs, dy)
+    def result(attend: Attend, sight: Visibility, **bends: Any) -> tuple[Tensor, ...]:
+        y = attend(q, k, v, sight, **bends)
+        return y, *torch.autograd.grad(y, [*inputs, *([sinks] if bends else [])], dy)
 
     try:
-        sights = [Visibility.of(at, at, window=window, document_starts=starts) for window in (None, 70)]
-        fits = all(_worst(result(MASKED[name], sight), result(tiled_attention, sight)) < CLOSE for sight in sights)
+        cases: list[tuple[Visibility, dict[str, Any]]] = [
+            (Visibility.of(at, at, window=window, document_starts=starts), {}) for window in (None, 70)
+        ]
+        if name == FLEX:
+            cases += [
+                (Visibility.of(at, at, window=window, document_starts=None), {"softcap": 2.0, "sinks": sinks})
+                for window in (None, 70)
+            ]
+        fits = all(
+            _worst(result(MASKED[name], sight, **bends), result(tiled_attention, sight, **bends)) < CLOSE
+            for sight, bends in cases
+        )
     except Exception as error:  # whatever a library that cannot do it raises
-        logger.debug("attention kernel: %s", error)
+        logger.info("attention without %s, which fails on %s: %s", name, device, error)
         return False
     if fits:
         logger.info("attention to documents and windows in %s on %s: %s", str(dtype)[6:], device, name)
@@ -178,6 +195,6 @@ KERNELS = (
     Kernel(BLOCKED, _in_blocks),
     Kernel(FUSED, _fused),
     Kernel(VARLEN, _masked, functools.partial(masked_works, VARLEN)),
-    Kernel(FLEX, _masked, functools.partial(masked_works, FLEX)),
+    Kernel(FLEX, _flexible, functools.partial(masked_works, FLEX)),
     Kernel(TILED, lambda need: True),
 )

@@ -72,7 +72,8 @@ def _over_ring(
         keys=len(order),
         channels=q.shape[-1],
         hides=starts is not None or (core.window is not None and core.window < len(order)),
-        rewrites=drops or core.softcap is not None or sinks is not None,
+        bends=core.softcap is not None or sinks is not None,
+        rewrites=drops,
         in_parts=True,
     )
     kernel = TileKernel(q.shape[2], softcap=core.softcap)

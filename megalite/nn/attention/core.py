@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
-from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
+from megalite.nn.attention.choose import BLOCKED, FLEX, FUSED, Need, choose
 from megalite.nn.attention.masked import MASKED
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.dropout import combine, site_key
@@ -91,7 +91,8 @@ class AttentionCore:
                 keys=len(k),
                 channels=q.shape[-1],
                 hides=window is not None or document_starts is not None,
-                rewrites=drops or self._wants_fp32(q) or self.softcap is not None or sinks is not None,
+                bends=self.softcap is not None or sinks is not None,
+                rewrites=drops or self._wants_fp32(q),
                 keeps_weights=not self.recompute,
             )
         )
@@ -103,7 +104,8 @@ class AttentionCore:
         keys = torch.arange(len(k), device=k.device)
         sight = Visibility.of(keys[-len(q) :], keys, window=window, document_starts=document_starts)
         if name in MASKED:
-            y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight)
+            bends = {"softcap": self.softcap, "sinks": sinks} if name == FLEX else {}
+            y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight, **bends)
             return y.to(narrow)
         drop = None
         if drops:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.nn.attention import choose as choosing
+from megalite.nn.attention import masked
 from megalite.nn.attention.choose import Need, choose
+from megalite.nn.attention.tiles import tiled_attention
+from megalite.visibility import Visibility
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False, rewrites=False)
@@ -35,6 +41,12 @@ PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False
         ({"device": GPU, "hides": True, "dtype": torch.float64}, "flex"),
         ({"device": GPU, "hides": True, "queries": 7}, "tiled"),
         ({"device": GPU, "hides": True, "rewrites": True}, "tiled"),
+        ({"bends": True}, "tiled"),
+        ({"device": GPU, "bends": True}, "flex"),
+        ({"device": GPU, "bends": True, "hides": True}, "flex"),
+        ({"device": GPU, "bends": True, "queries": 1}, "tiled"),
+        ({"device": GPU, "bends": True, "rewrites": True}, "tiled"),
+        ({"device": GPU, "bends": True, "in_parts": True}, "tiled"),
     ],
 )
 def test_the_first_kernel_that_can_and_works(changes: dict[str, object], kernel: str) -> None:
@@ -53,7 +65,70 @@ def test_a_kernel_that_is_wrong_is_not_chosen() -> None:
     """Of a kernel whose results are off by a tenth the probe says no."""
     place = torch.device("cpu"), torch.float32
     right = choosing.tiled_attention
-    with patch.dict(choosing.MASKED, {"varlen": lambda *given: right(*given) * 1.1, "flex": right}):
+    wrong = {"varlen": lambda *given, **more: right(*given, **more) * 1.1, "flex": right}
+    with patch.dict(choosing.MASKED, wrong):
         assert not choosing.masked_works.__wrapped__("varlen", *place)
         assert choosing.masked_works.__wrapped__("flex", *place)
     assert choosing.flash_works(*place) and not choosing.flash_works(torch.device("cpu"), torch.int32)
+
+
+def plain_flex(
+    query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_mask: Any, enable_gqa: bool, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """What flex_attention is documented to compute, with gradients, which it has on no CPU."""
+    b, heads, s, d = query.shape
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT / d**0.5
+    at = torch.arange(s)
+    scores = scores if score_mod is None else score_mod(scores, at, at, at, at)
+    shown = block_mask.mask_mod(torch.arange(b)[:, None, None], at, at[:, None], at)
+    scores = scores.masked_fill(~shown.expand(b, s, s)[:, None], -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
+@pytest.mark.parametrize("s", [64, 300, 512])
+def test_blocks_are_those_that_somebody_sees(s: int, window: int | None, documents: bool) -> None:
+    at = torch.arange(s)
+    starts = torch.stack((at // 70 * 70, at // 200 * 200, at * 0)) if documents else None
+    sight = Visibility.of(at, at, window=window, document_starts=starts)
+    found = masked.block_mask(sight, 3, s, masked.seen_blocks)
+    expected = create_block_mask(found.mask_mod, 3, None, s, s, device="cpu")
+    assert torch.equal(found.to_dense().expand_as(expected.to_dense()), expected.to_dense())
+    dense = torch.ones(3, s, s, dtype=torch.bool) & sight.dense()
+    shown = found.mask_mod(torch.arange(3)[:, None, None], 0, at[:, None], at)
+    assert torch.equal(dense & (at <= at[:, None]), shown.expand_as(dense))
+    whole = torch.zeros(3, -(-s // 128), -(-s // 128), dtype=torch.int64)
+    for sample in range(len(found.full_kv_num_blocks)):
+        for row, count in enumerate(found.full_kv_num_blocks[sample, 0].tolist()):
+            whole[sample, row, found.full_kv_indices[sample, 0, row, :count]] = 1
+    for sample, row, column in whole.nonzero().tolist():
+        assert dense[sample, row * 128 : (row + 1) * 128, column * 128 : (column + 1) * 128].all()
+    assert s < 512 or window is not None or documents or int(whole[0].sum()) == 6  # below the diagonal of 4 x 4
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("bends", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], ids=str)
+def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, dy = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((150, 2, 2, 2, 16), (150, 2, 2, 16), (150, 2, 2, 16), (150, 2, 64))
+    )
+    at = torch.arange(150)
+    starts = torch.stack((at // 60 * 60, at * 0))
+    inputs = [q, k, v]
+    if bends.get("sinks"):
+        inputs.append(torch.linspace(-1, 3, 4, dtype=torch.float64).requires_grad_())
+        bends = bends | {"sinks": inputs[-1]}
+    sight = Visibility.of(at, at, window=window, document_starts=starts)
+    with patch.object(masked, "_flex", lambda: (plain_flex, masked.seen_blocks)):
+        found = masked.MASKED["flex"](q, k, v, sight, **bends)
+        results = found, *torch.autograd.grad(found, inputs, dy)
+    with torch.no_grad(), patch.object(masked, "_flex", lambda: (flex_attention, masked.seen_blocks)):
+        theirs = masked.MASKED["flex"](*(x.detach() for x in (q, k, v)), sight, **bends)
+    torch.testing.assert_close(theirs, found, rtol=1e-6, atol=1e-6)  # its log-sums are fp32
+    expected = tiled_attention(q, k, v, sight, **bends)
+    for one, other in zip(results, (expected, *torch.autograd.grad(expected, inputs, dy)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
