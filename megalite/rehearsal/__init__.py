@@ -18,6 +18,7 @@
     classes.py      which ranks are rehearsed
     match.py        checks over all ranks: both ends are the same, and no circle of ranks waits for itself
     report.py       the whole of it
+    layer_cost.py   one layer of a model: launches, bytes, memory
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
 
@@ -27,6 +28,7 @@ sound order is blamed (`test_sound_orders.py`); each fault between ranks is foun
 """
 
 from megalite.rehearsal.device import watched_gpu
+from megalite.rehearsal.layer_cost import LayerCost, cost_of_layer
 from megalite.rehearsal.match import Fault
 from megalite.rehearsal.rank import rehearse_rank, rehearsed
 from megalite.rehearsal.report import ONLY_A_GPU, rehearse

@@ -1,0 +1,19 @@
+"""No block costs more launches, waits, bytes or memory on a GPU than docs/gpus.md says: counted again, without one."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.budgets import CASES, PAGE, TABLE, Case, count, held, table
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_block_costs_no_more_than_its_budget(case: Case) -> None:
+    found, most = count(case), held()[case.name]
+    over = [f"{name} {a}, at most {b}" for name, a, b in zip(found._fields, found, most, strict=True) if a > b]
+    assert not over, f"{'; '.join(over)}: mend it, or say why in python benchmarks/budgets.py --write"
+
+
+def test_the_page_shows_the_budgets_that_are_held() -> None:
+    written = TABLE.search(PAGE.read_text(encoding="utf-8"))
+    assert written is not None and written[0] == f"{written[1]}{table(held())}{written[2]}"
