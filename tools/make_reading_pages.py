@@ -34,7 +34,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
      "context products linear embedding cross_entropy"),
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient late_reading"),
     ("", "megalite/parallel/zero",
-     "families parameter_buffers flat_weights bucket reducer streamed_gradient "
+     "families parameter_buffers flat_weights bucket reducer "
      "param_groups master_shards sub_optimizers sharded_optimizer"),
     ("the update", "megalite/optim", "rule adamw optimizers"),
 )  # fmt: skip
@@ -50,7 +50,8 @@ LATER: tuple[tuple[str, str, str], ...] = (
     ("dropout that is the same at every layout", "megalite/nn", "dropout"),
     ("sizes, which the planner asks for, too; what it decides", "megalite/inventory", 
      "layers pieces mixers activation_bytes tiling memory_plan"),
-    ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3)", "megalite/parallel/zero", "unshard"),
+    ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3); gradients of which a slice is kept",
+     "megalite/parallel/zero", "unshard streamed_gradient"),
     ("what stages of a rank share, which optimizer holds a part of the state, which stage runs a part of the layers",
      "megalite/parallel", "zero/rank_memory zero/host_optimizer pipeline/offloaded tiers/mover"),
     ("messages that wait at once, or behind other work", "megalite/parallel/tensor", "late_messages"),
