@@ -104,6 +104,7 @@ def test_a_rollback_is_bitwise_a_run_that_was_told(told: Path, tmp_path: Path) -
     losses, known = ({r["iteration"]: r["lm_loss"] for r in train_records(f)} for f in (tmp_path, told))
     assert losses == known
     assert [path.name[:12] for path in tmp_path.glob("iter_*.aside-*")] == ["iter_0000006"]
+    assert [path.name for path in committed(tmp_path)] == [f"iter_{step:07d}" for step in range(2, STEPS + 1, 2)]
 
 
 def train_records(folder: Path) -> list[dict[str, Any]]:
@@ -131,6 +132,27 @@ def test_2bw_drains_and_rolls_back(tmp_path: Path, world: int) -> None:
     # a pipeline that drains before a save or a rollback is another asynchronous run: told to save at the same times
     told = ("--iterations-to-skip", *PASSED, "--save-interval", "2")
     run_ranks(plain_run, world, command(tmp_path / "told", *flags, *told))
+    assert rollbacks(tmp_path / "found") == [(SPIKE, 4)]
+    assert_same(tmp_path / "found", tmp_path / "told", bitwise=True)
+
+
+PLACES = {
+    "file": ("--offload", "path=FILES", "--ddp-bucket-size", "3000"),
+    "delayed": ("--delayed-parameter-update", "--offload", "optimizer", "--save-interval", "2"),
+    "params": ("--offload", "params"),
+    "experts": ("--num-experts", "4", "--moe-router", "score_function=sigmoid", "expert_bias"),
+    "fp8": ("--fp8-format", "e4m3", "--fp8-recipe", "delayed"),
+    "soap": ("--optimizer", "soap"),
+    "growing": ("--rampup-batch-size", "2", "2", "16"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PLACES)
+def test_state_of_any_kind_and_place_goes_back(name: str, tmp_path: Path) -> None:
+    flags = [flag.replace("FILES", str(tmp_path)) for flag in PLACES[name]]
+    run_single(planted_run, command(tmp_path / "found", *ROLLBACK, *flags))
+    run_single(plain_run, command(tmp_path / "told", "--iterations-to-skip", *PASSED, *flags))
     assert rollbacks(tmp_path / "found") == [(SPIKE, 4)]
     assert_same(tmp_path / "found", tmp_path / "told", bitwise=True)
 
