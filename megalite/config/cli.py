@@ -19,7 +19,13 @@ from dataclasses import dataclass, replace
 from megalite.config.architecture import TOKENIZER, Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.data import WITHOUT_FILE
 from megalite.config.elastic import elastic_problems, training_ranks
-from megalite.config.files import missing_files, schedule_file, text_without_tokenizer
+from megalite.config.files import (
+    meant_for_this_host,
+    missing_data,
+    missing_files,
+    schedule_file,
+    text_without_tokenizer,
+)
 from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
 from megalite.config.model import FAMILY_DEFAULTS
@@ -101,8 +107,11 @@ def parse_with_origins(
     started = world_size if world_size is not None else (config.parallel.nprocs or 1)
     config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
     checks = [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
+    elsewhere: list[str] = []  # what another host may have
     if check_files:
-        checks += missing_files(config)
+        if config.training.dry_run and not meant_for_this_host(world):
+            elsewhere = missing_data(config)
+        checks += [line for line in missing_files(config) if line not in elsewhere]
         if offered is not None and offered.without_tokenizer:
             checks += text_without_tokenizer(config, config.checkpoint.load or str(config.checkpoint.save))
         checks += [] if found or checks else schedule_file(config, world)
@@ -112,7 +121,7 @@ def parse_with_origins(
     config, origins = _derive(config, origins, world)
     for name in options:
         origins.setdefault(name, "default")
-    doubts = tuple(in_flags(_as_given(line, merged)) for line in config_warnings(config, world))
+    doubts = tuple(in_flags(_as_given(line, merged)) for line in config_warnings(config, world) + elsewhere)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 
 

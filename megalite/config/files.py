@@ -17,9 +17,23 @@ from megalite.schedule import load_program
 MAX_WORDS_BYTES = 1 << 20
 
 
+HOST = 8
+"""A world of this many ranks may be meant for this host; one that is larger, and has more ranks than cores, is not."""
+
+
+def meant_for_this_host(world_size: int) -> bool:
+    """Whether so many ranks may start here."""
+    return world_size <= max(HOST, os.cpu_count() or 1)
+
+
 def missing_files(config: Config) -> list[str]:
     """List the files that are named but absent, one line each."""
-    return [*_data_files(config), *_tokenizer_files(config), *_other_files(config)]
+    return [*missing_data(config), *_other_files(config)]
+
+
+def missing_data(config: Config) -> list[str]:
+    """Those of data and tokenizer."""
+    return [*_data_files(config), *_tokenizer_files(config)]
 
 
 def schedule_file(config: Config, world_size: int) -> Iterator[str]:

@@ -6,13 +6,14 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint
 from megalite.comm import Axis, ContextAxes
-from megalite.config import Config, dump_yaml
+from megalite.config import Config, DataConfig, dump_yaml, meant_for_this_host, missing_data
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
@@ -33,8 +34,6 @@ from megalite.train.run_data import changed_data, resolve_tokenizer
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
 WIDEST = 200
-HOST = 8
-"""A world of this many ranks may be meant for this host; one that is larger, and has more ranks than cores, is not."""
 LONGEST_TEXT = 1 << 26
 """Bytes of raw text that are tokenised to check them; the start does it for more."""
 LARGEST_CHECKPOINT = 1 << 34
@@ -43,8 +42,9 @@ LARGEST_CHECKPOINT = 1 << 34
 
 def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError."""
-    config, tokenizer = resolve_tokenizer(config)
-    on_cpu = config.parallel.hardware.device == "cpu" or not torch.cuda.is_available()
+    here = meant_for_this_host(world_size)
+    config, tokenizer = resolve_tokenizer(config) if here else without_files(config)
+    on_cpu = config.parallel.hardware.device == "cpu" or (here and not torch.cuda.is_available())
     plan = within_budget(config, world_size, on_cpu=on_cpu)
     programs = ProgramCache(config, plan)
     gc.disable()  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
@@ -56,16 +56,32 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
     notes = [f" not checked: devices, memory, data, `load` and `save` ({world_size} ranks are not meant for this host)"]
-    if world_size <= max(HOST, os.cpu_count() or 1):
+    if here:
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts, plan, foreign)
         config, notes = check_start(config, world_size, tokenizer)
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
-    table = rows_of(config, world_size, program, cuts, plan, foreign, memory)
+    device = "cpu" if on_cpu else "GPU"
+    table = rows_of(config, world_size, program, cuts, plan, foreign, memory, device)
     parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
         parts += ["", *drawn(program, programs.short_run(program))]
     return "\n".join(parts)
+
+
+def without_files(config: Config) -> tuple[Config, Tokenizer]:
+    """The tokenizer and its vocabulary; where its files, or those of the data, are on another host alone, as many
+    numbers. Raises ConfigError where their number is not known, DataError for files that are no tokenizer."""
+    data = config.data
+    if not missing_data(config):
+        return resolve_tokenizer(config)
+    inferred = "GPT2BPETokenizer" if data.vocab_file or data.merge_file else "HuggingFaceTokenizer"
+    kind = data.tokenizer_type or (inferred if data.vocab_file or data.merge_file or data.tokenizer_model else None)
+    numbers = DataConfig(mock_data=True, tokenizer_type=kind)
+    if numbers.stand_in_ids(config.model.vocab_size) == 0:
+        raise ConfigError(f"`tokenizer_model`={data.tokenizer_model}: not on this host; give `vocab_size`")
+    settled, tokenizer = resolve_tokenizer(replace(config, data=numbers))
+    return replace(settled, data=data), tokenizer
 
 
 def drawn(program: Program, short: list[int] | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -63,3 +64,24 @@ def test_a_later_tokenizer_leaves_the_files_of_an_earlier_one_unread(tmp_path: P
         line = f"--tokenizer-type={kind}: its file is not given; .* or give --vocab-size"
         with pytest.raises(ConfigError, match=line):
             parse([*base, "--tokenizer-type", kind])
+
+
+def test_a_script_of_another_host_needs_none_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run for a cluster, whose data and tokenizer are there; on a host that may be meant, they must exist."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    words = ["--dry-run", "--data-path", "far_document", "--vocab-file", "v.json", "--merge-file", "m.txt"]
+    config = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3"
+    argv = [*config.split(), "--global-batch-size", "64", "--train-iters", "9", *words]
+    parsed = parse_with_origins([*argv, "--nprocs", "16"])
+    assert [line.split(":")[0] for line in parsed.warnings] == [
+        "--data-path=far_document", "--vocab-file=v.json", "--merge-file=m.txt",
+    ]  # fmt: skip
+    text = dry_run(parsed.config, parsed.origins, 16)
+    assert "vocabulary 50,257" in text and "on 16 x GPU" in text and "data_path: [far_document]" in text
+    with pytest.raises(ConfigError, match="far_document.idx not found"):
+        parse_with_origins([*argv, "--nprocs", "8"])
+    with pytest.raises(ConfigError, match="far_document.idx not found"):
+        parse_with_origins([word for word in argv if word != "--dry-run"] + ["--nprocs", "16"])
+    unknown = parse_with_origins([*argv[:-4], "--tokenizer-model", "t.json", "--nprocs", "16"])
+    with pytest.raises(ConfigError, match="--tokenizer-model=t.json: not on this host; give --vocab-size"):
+        dry_run(unknown.config, unknown.origins, 16)
