@@ -93,7 +93,11 @@ def train(config: Config, world: World) -> int:
     from megalite.train import run_training  # torch comes with it: not before the configuration is known to be right
 
     configure_logging(world.rank)
-    return run_training(config, world)
+    if not config.logging.eval_tasks.eval_task_files:
+        return run_training(config, world)
+    from megalite.inference import TaskEvaluator
+
+    return run_training(config, world, TaskEvaluator)
 
 
 def configure_logging(rank: int) -> None:

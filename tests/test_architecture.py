@@ -29,7 +29,7 @@ MAX_FLAGS = {
     "optimizer": 21,
     "data": 19,
     "checkpoint": 16,
-    "logging": 6,
+    "logging": 7,
 }
 
 NO_TORCH = (

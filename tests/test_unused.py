@@ -23,7 +23,7 @@ ALLOWED = {
     # A benchmark that lives outside calls these by name (see the docstring).
     r"benchmarks/shared_lab\.py": r"\w+",
     # lm-evaluation-harness calls its models by these.
-    r"tools/lm_harness\.py": "loglikelihood(_rolling)?|generate_until",
+    r"megalite/inference/harness\.py": "loglikelihood(_rolling)?|generate_until",
     # megalite/testing/inject.py calls it.
     r"megalite/proof/watch\.py": "reached",
     # torch.distributed.checkpoint calls these of a planner.

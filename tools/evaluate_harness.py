@@ -53,8 +53,7 @@ def main(argv: list[str]) -> int:
 
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank asks the same questions, and all of them answer together; the first prints each task's measures."""
-    from lm_harness import harness_model
-    from megalite.inference import load_for_inference
+    from megalite.inference import harness_model, load_for_inference
 
     loaded = load_for_inference(
         flags.load,
@@ -65,7 +64,7 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
         parallel=flags.parallel,
     )
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
-    results = run_tasks(model, flags)
+    results = measure(model, flags)
     if not world.is_first:
         return
     if flags.json:
@@ -76,10 +75,12 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
             print(f" {task}  {name}  {value}")
 
 
-def run_tasks(model: Any, flags: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(model: Any, flags: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Task -> measure -> value."""
     import lm_eval
     from lm_eval.tasks import TaskManager
+
+    from megalite.inference import measures_of
 
     manager, tasks = TaskManager(include_path=flags.include_path), flags.tasks.split(",")
     unknown = [task for task in tasks if not manager.match_tasks([task])]
@@ -91,10 +92,7 @@ def run_tasks(model: Any, flags: argparse.Namespace) -> dict[str, dict[str, floa
     found = lm_eval.simple_evaluate(
         model=model, tasks=tasks, num_fewshot=flags.num_fewshot, limit=flags.limit, task_manager=manager
     )
-    return {
-        task: {name: value for name, value in measures.items() if isinstance(value, int | float)}
-        for task, measures in found["results"].items()
-    }
+    return measures_of(found)
 
 
 if __name__ == "__main__":

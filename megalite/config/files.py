@@ -137,6 +137,9 @@ def _other_files(config: Config) -> Iterator[str]:
     for flag, path in files.items():
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
+    for path in config.logging.eval_tasks.eval_task_files:
+        if not os.path.isfile(path):
+            yield f"`eval_task_files`={path}: no such file"
     for words, flag in config.data.lists.items():
         if (problem := url_problem(words)) is not None:
             yield f"{flag} {problem}"

@@ -46,6 +46,19 @@ class Samples(Spelled):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalTasks(Spelled):
+    """Tasks of lm-evaluation-harness on the way."""
+
+    eval_task_files: tuple[str, ...] = option(
+        (), "task files (YAML) of lm-evaluation-harness that the model is measured by", metavar="FILE"
+    )
+    eval_tasks_interval: int | None = option(
+        None, "iterations between two times; unset: only at the end", ge=1, needs="eval_task_files"
+    )
+    eval_tasks_limit: int | None = option(None, "questions of each task; unset: all", ge=1, needs="eval_task_files")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Trackers are optional packages and never stop a training."""
 
@@ -54,6 +67,7 @@ class LoggingConfig:
     wandb: WandB = WandB()
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
+    eval_tasks: EvalTasks = EvalTasks()
     trace_pipeline: str | None = option(
         None,
         "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)",

@@ -2,7 +2,7 @@
 
     (context, continuation) pairs -> log-likelihood of the continuation, and whether greedy decoding gives it
 
-Both read local files. `tools/lm_harness.py` offers the same scoring to lm-evaluation-harness.
+Both read local files. `harness.py` offers the same scoring to lm-evaluation-harness.
 """
 
 from __future__ import annotations

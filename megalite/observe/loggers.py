@@ -203,7 +203,10 @@ def train_line(record: Record, train_iters: int, now: datetime) -> str:
 
 
 def evaluation_line(record: Record) -> str:
-    """The line of a `"valid"` or `"test"` record, with Megatron-LM's `lm loss value` and `lm loss PPL`."""
+    """The line of a `"valid"`, `"test"` (Megatron-LM's `lm loss value`, `lm loss PPL`) or `"task"` record."""
+    if record["kind"] == "task":
+        measures = [f"{name}: {value:.4f}" for name, value in _measures(record).items()]
+        return " | ".join([f" task {record['task']} at iteration {record['iteration']}", *measures]) + " |"
     parts = [
         f" {_split(record)} loss at iteration {record['iteration']}",
         f"lm loss value: {record['lm_loss']:.6E}",
@@ -221,12 +224,18 @@ def tags(record: Record) -> dict[str, float]:
     if record["kind"] == "train":
         named = {tag: record.get(key) for key, tag in _TRAIN_TAGS.items()}
         named["iteration-time"] = 1e-3 * record["iteration_time_ms"]
+    elif record["kind"] == "task":
+        named = {f"task {record['task']} {name}": value for name, value in _measures(record).items()}
     else:
         name = _split(record)
         named = {f"lm loss {name}": record["lm_loss"], f"lm loss {name} ppl": record["ppl"]}
         named[f"bits per byte {name}"] = record.get("bits_per_byte")
         named[f"lm loss {name} ema"] = record.get("ema_lm_loss")
     return {tag: float(value) for tag, value in named.items() if value is not None}
+
+
+def _measures(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name not in ("kind", "iteration", "task")}
 
 
 def _split(record: Record) -> str:

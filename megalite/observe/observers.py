@@ -165,7 +165,11 @@ def read_metrics(path: Path, *, every: bool = False) -> list[Record]:
     latest: dict[tuple[Any, ...], Record] = {}
     for number, record in enumerate(_records(path)):
         kind = record.get("kind")
-        key = (kind, number) if kind in ("start", "summary") else (kind, record.get("iteration"), record.get("set"))
+        key = (
+            (kind, number)
+            if kind in ("start", "summary")
+            else (kind, record.get("iteration"), record.get("set") or record.get("task"))
+        )
         latest.pop(key, None)
         latest[key] = record
     return list(latest.values())

@@ -30,4 +30,6 @@ from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import changes
 from megalite.train.run import OpenRun, make_mesh, open_run, run_training
 from megalite.train.run_data import open_datasets, resolve_tokenizer
+from megalite.train.run_state import RunState
+from megalite.train.samples import ModelInUse
 from megalite.train.starting_point import config_of, load_model, load_weights, offer_of

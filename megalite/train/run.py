@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -32,7 +32,6 @@ from megalite.train.batch_reader import BatchReader
 from megalite.train.build import Model, build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
-from megalite.train.foreign import ForeignModel
 from megalite.train.further import further_of
 from megalite.train.host_embedding import traffic_hooks, watch_of
 from megalite.train.matmul_precision import set_matmul_precision
@@ -52,9 +51,16 @@ from megalite.train.validation import Validator
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: Config, world: World) -> int:
-    """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError."""
-    with ExitStack() as last, open_run(config, world) as opened:
+Measures = Callable[..., Callable[[int], list[Record]]]
+
+
+def run_training(config: Config, world: World, measures: Measures | None = None) -> int:
+    """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError.
+
+    measures: makes what measures the model by `--eval-tasks` (`inference.TaskEvaluator`), from what `ModelInUse` takes.
+    """
+    assert measures is not None or not config.logging.eval_tasks.eval_task_files, "nothing measures"
+    with ExitStack() as last, open_run(config, world, measures) as opened:
         trainer = opened.trainer
         if config.training.skip_train:
             return trainer.only_evaluate()
@@ -78,7 +84,7 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(given: Config, world: World) -> Iterator[OpenRun]:
+def open_run(given: Config, world: World, measures: Measures | None = None) -> Iterator[OpenRun]:
     """Builds everything and loads the checkpoint, if there is one; releases the run directory at the end."""
     world.report_phase("start-up: tokenizer")
     resolved, tokenizer = resolve_tokenizer(given)
@@ -131,7 +137,7 @@ def open_run(given: Config, world: World) -> Iterator[OpenRun]:
             facts = {**arithmetic, **report.record}
             if world.is_first:
                 logger.info("\n%s", format_table(report.rows))
-        trainer = assemble_trainer(world, data, programs, state, progress, facts, foreign)
+        trainer = assemble_trainer(world, data, programs, state, progress, facts, measures)
         mesh.complete()
         try:
             yield OpenRun(trainer, state, directory, arithmetic)
@@ -170,7 +176,7 @@ def assemble_trainer(
     state: RunState,
     progress: TrainingProgress,
     start_facts: Record | None,
-    foreign: ForeignModel | None = None,
+    measures: Measures | None = None,
 ) -> Trainer:
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
     config, model, mesh = state.config, state.model, data.mesh
@@ -193,9 +199,8 @@ def assemble_trainer(
         return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
 
     executor = make_executor(config, model, mesh, updater, world.device)
-    train_iters = config.train_iterations(world.size)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
-    traced, flops = config.logging.trace_pipeline, None if foreign is None else foreign.flops_per_sample
+    traced, flops = config.logging.trace_pipeline, None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
         progress=progress,
         config=config,
@@ -207,13 +212,14 @@ def assemble_trainer(
         program=programs.program,
         batch_sizes=config.batch_size_schedule(world.size),
         lengths=config.length_schedule,
-        train_iters=train_iters,
+        train_iters=(train_iters := config.train_iterations(world.size)),
         tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
         hooks=make_hooks(config, world.rank, start_facts, flops, record_hooks(state), model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
-        sample=sample_writer(state, mesh, executor.channel, updater.newest_version, world.device),
+        sample=sample_writer(*(whole := (state, mesh, executor.channel, updater.newest_version, world.device))),
+        measure=measures and measures(*whole),
         evaluate=Validator(
             *(data, model, executor.channel, updater.newest_version),
             *(lambda: data.evaluation_length(progress.consumed_samples), exits.interruption),

@@ -27,11 +27,10 @@ from megalite.train.host_embedding import layer_of
 from megalite.train.run_state import RunState
 
 
-class SampleWriter:
-    """Continues the prompts of `--sample-prompts`. Made and called by all ranks of the run.
+class ModelInUse:
+    """The model of a run for what generates with it or scores by it, between two iterations.
 
     newest_version: which weight version to use; its values are the masters', which a checkpoint would hold.
-    Raises DataError and ConfigError for prompts that cannot be read.
     """
 
     def __init__(
@@ -42,17 +41,11 @@ class SampleWriter:
         newest_version: Callable[[], int],
         device: torch.device,
     ) -> None:
-        config, model, tokenizer = state.config, state.model, state.tokenizer
-        path = config.logging.samples.sample_prompts or ""
-        texts = patiently((lambda: read_prompts(path, "`sample_prompts`")) if mesh.world.is_first else None, mesh.world)
-        self._texts: list[str] = all_gather_json(texts, mesh.world)[0]
-        self._ids = prompt_ids(tokenizer, self._texts, "`sample_prompts`")
-        self._config, self._mesh, self._model, self._channel = config, mesh, model, channel
-        self._tokenizer, self._newest_version, self._device = tokenizer, newest_version, device
-        self._stops = stop_tokens(state.origin, tokenizer)
+        config, model = state.config, state.model
+        self.state, self.mesh, self.channel = state, mesh, channel
+        self._config, self._model = config, model
+        self._newest_version, self._device = newest_version, device
         self._specs = {spec.name: spec for spec in layer_specs(config.model)}
-        self._together = mesh.size("ep") > 1
-        self._stages, self._replicas = mesh.over("dp", "pp") if self._together else mesh["pp"], mesh["dp"]
         self._context = LayerContext(
             tp=mesh["tp"],
             cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
@@ -63,19 +56,62 @@ class SampleWriter:
             deferred=True,
         )
 
+    def parts(self) -> ModelParts:
+        """The stages of this rank, around the parameters that are there."""
+        version, config = self._newest_version(), self._config
+        stages = {}
+        for (stage, replica), trained in self._model.stages.items():
+            if replica == 0:
+                stack = cast(LayerStack, trained.module(version))
+                stages[stage] = share_weights(stack, [self._specs[name] for name in stack.names], self._context)
+        boundary = boundary_spec(config, self._device).dtype
+        count = self._model.placement.num_stages
+        return ModelParts(stages, count, config.model, self._context.cp, boundary, self._device)
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within the context the weights are the masters', and no part of one is with other ranks only."""
+        weights = [made.weights for buffers in self._model.buffers.values() for made in buffers]
+        with self._model.optimizer.masters_as_weights(self._newest_version()):
+            for family in weights:
+                family.unshard()
+            try:
+                yield
+            finally:
+                for family in weights:
+                    family.reshard()
+
+
+class SampleWriter:
+    """Continues the prompts of `--sample-prompts`. Made and called by all ranks of the run.
+
+    Raises DataError and ConfigError for prompts that cannot be read.
+    """
+
+    def __init__(self, use: ModelInUse) -> None:
+        mesh, config, tokenizer = use.mesh, use.state.config, use.state.tokenizer
+        path = config.logging.samples.sample_prompts or ""
+        texts = patiently((lambda: read_prompts(path, "`sample_prompts`")) if mesh.world.is_first else None, mesh.world)
+        self._texts: list[str] = all_gather_json(texts, mesh.world)[0]
+        self._ids = prompt_ids(tokenizer, self._texts, "`sample_prompts`")
+        self._use, self._mesh, self._config, self._tokenizer = use, mesh, config, tokenizer
+        self._stops = stop_tokens(use.state.origin, tokenizer)
+        self._together = mesh.size("ep") > 1
+        self._stages, self._replicas = mesh.over("dp", "pp") if self._together else mesh["pp"], mesh["dp"]
+
     def __call__(self, iteration: int) -> list[Record]:
         """A `"sample"` record for each prompt; its text is None where the logits were not numbers. Collective."""
         generator = Generator(
-            self._parts(),
+            self._use.parts(),
             self._mesh.coordinate("pp"),
-            self._model.placement,
-            self._channel,
+            self._use.state.model.placement,
+            self._use.channel,
             self._stages,
             self._replicas,
             self._together,
             num_choices=self._tokenizer.vocab_size,
         )
-        with self._model.optimizer.masters_as_weights(self._newest_version()), self._whole_weights():
+        with self._use.whole_weights():
             found = generator.run(
                 [Request(number, tuple(ids)) for number, ids in enumerate(self._ids)],
                 Sampling(seed=self._config.training.seed),
@@ -89,38 +125,19 @@ class SampleWriter:
             for prompt, text in zip(self._texts, texts, strict=True)
         ]
 
-    def _parts(self) -> ModelParts:
-        version, config = self._newest_version(), self._config
-        stages = {}
-        for (stage, replica), trained in self._model.stages.items():
-            if replica == 0:
-                stack = cast(LayerStack, trained.module(version))
-                stages[stage] = share_weights(stack, [self._specs[name] for name in stack.names], self._context)
-        boundary = boundary_spec(config, self._device).dtype
-        count = self._model.placement.num_stages
-        return ModelParts(stages, count, config.model, self._context.cp, boundary, self._device)
-
-    @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Within the context no part of a weight is with other ranks only."""
-        weights = [made.weights for buffers in self._model.buffers.values() for made in buffers]
-        for family in weights:
-            family.unshard()
-        try:
-            yield
-        finally:
-            for family in weights:
-                family.reshard()
-
 
 def sample_writer(state: RunState, *others: Any) -> SampleWriter | None:
-    """None where the run writes no samples. others: what `SampleWriter` takes."""
-    return None if state.config.logging.samples.sample_interval is None else SampleWriter(state, *others)
+    """None where the run writes no samples. others: what `ModelInUse` takes."""
+    if state.config.logging.samples.sample_interval is None:
+        return None
+    return SampleWriter(ModelInUse(state, *others))
 
 
 def sending_pairs(config: Config, model: Model) -> frozenset[tuple[int, int]]:
     """Pipeline ranks that send to each other: neighbours, and where tokens are generated the ends."""
-    back = set() if config.logging.samples.sample_interval is None else token_pairs(model.placement)
+    log = config.logging
+    generates = log.samples.sample_interval is not None or bool(log.eval_tasks.eval_task_files)
+    back = token_pairs(model.placement) if generates else set()
     return model.placement.neighbours | back
 
 

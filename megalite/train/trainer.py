@@ -76,6 +76,7 @@ class Trainer:
     finish_save: waits for a save in the background.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     sample: iteration -> texts that the model writes; None: it writes none.
+    measure: iteration -> records of `--eval-tasks`; None: there are none.
     passed: iterations whose samples are passed over.
     roll_back: iteration of a spike -> what was done, with the state that of a checkpoint; None where nothing was.
     """
@@ -99,6 +100,7 @@ class Trainer:
     finish_save: Callable[[], None] | None = None
     experts: Callable[[range], ExpertStats] | None = None
     sample: Callable[[int], list[Record]] | None = None
+    measure: Callable[[int], list[Record]] | None = None
     tracer: PipelineTracer | None = None
     passed: PassedOver = field(default_factory=PassedOver)
     roll_back: Callable[[int], Record | None] | None = None
@@ -157,7 +159,8 @@ class Trainer:
             evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
-            drains = stops or evaluates or saves or samples or self.updater.rolls_back is not None
+            measures = self.measure is not None and self._measures(number, reason)
+            drains = stops or evaluates or saves or samples or measures or self.updater.rolls_back is not None
             reads = drains or number % self.config.logging.log_interval == 0
             stats = self.train_step(drain=drains, reads=reads)
             if reads:
@@ -174,9 +177,18 @@ class Trainer:
             self._check_skips(number)
             if stops or (saves and not self._is_stuck()):
                 self._save()
+            if measures and self.measure is not None:  # what goes wrong in them costs no checkpoint
+                self.report_phase(f"tasks after iteration {number}")
+                for record in self.measure(number):
+                    self.hooks.on_evaluation(self, record)
             if reason is not None and number < self.train_iters:
                 return str(reason.value)
         return COMPLETED
+
+    def _measures(self, number: int, reason: ExitReason | None) -> bool:
+        """Whether `--eval-tasks` come after this iteration: at the interval and at the end, not before an early one."""
+        due = _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)
+        return number == self.train_iters or (due and reason is None)
 
     def train_step(self, *, drain: bool, reads: bool = True) -> StepStats:
         """One iteration; with `drain` nothing of the next batch is begun. reads: its loss is read before the next one;

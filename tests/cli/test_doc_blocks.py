@@ -37,6 +37,7 @@ NOT_RUN = {
     r"s3://": "needs a store: tests/faults/test_store_faults.py trains with one",
     r"^sbatch": "needs SLURM: tests/cli/test_scripts.py runs scripts/slurm.sbatch with DRY_RUN=1",
     r"pretrain_gpt_multinode": "needs nodes: tests/cli/test_scripts.py runs it with DRY_RUN=1",
+    r"--eval-tasks": "needs lm_eval: tests/equivalence/test_eval_tasks.py",
     r"evaluate_harness": "needs a network: tests/cli/test_generate_evaluate.py asks it with tasks of its own",
     r"benchmarks/": "measures for minutes: tests/cli/test_benchmarks.py",
     r"study_staleness": "trains for days: tests/unit/tools/test_study_staleness.py",

@@ -66,6 +66,8 @@ def _of_our_models(config: Config) -> Iterator[str]:
         yield f"`seq_length_schedule`={training.seq_length_schedule}"
     if samples.sample_interval is not None:
         yield f"`sample_interval`={samples.sample_interval}"
+    if config.logging.eval_tasks.eval_task_files:
+        yield f"`eval_task_files`={config.logging.eval_tasks.eval_task_files[0]}"
     if config.optimizer.offload.embedding_offload is not None:
         yield f"`embedding_offload`={config.optimizer.offload.embedding_offload}"
     switches = {

@@ -158,6 +158,7 @@ def _never_reached(config: Config, world_size: int, given: dict[str, Any]) -> It
     starts = {
         "profile_step_start": config.logging.profiling.profile,
         "sample_interval": True,
+        "eval_tasks_interval": True,
         "exit_interval": True,
     }
     for name, on in starts.items():

@@ -121,3 +121,8 @@ def tracking(config: Config, world_size: int) -> Iterator[str]:
             f"`sample_interval`={log.samples.sample_interval}: has no effect with `skip_train`; drop it, and use "
             "tools/generate_text.py"
         )
+    if log.eval_tasks.eval_task_files and config.training.skip_train:
+        yield (
+            f"`eval_task_files`={log.eval_tasks.eval_task_files[0]}: has no effect with `skip_train`; drop it, and use "
+            "tools/evaluate_harness.py"
+        )

@@ -17,7 +17,10 @@ import numpy as np
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
 from megalite.generation import Sampling
-from megalite.inference import LoadedModel, TextWindows, generate, score_continuations, score_source
+from megalite.inference.evaluation import TextWindows, score_source
+from megalite.inference.generate import generate
+from megalite.inference.loaded_model import LoadedModel
+from megalite.inference.tasks import score_continuations
 
 
 class HarnessScorer:

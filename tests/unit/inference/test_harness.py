@@ -15,9 +15,9 @@ import torch
 
 from megalite.data.tokenizer import CharTokenizer
 from megalite.errors import ConfigError
+from megalite.inference.harness import HarnessScorer, harness_model
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, write_checkpoint
-from tools.lm_harness import HarnessScorer, harness_model
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -113,7 +113,7 @@ def test_an_unknown_task_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
     tool = runpy.run_path(str(ROOT / "tools" / "evaluate_harness.py"))
     flags = tool["parse"](["--load", "x", "--tasks", "known"])
-    assert tool["run_tasks"](None, flags) == {"known": {"acc": 0.5}}
+    assert tool["measure"](None, flags) == {"known": {"acc": 0.5}}
     flags.tasks = "known,other"
     with pytest.raises(ConfigError, match="--tasks=known,other: lm_eval knows no other; "):
-        tool["run_tasks"](None, flags)
+        tool["measure"](None, flags)
