@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -93,11 +94,8 @@ def train(config: Config, world: World) -> int:
     from megalite.train import run_training  # torch comes with it: not before the configuration is known to be right
 
     configure_logging(world.rank)
-    if not config.logging.eval_tasks.eval_task_files:
-        return run_training(config, world)
-    from megalite.inference import TaskEvaluator
-
-    return run_training(config, world, TaskEvaluator)
+    measures = import_module("megalite.inference").TaskEvaluator if config.logging.eval_tasks.eval_task_files else None
+    return run_training(config, world, measures)
 
 
 def configure_logging(rank: int) -> None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "megalite": 0,
     "megalite.errors": 0,
+    "megalite.events": 1,
     "megalite.extras": 1,
     "megalite.progress": 1,
     "megalite.file_clock": 0,

@@ -22,6 +22,7 @@ from megalite.checkpoint.format import parse_json
 from megalite.checkpoint.remote import LeaseLost, attempt_place, send_file
 from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space
 from megalite.errors import CheckpointError
+from megalite.events import tell_event
 from megalite.stores import StoreUrl
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class Uploads:
             upload.failed += 1
             upload.again = time.monotonic() + AGAIN_SECONDS
             logger.warning("step %d is kept in %s: %s", upload.job.step, upload.job.staging, upload.problem)
+            tell_event("upload failed", iteration=upload.job.step, problem=upload.problem)
         except Exception as error:  # a thread must not end without a word
             upload.problem, upload.final = upload.job.explain(error), True
         return False

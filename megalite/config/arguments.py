@@ -206,6 +206,10 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         "texts that the model writes during the training",
         {"prompts": "sample_prompts", "interval": "sample_interval", "tokens": "sample_tokens"},
     ),
+    "prometheus": ArgumentFlag(
+        "the newest numbers of the run in Prometheus' format",
+        {"port": "prometheus_port", "file": "prometheus_file"},
+    ),
     "eval_tasks": ArgumentFlag(
         "tasks of lm-evaluation-harness that measure the model during the training",
         {"files": "eval_task_files", "interval": "eval_tasks_interval", "limit": "eval_tasks_limit"},

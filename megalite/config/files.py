@@ -6,6 +6,8 @@ Of a schedule file the content is read too: it is small, and what is wrong with 
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 from collections.abc import Iterator
 
 from megalite.config.root import Config
@@ -129,6 +131,19 @@ def _urls_in(path: str, flag: str) -> Iterator[str]:
                     yield f"{flag}: {word} {problem}"
 
 
+def _command(text: str | None) -> Iterator[str]:
+    """Is there such a program?"""
+    if text is None:
+        return
+    try:
+        program = shlex.split(text)[:1]
+    except ValueError as error:
+        yield f"`on_event`={text}: cannot be read ({error}); quote it as for a shell"
+        return
+    if not program or shutil.which(program[0]) is None:
+        yield f"`on_event`={text}: {''.join(program) or 'it'} is no program on this machine; give its path"
+
+
 def _other_files(config: Config) -> Iterator[str]:
     files = {
         "`sample_prompts`": config.logging.samples.sample_prompts,
@@ -137,6 +152,7 @@ def _other_files(config: Config) -> Iterator[str]:
     for flag, path in files.items():
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
+    yield from _command(config.logging.on_event)
     for path in config.logging.eval_tasks.eval_task_files:
         if not os.path.isfile(path):
             yield f"`eval_task_files`={path}: no such file"

@@ -59,6 +59,16 @@ class EvalTasks(Spelled):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prometheus(Spelled):
+    """Numbers for Prometheus."""
+
+    prometheus_port: int | None = option(None, "port of the loopback device that serves them", ge=1, le=65535)
+    prometheus_file: str | None = option(
+        None, "metrics.prom, written anew after each log line, for node_exporter's textfile collector", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """Trackers are optional packages and never stop a training."""
 
@@ -68,6 +78,13 @@ class LoggingConfig:
     profiling: Profiling = Profiling()
     samples: Samples = Samples()
     eval_tasks: EvalTasks = EvalTasks()
+    prometheus: Prometheus = Prometheus()
+    on_event: str | None = option(
+        None,
+        "command that is told of start, saves, spikes, rollbacks, slow and lost ranks and the end, as JSON on its "
+        "standard input",
+        metavar="COMMAND",
+    )
     trace_pipeline: str | None = option(
         None,
         "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalite.config import WITHHELD, Spikes
 from megalite.errors import RuntimeFailure
+from megalite.events import tell_event
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class SpikeGuard:
             )
         if self._speaks:
             logger.warning("%s%s", what, ": skipped" if self.withholds else "")
+            tell_event("spike", iteration=iteration, update=update + 1, norm=norm, limit=limit)
         if settings.on_spike == "rollback" and self.rolls_back is None:
             self.rolls_back = iteration
         self.in_a_row += self.withholds

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from megalite.events import tell_event
 from megalite.launch import pulse
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.pulse import Patience, Pulse
@@ -172,6 +173,7 @@ class RankWatch:
         if self._store.add(TOLD, 1) == 1 and not self._leaving.is_set():
             line = f"{lost} did not answer any more; {self._me} waited{self._where()}"
             print(f"error: {line}", file=sys.stderr, flush=True)
+            tell_event("lost", line=line)
         self._leave_cause(f"{lost} did not answer any more")
 
     def _leave_cause(self, cause: str) -> None:

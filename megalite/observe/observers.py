@@ -23,6 +23,7 @@ from megalite.commands import typed
 from megalite.config import Config
 from megalite.errors import DataError
 from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
+from megalite.observe.alerts import EventHook, PrometheusHook
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
 from megalite.observe.loggers import ConsoleHook, LogFileHook, PictureHook, TensorBoardHook, WandbHook
@@ -74,6 +75,13 @@ def make_hooks(
             hooks.append(guarded(WandbHook(), "wandb"))
         if metrics is not None:  # the last line of the run
             hooks.append(guarded(PictureHook(metrics, PICTURE_FILE, read_metrics, typed("report")), PICTURE_FILE))
+        if (logging.prometheus.prometheus_port or logging.prometheus.prometheus_file) is not None:
+            file = logging.prometheus.prometheus_file
+            place = None if file is None else Path(file)
+            watched = PrometheusHook(Path(save or "run").name, place, logging.prometheus.prometheus_port)
+            hooks.append(guarded(watched, "Prometheus"))
+    if logging.on_event is not None:
+        hooks.append(guarded(EventHook(logging.on_event, save, tells=rank == 0), "the command of `on_event`"))
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile", executor)
         hooks.append(guarded(profiler, "the profiler"))

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ from megalite.train.resume_report import resume_report
 from megalite.train.run_data import RunData, appended_data, changed_data, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
-from megalite.train.samples import sample_writer, sending_pairs
+from megalite.train.samples import Measures, sample_writer, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
 from megalite.train.spikes import make_rollback, make_spike_guard
 from megalite.train.trainer import Trainer, TrainingProgress
@@ -51,14 +51,8 @@ from megalite.train.validation import Validator
 logger = logging.getLogger(__name__)
 
 
-Measures = Callable[..., Callable[[int], list[Record]]]
-
-
 def run_training(config: Config, world: World, measures: Measures | None = None) -> int:
-    """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError.
-
-    measures: makes what measures the model by `--eval-tasks` (`inference.TaskEvaluator`), from what `ModelInUse` takes.
-    """
+    """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError."""
     assert measures is not None or not config.logging.eval_tasks.eval_task_files, "nothing measures"
     with ExitStack() as last, open_run(config, world, measures) as opened:
         trainer = opened.trainer

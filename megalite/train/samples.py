@@ -26,6 +26,9 @@ from megalite.train.build import Model, boundary_spec, parameter_dtype
 from megalite.train.host_embedding import layer_of
 from megalite.train.run_state import RunState
 
+Measures = Callable[..., Callable[[int], list[Record]]]
+"""`inference.TaskEvaluator`, or what else makes records of a model from what `ModelInUse` takes."""
+
 
 class ModelInUse:
     """The model of a run for what generates with it or scores by it, between two iterations.

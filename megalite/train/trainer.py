@@ -159,8 +159,11 @@ class Trainer:
             evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
-            measures = self.measure is not None and self._measures(number, reason)
-            drains = stops or evaluates or saves or samples or measures or self.updater.rolls_back is not None
+            due = reason is None and _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)
+            measures = self.measure if due or number == self.train_iters else None
+            drains = (
+                stops or evaluates or saves or samples or measures is not None or self.updater.rolls_back is not None
+            )
             reads = drains or number % self.config.logging.log_interval == 0
             stats = self.train_step(drain=drains, reads=reads)
             if reads:
@@ -177,18 +180,13 @@ class Trainer:
             self._check_skips(number)
             if stops or (saves and not self._is_stuck()):
                 self._save()
-            if measures and self.measure is not None:  # what goes wrong in them costs no checkpoint
+            if measures is not None:  # what goes wrong in them costs no checkpoint
                 self.report_phase(f"tasks after iteration {number}")
-                for record in self.measure(number):
+                for record in measures(number):
                     self.hooks.on_evaluation(self, record)
             if reason is not None and number < self.train_iters:
                 return str(reason.value)
         return COMPLETED
-
-    def _measures(self, number: int, reason: ExitReason | None) -> bool:
-        """Whether `--eval-tasks` come after this iteration: at the interval and at the end, not before an early one."""
-        due = _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)
-        return number == self.train_iters or (due and reason is None)
 
     def train_step(self, *, drain: bool, reads: bool = True) -> StepStats:
         """One iteration; with `drain` nothing of the next batch is begun. reads: its loss is read before the next one;

@@ -1,0 +1,91 @@
+"""`--on-event`: a command that is told what happens to a run, by JSON on its standard input.
+
+    any room --tell_event--> a logger of their own --> EventHandler --Popen--> the command, never waited for
+
+Telling costs nothing where nobody listens: the logger is then off, as the level of its records is below every other's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+SECONDS = 10.0
+"""After which a command is ended."""
+_LOGGER = "megalite.events.told"
+
+logger = logging.getLogger(__name__)
+
+
+def tell_event(event: str, **facts: Any) -> None:
+    """Tells whoever listens on this rank."""
+    logging.getLogger(_LOGGER).debug(event, extra={"facts": facts})
+
+
+class EventHandler(logging.Handler):
+    """Starts a command for each event, with facts that all events of the run share.
+
+    command: as a shell would split it; no shell runs it. seconds: after which it is ended.
+    """
+
+    def __init__(self, command: str, facts: Mapping[str, Any], seconds: float = SECONDS) -> None:
+        super().__init__()
+        self._command, self._facts, self._seconds = shlex.split(command), facts, seconds
+        self._warned = False
+
+    def __enter__(self) -> EventHandler:
+        told = logging.getLogger(_LOGGER)
+        told.setLevel(logging.DEBUG)
+        told.propagate = False
+        told.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        told = logging.getLogger(_LOGGER)
+        told.removeHandler(self)
+        told.setLevel(logging.NOTSET)
+        told.propagate = True
+
+    def emit(self, record: logging.LogRecord) -> None:
+        time = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self._facts}
+        text = json.dumps(event | getattr(record, "facts", {}), default=str)
+        try:
+            started = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the run are not meant for it
+            )
+            assert started.stdin is not None
+            started.stdin.write(text.encode() + b"\n")  # it fits into the pipe, whether it is read or not
+            started.stdin.close()
+        except OSError as error:
+            self._warn(f"{error.strerror}")
+            return
+        threading.Thread(target=self._watch, args=(started,), daemon=True).start()
+
+    def _watch(self, started: subprocess.Popen[bytes]) -> None:
+        try:
+            status = started.wait(self._seconds)
+        except subprocess.TimeoutExpired:
+            started.kill()
+            started.wait()
+            self._warn(f"took more than {self._seconds:g} s and was ended")
+        else:
+            if status:
+                self._warn(f"ended with status {status}")
+
+    def _warn(self, what: str) -> None:
+        """Once: a command that is broken is so at every event."""
+        if not self._warned:
+            self._warned = True
+            logger.warning("`on_event`: %s %s; training continues", self._command[0], what)

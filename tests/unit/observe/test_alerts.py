@@ -1,0 +1,176 @@
+"""Prometheus' numbers and `--on-event`: what is told, and that nothing that goes wrong there reaches the run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from megalite.config.cli import parse
+from megalite.errors import ConfigError
+from megalite.events import EventHandler, tell_event
+from megalite.observe.alerts import EventHook, PrometheusHook
+from megalite.observe.hooks import Hooks
+from megalite.observe.stats import evaluation_record
+from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
+
+LINE = re.compile(r'^(megalite_\w+)\{run="([^"]*)"(?:,(\w+)="((?:[^"\\]|\\.)*)")?\} (\S+)$')
+
+
+def read(text: str) -> dict[str, float]:
+    """Name, with the label that tells several apart -> value; every line must be of the format."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            assert re.fullmatch(r"# TYPE megalite_\w+ (gauge|counter)", line), line
+            continue
+        match = LINE.match(line)
+        assert match, line
+        found[match[1] + (f" {match[4]}" if match[4] else "")] = float(match[5])
+    return found
+
+
+def trained(hook: PrometheusHook, steps: int = 3) -> tuple[FakeTrainer, Hooks]:
+    trainer = FakeTrainer(tiny_config(log_interval=1))
+    hooks = Hooks([hook])
+    hooks.on_start(trainer)
+    for _ in range(steps):
+        hooks.after_step(trainer, trainer.step(skipped=trainer.iteration == 1))
+    return trainer, hooks
+
+
+def test_the_file_has_the_newest_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "collector" / "metrics.prom"
+    trainer, hooks = trained(PrometheusHook("a", path, None))
+    hooks.on_evaluation(trainer, evaluation_record("valid", 3, loss_sum=6.0, num_tokens=3, set='co"de'))
+    hooks.on_evaluation(trainer, {"kind": "task", "iteration": 3, "task": "mine", "acc": 0.5})
+    hooks.on_save(trainer, iteration=3, path="x", seconds=0.5)
+    found = read(path.read_text())
+    assert found["megalite_lm_loss"] == 2.0 and found["megalite_iteration"] == 3 and found["megalite_running"] == 1
+    assert found["megalite_skipped_iterations_total"] == 1 and found["megalite_nan_iterations_total"] == 0
+    assert found['megalite_valid_lm_loss co\\"de'] == 2.0 and found["megalite_task_acc mine"] == 0.5
+    assert found["megalite_save_iteration"] == 3 and found["megalite_saves_total"] == 1
+    assert abs(found["megalite_step_timestamp_seconds"] - time.time()) < 60
+    hooks.on_rollback(trainer, {"kind": "rollback", "iteration": 3})
+    hooks.on_end(trainer, "failed")
+    found = read(path.read_text())
+    assert (found["megalite_rollbacks_total"], found["megalite_running"], found["megalite_failed"]) == (1, 0, 1)
+    assert [p.name for p in path.parent.iterdir()] == ["metrics.prom"], "nothing half-written is left"
+
+
+def test_the_port_is_of_this_host_alone_and_ends_with_the_run() -> None:
+    hook = PrometheusHook("a", None, 0)
+    trainer, hooks = trained(hook)
+    assert hook.server is not None
+    host, port = hook.server.server_address[:2]
+    assert host == "127.0.0.1"
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert read(answer.read().decode())["megalite_iteration"] == 3
+    hooks.on_end(trainer, "completed")
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
+
+
+def test_prometheus_own_parser_reads_it(tmp_path: Path) -> None:
+    parser = pytest.importorskip("prometheus_client.parser")
+    hook = PrometheusHook('a "run"', None, None)
+    trained(hook)
+    families = {family.name: family for family in parser.text_string_to_metric_families(hook.render())}
+    assert families["megalite_lm_loss"].samples[0].labels == {"run": 'a "run"'}
+    assert families["megalite_skipped_iterations"].type == "counter"
+
+
+SCRIPT = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
+
+
+def command(path: Path) -> str:
+    return f'{sys.executable} -c "{SCRIPT}" {path}'
+
+
+def events(path: Path, count: int) -> list[dict]:
+    """What the command was told, once it is as much as this."""
+    for _ in range(400):
+        lines = path.read_text().splitlines() if path.exists() else []
+        if len(lines) >= count:
+            return sorted(map(json.loads, lines), key=lambda event: event["time"])
+        time.sleep(0.05)
+    raise AssertionError(f"{len(lines)} of {count} events")
+
+
+def test_the_command_is_told_what_happens(tmp_path: Path) -> None:
+    path = tmp_path / "told"
+    trainer, hook = FakeTrainer(tiny_config(log_interval=1)), EventHook(command(path), "runs/a", tells=True)
+    hooks = Hooks([hook])
+    hooks.on_start(trainer)
+    hooks.after_step(trainer, trainer.step())
+    tell_event("spike", iteration=1, norm=9.0)
+    hook.on_log(trainer, {"iteration": 1, "slowest_rank": 3, "slowest_rank_host": "b", "slowest_rank_ratio": 2.0})
+    hooks.on_save(trainer, iteration=1, path="x", seconds=0.5)
+    hooks.on_rollback(trainer, {"kind": "rollback", "iteration": 1})
+    hooks.on_end(trainer, "completed")
+    found = events(path, 6)
+    assert [event["event"] for event in found] == ["start", "spike", "slow rank", "save", "rollback", "end"]
+    assert all(event["save"] == "runs/a" and event["rank"] == 0 and event["host"] for event in found)
+    assert found[1]["norm"] == 9.0 and found[2]["slowest_rank"] == 3 and found[-1]["status"] == "completed"
+    tell_event("spike")  # nobody listens any more
+    time.sleep(0.2)
+    assert len(events(path, 6)) == 6
+
+
+def test_other_ranks_tell_only_what_they_alone_know(tmp_path: Path) -> None:
+    path = tmp_path / "told"
+    hook = EventHook(command(path), None, tells=False)
+    trainer = FakeTrainer(tiny_config())
+    hook.on_start(trainer)
+    tell_event("lost", line="rank 3 did not answer any more")
+    hook.on_end(trainer, {"status": "failed"})
+    (event,) = events(path, 1)
+    assert event["event"] == "lost" and event["line"].startswith("rank 3")
+
+
+@pytest.mark.parametrize(
+    ("script", "warning"),
+    [("import time; time.sleep(60)", "took more than 0.2 s and was ended"), ("raise SystemExit(3)", "status 3")],
+)
+def test_a_command_that_hangs_or_fails_costs_one_warning(script: str, warning: str, caplog: object) -> None:
+    began = time.monotonic()
+    with EventHandler(f'{sys.executable} -c "{script}"', {}, seconds=0.2 if "sleep" in script else 20):
+        for _ in range(3):
+            tell_event("save")
+        assert time.monotonic() - began < 2, "never waited for"
+        for _ in range(200):
+            if caplog.messages:
+                break
+            time.sleep(0.05)
+        time.sleep(0.3)
+    (line,) = caplog.messages
+    assert warning in line and "training continues" in line
+
+
+def test_a_command_that_is_not_there_is_an_error_before_the_start() -> None:
+    sizes = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --lr 1e-3"
+    flags = [*sizes.split(), "--train-samples", "9", "--mock-data"]
+    for text in ("nowhere/notify --now", "notify 'half"):
+        with pytest.raises(ConfigError, match="on-event=") as caught:
+            parse([*flags, "--on-event", text])
+        assert len(caught.value.text.splitlines()) == 1
+
+
+def test_dashboard_and_alerts_speak_of_numbers_that_there_are() -> None:
+    hook = PrometheusHook("a", None, None)
+    trainer, hooks = trained(hook)
+    hook.on_log(trainer, {"kind": "train", "eta_s": 1.0, "device_hours": 1.0, "skipped_iterations": 0})
+    hooks.on_evaluation(trainer, evaluation_record("valid", 3, loss_sum=6.0, num_tokens=3))
+    hooks.on_save(trainer, iteration=3, path="x", seconds=0.5)
+    hooks.on_end(trainer, "completed")
+    docs = Path(__file__).parents[3] / "docs"
+    json.loads((docs / "grafana.json").read_text())
+    for name in ("grafana.json", "alerts.yaml"):
+        named = set(re.findall(r"megalite_\w+", (docs / name).read_text()))
+        assert named and named <= read(hook.render()).keys(), name
