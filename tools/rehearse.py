@@ -4,7 +4,8 @@
     python tools/rehearse.py <flags of pretrain_gpt.py> --num-devices 64
 
 All flags and files of pretrain_gpt.py are understood; no data, tokenizer or checkpoint is needed. Exit status 1 where a
-fault is found: calls of ranks that do not match, a circle of ranks that wait for each other, a race between streams.
+fault is found: calls of ranks that do not match, ranks that wait for each other in a circle, a race between streams,
+memory that every iteration leaves behind or, with --hardware, that is not there.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if __package__ in (None, ""):
 
 from command_line import ToolParser, name_ignored, run_tool
 from megalite.errors import ConfigError
+from megalite.planner import load_hardware
 from megalite.progress import ProgressBar
 
 MOST_DEVICES = 1_000_000
@@ -30,6 +32,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--num-devices", type=int, required=True, metavar="N", help="ranks of the run")
     p.add_argument("--ranks", metavar="R,...", help="rehearse these only; unset: every distinct rank")
     p.add_argument("--steps", type=int, default=2, metavar="N", help="iterations (default 2)")
+    p.add_argument("--hardware", metavar="NAME|FILE", help="whether it fits on these devices (as tools/plan.py)")
+    p.add_argument("--explain", choices=("memory", "communicators", "syncs"), help="more of what was found")
     return p
 
 
@@ -45,20 +49,22 @@ def _run(argv: list[str]) -> int:
     if not 1 <= args.steps <= 100:
         raise ConfigError(f"--steps={args.steps}: from 1 to 100")
     ranks = _ranks(args.ranks, args.num_devices)
-    from megalite.rehearsal import ONLY_A_GPU, rehearse, rehearsed  # torch comes with it: after what is wrong is told
+    from megalite.rehearsal import ONLY_A_GPU, explain, rehearse, rehearsed  # torch comes with it: after what is wrong is told
 
+    hardware = None if args.hardware is None else load_hardware(args.hardware)
+    room = None if hardware is None else hardware.memory_bytes - hardware.reserved_bytes
     run = rehearsed(rest, args.num_devices, steps=args.steps)
     name_ignored(rest)
     with ProgressBar("rehearsing", "ranks") as bar:
-        report = rehearse(run, ranks, on_rank=bar)
+        report = rehearse(run, ranks, device_bytes=room, on_rank=bar)
     for fault in report.faults:
         print(f"{fault}\n")
+    if args.explain is not None:
+        print(explain(report, args.explain))
     for name, text in report.rows:
         print(f" {name:<16}{text}")
-    told = sum(not fault.warns for fault in report.faults)
-    print(
-        f" {'found':<16}{f'{told} faults' if told != 1 else '1 fault'}" if report.faults else f" {'found':<16}nothing"
-    )
+    wrong, doubtful = (sum(fault.warns is warns for fault in report.faults) for warns in (False, True))
+    print(f" {'found':<16}{wrong} faults, {doubtful} warnings" if report.faults else f" {'found':<16}nothing")
     print(f" {ONLY_A_GPU}")
     return int(report.fails)
 

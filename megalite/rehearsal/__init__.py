@@ -17,7 +17,10 @@
     rank.py         one rank of a run, from its start to its end
     classes.py      which ranks are rehearsed
     match.py        checks over all ranks: both ends are the same, and no circle of ranks waits for itself
-    report.py       the whole of it
+    short.py        a few micro-batches in the place of hundreds
+    allocator.py    torch's caching allocator, in numbers
+    memory.py       the memory of the whole batch, composed; leaks, and what differs from the plan
+    report.py       the whole of it, and where the host waits
     layer_cost.py   one layer of a model: launches, bytes, memory
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
@@ -31,5 +34,5 @@ from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.layer_cost import LayerCost, cost_of_layer
 from megalite.rehearsal.match import Fault
 from megalite.rehearsal.rank import rehearse_rank, rehearsed
-from megalite.rehearsal.report import ONLY_A_GPU, rehearse
+from megalite.rehearsal.report import ONLY_A_GPU, explain, rehearse
 from megalite.rehearsal.streams import DEVICE

@@ -167,6 +167,7 @@ def _not_drawn(name: str, parameter: Tensor, *, seed: int) -> None:
 def _phases(gpu: Gpu) -> Any:
     def report(phase: str) -> None:
         gpu.calls.phase = phase
+        gpu.ledger.log.append(("phase", 0, 0, 0, phase))
 
     return report
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megalite.rehearsal.classes import distinct_ranks
 from megalite.rehearsal.match import Fault, Records, deadlock, match
+from megalite.rehearsal.memory import Found, memory, memory_faults
 from megalite.rehearsal.rank import Rehearsed, rehearse_rank
+from megalite.rehearsal.record import RankRecord
 
 ONLY_A_GPU = (
     "only a GPU tells: errors and numbers of kernels, NCCL's channels, protocols and memory, workspaces of cuBLAS and "
@@ -23,6 +27,7 @@ class Report:
     faults: Sequence[Fault]
     rows: Sequence[tuple[str, str]]
     records: Records
+    memory: Sequence[Found] = ()
 
     @property
     def fails(self) -> bool:
@@ -30,9 +35,14 @@ class Report:
 
 
 def rehearse(
-    run: Rehearsed, ranks: Sequence[int] | None = None, *, on_rank: Callable[[int, int], object] = lambda done, of: None
+    run: Rehearsed,
+    ranks: Sequence[int] | None = None,
+    *,
+    device_bytes: float | None = None,
+    on_rank: Callable[[int, int], object] = lambda done, of: None,
 ) -> Report:
-    """Rehearses ranks (None: the distinct ones) and checks them against each other."""
+    """Rehearses ranks (None: the distinct ones) and checks them against each other. device_bytes: what a run may use of
+    a device."""
     chosen = list(distinct_ranks(run) if ranks is None else dict.fromkeys([0, *ranks]))
     records: Records = {}
     for number, rank in enumerate(chosen):
@@ -43,8 +53,12 @@ def rehearse(
         if record.problem is not None:
             faults.append(Fault("start" if record.calls and record.calls[-1].phase.startswith("start") else "step",
                                 f"rank {rank} fails: {record.problem}"))  # fmt: skip
-    faults += [] if faults else [*match(records), *deadlock(records), *races(records)]
-    return Report(faults, list(_rows(run, records)), records)
+    found: list[Found] = []
+    if not faults:
+        found = memory(run, records)
+        faults += [*match(records), *deadlock(records), *races(records), *syncs(records)]
+        faults += memory_faults(found, device_bytes)
+    return Report(faults, [*_rows(run, records), *_memory_rows(found)], records, found)
 
 
 def races(records: Records) -> list[Fault]:
@@ -57,6 +71,68 @@ def races(records: Records) -> list[Fault]:
         Fault("race", f"rank {rank}: {race}\n    let the later one wait for the earlier")
         for race, rank in found.items()
     ]
+
+
+LATE = re.compile(r"late_reading|spikes")
+"""Reads what was sent an iteration ago: the host does not wait."""
+
+
+def syncs(records: Records) -> list[Fault]:
+    """Check 5: where the host waits for the device in the last iteration; nowhere in a dense step."""
+    faults: dict[str, Fault] = {}
+    for rank, record in records.items():
+        for place, count in host_waits(record).items():
+            text = f"rank {rank}: the host waits for the device {count} times a step: {place}"
+            faults.setdefault(place, Fault("sync", f"{text}\n    keep the value on the device", warns=True))
+    return list(faults.values())
+
+
+def host_waits(record: RankRecord) -> Counter[str]:
+    """Why and where the host waits in the actions of the last iteration -> how often."""
+    found, counted, inside = Counter[str](), Counter[str](), False
+    for kind, _, _, _, text in record.log:
+        if kind == "phase" and text.startswith("iteration"):
+            found = Counter()
+        elif kind == "action":
+            inside = bool(text)
+        elif kind == "sync" and inside and not LATE.search(text):
+            found[text] += 1
+        counted = found
+    return counted
+
+
+def explain(report: Report, what: str) -> str:
+    """`memory`: the largest of the fullest rank's peak by source line; `communicators`: who sends how much over what;
+    `syncs`: where the host waits, start and end included."""
+    lines = []
+    if what == "memory" and report.memory:
+        most = max(report.memory, key=lambda each: each.allocated)
+        lines = [f"rank {most.rank}: alive when most of its memory is"]
+        lines += [f"  {size / 2**20:12,.1f} MiB  {place}" for place, size in most.at_peak]
+    if what == "communicators":
+        sums: dict[str, Counter[str]] = {}
+        record = next(iter(report.records.values()))
+        for call in record.calls:
+            row = sums.setdefault(str(call.communicator), Counter())
+            row[call.kind] += 1
+            row["MiB"] += call.nbytes / 2**20  # type: ignore[assignment]  # a sum of reals
+        lines = [f"{name}: {', '.join(f'{n:,.1f} {k}' if k == 'MiB' else f'{n} {k}' for k, n in row.items())}"
+                 for name, row in sums.items()]  # fmt: skip
+        lines.insert(0, f"rank {record.rank}, all that was rehearsed")
+    if what == "syncs":
+        record = next(iter(report.records.values()))
+        counts = Counter(text for kind, _, _, _, text in record.log if kind == "sync")
+        lines = [f"rank {record.rank}, all that was rehearsed", *(f"  {n:4} x {text}" for text, n in counts.items())]
+    return "\n".join(lines)
+
+
+def _memory_rows(found: Sequence[Found]) -> list[tuple[str, str]]:
+    if not found:
+        return []
+    most = max(found, key=lambda each: each.reserved)
+    used = f"{most.allocated / 2**30:.2f} GiB allocated, {most.reserved / 2**30:.2f} reserved"
+    plan = f"the plan says {most.planned.total / 2**30:.2f}"
+    return [("memory", f"{used} on rank {most.rank}; {plan}")]
 
 
 def _rows(run: Rehearsed, records: Records) -> list[tuple[str, str]]:

@@ -1,0 +1,221 @@
+"""Check 4: the memory of a rank's device, allocation by allocation, in the order of its whole batch.
+
+A short batch was rehearsed. What an action allocates and frees for one micro-batch it does for every other: the actions
+of the whole program are replayed with what was seen of the first micro-batch, of one that repeats, and of the last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megalite.inventory import DEFAULT_PLAN, lowered_program, stage_layer_ranges
+from megalite.planner import RankMemory, pipeline_memory, within_budget
+from megalite.rehearsal.allocator import Allocator
+from megalite.rehearsal.classes import mesh_of
+from megalite.rehearsal.match import Fault, Records
+from megalite.rehearsal.order import Event
+from megalite.rehearsal.rank import Rehearsed
+from megalite.rehearsal.record import RankRecord
+from megalite.rehearsal.short import WHOLE
+from megalite.schedule import BatchRange, Program
+
+ROUNDS = 2
+"""Times the pipeline's length, the micro-batches after which no more activations are alive than before."""
+TOLD = 20
+WORTH = 256 << 20
+"""Bytes below which a difference from the plan is not told."""
+APART, TORN = 0.10, 1.3
+NUMBER = re.compile(r" (?:mb|update |batch )(\d+)")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes of one rank. allocated, reserved: at most. states: what is there from step to step. at_peak: (place, bytes)
+    of what is alive when most is, the largest first. kept: (place, bytes) of what each iteration leaves behind."""
+
+    rank: int
+    allocated: int
+    reserved: int
+    states: int
+    at_peak: Sequence[tuple[str, int]]
+    kept: Sequence[tuple[str, int]]
+    planned: RankMemory
+
+
+def memory(run: Rehearsed, records: Records) -> list[Found]:
+    """Of each rehearsed rank."""
+    config = run.full
+    plan = within_budget(config, run.size, on_cpu=False)
+    whole = lowered_program(config, config.num_microbatches(run.size), plan=plan)
+    planned = pipeline_memory(config, run.size, whole, stage_layer_ranges(config, whole), plan or DEFAULT_PLAN)
+    program = lowered_program(config, _composed(run, whole), plan=plan)
+    found = []
+    for rank, record in records.items():
+        stage = mesh_of(run, rank).coordinate("pp")
+        found.append(_found(record, list(events(run, record, program, stage)), planned[stage]))
+    return found
+
+
+def _composed(run: Rehearsed, whole: Program) -> int:
+    """Micro-batches of the batch that is composed."""
+    rounds = max(WHOLE, ROUNDS * whole.num_ranks)
+    return min(whole.num_microbatches, -(-rounds // whole.num_ranks) * whole.num_ranks)
+
+
+def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory) -> Found:
+    allocator = Allocator()
+    alive: dict[object, tuple[int, str, int]] = {}
+    peak: dict[str, int] = {}
+    iteration, highest = 0, 0
+    states, ends = 0, [alive]
+    for kind, number, nbytes, stream, place in log:
+        if kind == "alloc":
+            alive[number] = nbytes, place, iteration
+            if allocator.alloc(number, nbytes, stream) and allocator.allocated > highest:
+                highest = allocator.allocated * 1.001  # type: ignore[assignment]  # the sums below cost more
+                peak = _by_place(alive.values())
+        elif kind == "free":
+            alive.pop(number, None)
+            allocator.free(number)
+        elif kind == "phase" and (place.startswith("iteration") or iteration):
+            states = sum(size for size, _, _ in alive.values())
+            ends.append(dict(alive))
+            iteration += 1
+    ended = ends[3] if len(ends) > 3 else {}
+    left = [Counter(_by_place(each for each in ended.values() if each[2] == n)) for n in (1, 2)]
+    kept = [(place, size) for place, size in left[1].items() if place in left[0] and place]
+    return Found(
+        record.rank,
+        allocator.peak_allocated,
+        allocator.peak_reserved,
+        states,
+        sorted(peak.items(), key=lambda each: -each[1])[:TOLD],
+        kept,
+        planned,
+    )
+
+
+def _by_place(alive: Iterable[tuple[int, str, int]]) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for size, place, _ in alive:
+        found[place] += size
+    return found
+
+
+# ---- the whole batch -------------------------------------------------------------------------------------------------
+
+Instance = tuple[str, int]
+"""(What an action does, for which micro-batch)"""
+
+
+def events(run: Rehearsed, record: RankRecord, program: Program, stage: int) -> Iterator[Event]:
+    """What the rank's allocator is asked for, with the last iteration's batch at its whole length."""
+    if run.full.num_microbatches(run.size) <= WHOLE or program.asynchronous or program.update_per_microbatch:
+        yield from record.log
+        return
+    begin = max(i for i, event in enumerate(record.log) if event[0] == "phase" and event[4] == f"iteration {run.steps}")
+    end = next(
+        (i for i, event in enumerate(record.log) if i > begin and event[0] == "phase"), len(record.log)
+    )
+    yield from record.log[:begin]
+    head, parts = _cut(record.log[begin:end])
+    yield from head
+    yield from _replayed(parts, [_instance(action.words) for action in _actions(program, stage)])
+    yield from record.log[end:]
+
+
+def _actions(program: Program, stage: int) -> Iterator[object]:
+    batch = BatchRange(0, 0, program.num_microbatches, 0, True)
+    for action in program.actions_for_batch(stage, batch):
+        yield from action.parts or (action,)
+
+
+def _instance(words: str) -> Instance:
+    number = NUMBER.search(words)
+    return NUMBER.sub("", words), int(number[1]) if number else 0
+
+
+def _cut(log: Sequence[Event]) -> tuple[list[Event], list[tuple[Instance, list[Event]]]]:
+    """(What comes before the first action, each action's events with those that follow it)."""
+    head: list[Event] = []
+    parts: list[tuple[Instance, list[Event]]] = []
+    for event in log:
+        if event[0] == "action" and event[4]:
+            parts.append((_instance(event[4]), []))
+        elif event[0] in ("alloc", "free", "phase"):
+            (parts[-1][1] if parts else head).append(event)
+    return head, parts
+
+
+def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Instance]) -> Iterator[Event]:
+    """The actions of `program`, each as it was seen."""
+    seen: dict[str, list[tuple[int, list[Event]]]] = defaultdict(list)
+    owner: dict[int, tuple[str, int, int]] = {}
+    for (does, number), inside in parts:
+        seen[does].append((number, inside))
+        for index, event in enumerate(inside):
+            if event[0] == "alloc":
+                owner[event[1]] = (does, number, index)
+    totals = Counter(does for does, _ in program)
+    counts: Counter[str] = Counter()
+    alive: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    fresh = -1
+    for does, number in program:
+        counts[does] += 1
+        known = seen.get(does)
+        if not known:
+            continue
+        at = 0 if counts[does] == 1 else len(known) - 1 if counts[does] == totals[does] else min(1, len(known) - 1)
+        recorded, inside = known[at]
+        for index, (kind, memory_number, nbytes, stream, place) in enumerate(inside):
+            if kind == "alloc":
+                alive[does, index][number] = fresh
+                yield kind, fresh, nbytes, stream, place
+                fresh -= 1
+            elif kind == "free" and memory_number in owner:
+                made_by, made_for, made_at = owner[memory_number]
+                there = alive[made_by, made_at]
+                mine = number if made_for == recorded else next(iter(there), None)
+                if mine is not None and mine in there:
+                    yield kind, there.pop(mine), 0, 0, ""
+            else:
+                yield kind, memory_number, nbytes, stream, place
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def memory_faults(found: Sequence[Found], device_bytes: float | None) -> Iterator[Fault]:
+    """device_bytes: what a run may use of the device; None: it is not known."""
+    for each in found:
+        who = f"rank {each.rank}"
+        if each.kept:
+            place, size = max(each.kept, key=lambda one: one[1])
+            total = sum(size for _, size in each.kept)
+            text = f"{who}: every iteration leaves {size:,} bytes ({total:,} in all) alive, allocated at {place}"
+            yield Fault("memory", f"{text}\n    let go of them: something still holds a tensor of the step")
+        if device_bytes is not None and each.reserved > device_bytes:
+            largest = "".join(f"\n    {size / 2**30:8.2f} GiB {place}" for place, size in each.at_peak[:5])
+            text = f"{who} needs {each.reserved / 2**30:.1f} GiB, {device_bytes / 2**30:.1f} are there; at its peak:"
+            yield Fault("memory", f"{text}{largest}\n    tools/plan.py --free all looks for a layout that fits")
+        if each.reserved > TORN * each.allocated and each.allocated > WORTH:
+            text = f"{who} reserves {each.reserved / 2**30:.1f} GiB for {each.allocated / 2**30:.1f} that are allocated"
+            yield Fault("memory", f"{text}; PYTORCH_ALLOC_CONF=expandable_segments:True", warns=True)
+        yield from _unplanned(each, who)
+
+
+def _unplanned(found: Found, who: str) -> Iterator[Fault]:
+    plan = found.planned
+    rest, planned_rest = found.allocated - found.states, plan.total - plan.model_states
+    difference = found.allocated - plan.total
+    if abs(difference) <= APART * plan.total or abs(difference) < WORTH:
+        return
+    term = "weights, gradients and optimizer" if abs(found.states - plan.model_states) > abs(rest - planned_rest) else "activations and buffers"
+    largest = f"; the largest at {found.at_peak[0][0]}" if found.at_peak else ""
+    text = f"{who} allocates {found.allocated / 2**30:.2f} GiB, the plan says {plan.total / 2**30:.2f}: {term} differ"
+    states = f"states {found.states / 2**30:.2f} of {plan.model_states / 2**30:.2f}"
+    others = f"others {rest / 2**30:.2f} of {planned_rest / 2**30:.2f}"
+    yield Fault("memory", f"{text} ({states}, {others}){largest}", warns=True)
