@@ -49,7 +49,12 @@ def _run(argv: list[str]) -> int:
     if not 1 <= args.steps <= 100:
         raise ConfigError(f"--steps={args.steps}: from 1 to 100")
     ranks = _ranks(args.ranks, args.num_devices)
-    from megalite.rehearsal import ONLY_A_GPU, explain, rehearse, rehearsed  # torch comes with it: after what is wrong is told
+    from megalite.rehearsal import (  # torch comes with it: after what is wrong is told
+        ONLY_A_GPU,
+        explain,
+        rehearse,
+        rehearsed,
+    )
 
     hardware = None if args.hardware is None else load_hardware(args.hardware)
     room = None if hardware is None else hardware.memory_bytes - hardware.reserved_bytes

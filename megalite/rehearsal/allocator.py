@@ -1,9 +1,9 @@
-"""torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), in numbers: what is allocated, and what is reserved for it.
+"""torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp), in numbers: what is allocated, what is reserved.
 
-    sizes     multiples of 512 bytes
-    segments  for up to 1 MiB: 2 MiB; for less than 10 MiB: 20 MiB; beyond: the size in steps of 2 MiB
-    blocks    the smallest free one of the stream's pool that is large enough, split where the rest is worth it (512 bytes
-              of a small segment, more than 1 MiB of a large one); freed neighbours are joined
+sizes     multiples of 512 bytes
+segments  for up to 1 MiB: 2 MiB; for less than 10 MiB: 20 MiB; beyond: the size in steps of 2 MiB
+blocks    the smallest free one of the stream's pool that is large enough, split where the rest is worth it (512
+          bytes of a small segment, more than 1 MiB of a large one); freed neighbours are joined
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +19,11 @@ from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.messages import messages
 from megalite.rehearsal.order import Clock, where
 from megalite.rehearsal.streams import DEVICE, Event, Gpu, Stream
-from megalite.rehearsal.values import Computed, Shapes, flash_attention
+from megalite.rehearsal.values import Computed, Shapes, flash_attention, fused_rms_norm
 from megalite.rehearsal.watch import Watch
 
+CHOSEN = MappingProxyType({"scaled_dot_product_attention": flash_attention, "rms_norm": fused_rms_norm})
+"""Kernels that torch chooses by the device, and would choose otherwise where there is no memory."""
 _DATA_PTR = torch.UntypedStorage.data_ptr
 
 
@@ -40,7 +42,7 @@ def watched_gpu(fake: FakeGroups | None = None) -> Iterator[Gpu]:
             (torch.UntypedStorage, _storage(gpu)),
             (ThreadPoolExecutor, {"submit": _submit(gpu)}),
             (torch, {"tensor": _made(gpu, torch.tensor)}),
-            (torch.nn.functional, {} if fake is None else {"scaled_dot_product_attention": flash_attention}),
+            (torch.nn.functional, {} if fake is None else CHOSEN),
             (torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": _grouped(gpu)}),
         ):
             for name, value in names.items():

@@ -20,7 +20,7 @@ from megalite.rehearsal.order import Event
 from megalite.rehearsal.rank import Rehearsed
 from megalite.rehearsal.record import RankRecord
 from megalite.rehearsal.short import WHOLE
-from megalite.schedule import BatchRange, Program
+from megalite.schedule import Action, BatchRange, Program
 
 ROUNDS = 2
 """Times the pipeline's length, the micro-batches after which no more activations are alive than before."""
@@ -117,9 +117,7 @@ def events(run: Rehearsed, record: RankRecord, program: Program, stage: int) -> 
         yield from record.log
         return
     begin = max(i for i, event in enumerate(record.log) if event[0] == "phase" and event[4] == f"iteration {run.steps}")
-    end = next(
-        (i for i, event in enumerate(record.log) if i > begin and event[0] == "phase"), len(record.log)
-    )
+    end = next((i for i, event in enumerate(record.log) if i > begin and event[0] == "phase"), len(record.log))
     yield from record.log[:begin]
     head, parts = _cut(record.log[begin:end])
     yield from head
@@ -127,7 +125,7 @@ def events(run: Rehearsed, record: RankRecord, program: Program, stage: int) -> 
     yield from record.log[end:]
 
 
-def _actions(program: Program, stage: int) -> Iterator[object]:
+def _actions(program: Program, stage: int) -> Iterator[Action]:
     batch = BatchRange(0, 0, program.num_microbatches, 0, True)
     for action in program.actions_for_batch(stage, batch):
         yield from action.parts or (action,)
@@ -213,7 +211,8 @@ def _unplanned(found: Found, who: str) -> Iterator[Fault]:
     difference = found.allocated - plan.total
     if abs(difference) <= APART * plan.total or abs(difference) < WORTH:
         return
-    term = "weights, gradients and optimizer" if abs(found.states - plan.model_states) > abs(rest - planned_rest) else "activations and buffers"
+    of_states = abs(found.states - plan.model_states) > abs(rest - planned_rest)
+    term = "weights, gradients and optimizer" if of_states else "activations and buffers"
     largest = f"; the largest at {found.at_peak[0][0]}" if found.at_peak else ""
     text = f"{who} allocates {found.allocated / 2**30:.2f} GiB, the plan says {plan.total / 2**30:.2f}: {term} differ"
     states = f"states {found.states / 2**30:.2f} of {plan.model_states / 2**30:.2f}"

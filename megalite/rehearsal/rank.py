@@ -113,7 +113,9 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
                 opened.trainer.train()
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
             problem = f"{type(error).__name__}: {str(error).splitlines()[0]} (at {_product_line(error)})"
-        unwaited = [work.call for work in gpu.unwaited.values()]
+        # What the last iteration has started, the next one would wait for.
+        last = f"iteration {run.steps}"
+        unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
         return RankRecord(
             rank,
             gpu.calls,

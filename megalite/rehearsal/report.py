@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.rehearsal.classes import distinct_ranks
 from megalite.rehearsal.match import Fault, Records, deadlock, match
@@ -58,7 +58,24 @@ def rehearse(
         found = memory(run, records)
         faults += [*match(records), *deadlock(records), *races(records), *syncs(records)]
         faults += memory_faults(found, device_bytes)
+    faults = _once(faults)
     return Report(faults, [*_rows(run, records), *_memory_rows(found)], records, found)
+
+
+def _once(faults: Sequence[Fault]) -> list[Fault]:
+    """What is the same on many ranks but for their number, and for how much, is told once."""
+    first: dict[str, Fault] = {}
+    counts: Counter[str] = Counter()
+    for fault in faults:
+        what = RANK.sub("", fault.text) if fault.check in ("memory", "sync") else fault.text
+        first.setdefault(what, fault)
+        counts[what] += 1
+    return [
+        replace(fault, text=f"{fault.text}\n    ({counts[what] - 1} more of the rehearsed ranks do)")
+        if counts[what] > 1
+        else fault
+        for what, fault in first.items()
+    ]
 
 
 def races(records: Records) -> list[Fault]:
@@ -73,6 +90,7 @@ def races(records: Records) -> list[Fault]:
     ]
 
 
+RANK = re.compile(r"^rank \d+|\d+\.\d+")
 LATE = re.compile(r"late_reading|spikes")
 """Reads what was sent an iteration ago: the host does not wait."""
 

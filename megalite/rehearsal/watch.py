@@ -31,7 +31,7 @@ HOST_WAITS = {
     "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", "unique_dim",
     "equal", "is_nonzero",
 }  # fmt: skip
-MADE_INSIDE = {"scalar_tensor", "zeros"}
+MADE_INSIDE = {"scalar_tensor", "zeros", "ones"}
 """Factories that torch calls by itself with the true device of a tensor of ours."""
 SYNC_NAMES = {"_local_scalar_dense": "item()"}
 MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_fused_adamw_", "_foreach_add_"}

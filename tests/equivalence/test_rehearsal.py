@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.comm import Axis, Channel, all_gather_into, all_reduce_, start_all_to_all_rows
+from megalite.nn.norm import Norm
 from megalite.rehearsal import DEVICE, Fault, rehearse, rehearsed
 from megalite.train.trainer import Trainer
 
@@ -99,7 +100,7 @@ PLANTED: dict[Callable[[Trainer], Any], tuple[str, str]] = {
 @pytest.mark.parametrize("body", PLANTED, ids=lambda body: body.__name__)
 def test_a_planted_fault_is_found_and_named(body: Callable[[Trainer], Any]) -> None:
     begins, says = PLANTED[body]
-    found = [str(fault) for fault in faults("--num-layers 1", 4 if body is a_circle else 2, body)]
+    found = [str(fault) for fault in faults("--num-layers 1", 4 if body is a_circle else 2, body, steps=2)]
     assert any(each.startswith(begins) and says in each for each in found), found
     named = next(each for each in found if each.startswith(begins))
     lines, first = inspect.getsourcelines(body)
@@ -134,3 +135,45 @@ def test_a_message_that_differs_is_found(kind: str) -> None:
 )
 def test_a_sound_layout_has_no_fault(layout: str, ranks: int) -> None:
     assert faults(f"{layout} --eval-iters 1", ranks, steps=2) == []
+
+
+def test_a_kept_activation_is_named() -> None:
+    kept = []
+
+    def keep(trainer: Trainer) -> None:
+        kept.append(new(1 << 14))  # one
+
+    (found,) = map(str, faults("--num-layers 1", 1, keep, steps=3))
+    assert found.startswith("memory: rank 0: every iteration leaves 65,536 bytes")
+    assert "test_rehearsal.py" in found and " new < " in found
+
+
+def test_a_second_copy_of_the_weights_is_named() -> None:
+    right = Trainer.__post_init__
+
+    def doubled(trainer: Trainer) -> None:
+        right(trainer)
+        trainer.copy = [torch.empty(1 << 28, device=DEVICE)]  # type: ignore[attr-defined]
+
+    with patch.object(Trainer, "__post_init__", doubled):
+        (found,) = map(str, faults("--num-layers 1", 1))
+    assert found.startswith("warning: memory: rank 0 allocates 1.00 GiB, the plan says 0.00")
+    assert "weights, gradients and optimizer differ" in found and "test_rehearsal.py" in found
+
+
+def test_a_value_that_is_read_in_a_layer_is_named() -> None:
+    right = Norm.forward
+
+    def forward(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        return right(norm, x) * x.abs().max().clamp(1, 1).item()
+
+    with patch.object(Norm, "forward", forward):
+        found = [str(fault) for fault in faults("--num-layers 1", 1)]
+    assert len(found) == 3 and all("the host waits for the device 4 times a step" in each for each in found)
+    assert all("item() at equivalence/test_rehearsal.py" in each for each in found)
+
+
+def test_a_device_that_is_too_small_is_told_with_the_largest_lines() -> None:
+    report = rehearse(rehearsed([*SMALL, "--num-layers", "1"], 1, steps=1), device_bytes=1 << 20)
+    (found,) = map(str, report.faults)
+    assert found.startswith("memory: rank 0 needs ") and "zero/flat_weights.py" in found and report.fails

@@ -12,11 +12,11 @@ from megalite.microbatch import Microbatch
 FURTHER = ("further_tokens", "further_labels", "further_weights")
 
 
-def sequence_order(length: int, ring: int) -> Tensor:
+def sequence_order(length: int, ring: int, device: torch.device | None = None) -> Tensor:
     """Positions `[length]`, ring rank after ring rank: rank p of `ring` has chunks p and 2 ring - 1 - p of 2 ring. What
     a ring rank has is dealt out evenly, in order, to those with whom it trades tokens for heads.
     """
-    chunks = torch.arange(length).chunk(2 * ring)
+    chunks = torch.arange(length, device=device).chunk(2 * ring)
     return torch.cat([chunks[c] for p in range(ring) for c in (p, 2 * ring - 1 - p)])
 
 
@@ -35,7 +35,7 @@ class SequenceCut:
         """Cuts tokens, labels, positions and loss weights; where documents begin stays whole, in the order of ranks."""
         if self.size == 1:
             return microbatch
-        order = sequence_order(microbatch.shape[1], self.ring).to(microbatch.tokens.device)
+        order = sequence_order(microbatch.shape[1], self.ring, microbatch.tokens.device)  # the host does not wait
         own = order.chunk(self.size)[self.rank]
         starts = microbatch.document_starts
         return replace(
