@@ -100,7 +100,13 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
     began = time.process_time()
     with once_for_all_ranks(run.worked_out), alone(groups) as gpu:
         world = World(
-            rank, run.size, DEVICE, rank % A_NODE, min(A_NODE, run.size), f"node{rank // A_NODE}", _phases(gpu)
+            rank=rank,
+            size=run.size,
+            device=DEVICE,
+            local_rank=rank % A_NODE,
+            local_size=min(A_NODE, run.size),
+            host=f"node{rank // A_NODE}",
+            report_phase=_phases(gpu),
         )
         problem = None
         try:

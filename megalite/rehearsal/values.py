@@ -154,7 +154,7 @@ class Shapes:
         """Computes the values of a kernel of the device that has run, where they are few and known."""
         if function.is_view or name in ("empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"):
             return
-        if name not in ("_to_copy", "bincount") and any(x.nbytes > SMALL for x in (*given, *outs)):
+        if name not in ("_to_copy", "bincount", "scatter_add_") and any(x.nbytes > SMALL for x in (*given, *outs)):
             for x in (*written, *outs):
                 memory = self._gpu.ledger.find(x.untyped_storage())
                 if memory is not None and memory.known is not None:
@@ -164,6 +164,9 @@ class Shapes:
         with self._gpu.state(quiet=True, true_device=True):
             if name == "bincount":
                 self.know(outs[0], torch.full(outs[0].shape, args[0].numel() // max(1, outs[0].numel())))
+                return
+            if name == "scatter_add_" and not args[0].is_floating_point() and args[0].nbytes <= SMALL:
+                self.know(args[0], _balanced(args[0], args[3].numel()))
                 return
             only_written = name in ("copy_", "zero_", "fill_")
             small = all(x.nbytes <= SMALL for x in (*given, *outs)) or (name == "_to_copy" and not given[0].is_meta)
@@ -258,6 +261,16 @@ def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, said: S
         elif call.kind == "all_reduce" and "sum" in (call.op or "sum"):
             total = known * size
             shapes.know(target, torch.where(total == 0, 1, total) if total.is_floating_point() else total)
+
+
+def _balanced(counts: Tensor, things: int) -> Tensor:
+    """Things dealt out evenly over the bins, in each row of the counts; of an odd number of bins the last is left empty
+    (there go those that are dropped)."""
+    bins = counts.shape[-1] - counts.shape[-1] % 2 or 1
+    rows = max(1, counts.numel() // counts.shape[-1])
+    share, more = divmod(things // rows, bins)
+    row = [share + (n < more) if n < bins else 0 for n in range(counts.shape[-1])]
+    return torch.tensor(row, dtype=counts.dtype).expand(counts.shape)
 
 
 def _in_place(function: Any) -> Any:
