@@ -137,9 +137,9 @@ class _Depart(Node):
     def forward(ctx: Any, x: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
         ctx.plan, ctx.flight = plan, flight
         rows = x.index_select(0, plan.owners)
-        flight.rows, flight.forward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
-        if plan.axis.size == 1:
+        if plan.axis.size == 1:  # in flight it would hold itself, through the node that holds the flight
             return rows
+        flight.rows, flight.forward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
         return rows.new_empty(()).expand_as(rows)  # the shape of their gradients, which _Arrive returns
 
     @staticmethod
