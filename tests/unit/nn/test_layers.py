@@ -204,6 +204,7 @@ def test_activations() -> None:
         "swiglu": gate / (1 + torch.exp(-gate)) * value,
         "geglu": gate * phi * value,
         "geglu-tanh": (0.5 * x * (1 + torch.tanh(cube)))[:, :4] * value,
+        "quick-geglu": gate / (1 + torch.exp(-1.702 * gate)) * value,
         "squared-relu": torch.where(x > 0, x * x, 0.0),
     }
     assert expected.keys() == ACTIVATIONS.keys()
