@@ -19,13 +19,13 @@ import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.collective import broadcast_from_rank_zero
-from ray.train.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 PROGRAM = Path(__file__).resolve().parents[1] / "pretrain_gpt.py"
 
 
-def run_rank(settings: dict[str, list[str]]) -> None:
-    """One worker: the rank of its place in Ray's group, until that ends."""
+def run_rank(settings: dict[str, list[str]]) -> int:
+    """One worker: the rank of its place in Ray's group, until that ends; its exit status."""
     from megalite.launch import die_with_parent
 
     context, worker = ray.train.get_context(), os.getpid()
@@ -45,7 +45,7 @@ def run_rank(settings: dict[str, list[str]]) -> None:
     status = subprocess.run(command, env=environment, preexec_fn=lambda: die_with_parent(worker)).returncode
     if status not in (0, 2):
         raise RuntimeError(f"rank {place['RANK']} ended with status {status}")
-    ray.train.report({"status": status})
+    return status
 
 
 def main(workers: int, flags: list[str]) -> int:
@@ -56,7 +56,7 @@ def main(workers: int, flags: list[str]) -> int:
         scaling_config=ScalingConfig(num_workers=workers, use_gpu="GPU" in ray.cluster_resources()),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
     )
-    return int((trainer.fit().metrics or {}).get("status", 1))
+    return int(trainer.fit().return_value)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def ranks_of(run: Path) -> list[int]:
 def test_ray_starts_the_ranks_again_when_one_is_killed(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     run = tmp_path / "run"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_TRAIN_V2_ENABLED": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "examples/ray_train.py", "2", *TINY, "--save", str(run)]
     with (tmp_path / "log").open("w") as log:
         driver = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
