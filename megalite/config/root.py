@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 from types import MappingProxyType
 
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
@@ -43,6 +44,11 @@ class Config:
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
+
+    def microbatches_together(self, world_size: int) -> int:
+        """Micro-batches of an update where a schedule makes one after every micro-batch: one of each replica, or a
+        round of them where replicas take turns."""
+        return self.data_parallel_size(world_size) * lcm(*self.parallel.workers)
 
     def of_stage(self, stage: int, world_size: int) -> tuple[Config, int]:
         """(The run in which all stages are as this one is, its number of ranks); the run itself where they are."""

@@ -115,7 +115,7 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
         (
             "batch",
             f"{batch:,} samples = {config.num_microbatches(world_size)} micro-batches of {training.micro_batch_size} "
-            f"on {dp} replica{'s' * (dp > 1)}; {in_units(batch * seq_length)} tokens per step",
+            f"{_taken_by(config, dp)}; {in_units(batch * seq_length)} tokens per step",
         ),
         (
             "training",
@@ -123,6 +123,13 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
         ),
         *([("data", _phases(config))] if config.data.data_schedule is not None else []),
     ]
+
+
+def _taken_by(config: Config, dp: int) -> str:
+    """Who runs the micro-batches of a batch."""
+    if config.parallel.meshes:
+        return "in turn on the replicas of each stage"
+    return f"on {dp} replica{'s' * (dp > 1)}"
 
 
 def embedding_rows(config: Config) -> list[tuple[str, str]]:
@@ -191,6 +198,8 @@ def describe_layout(config: Config, world_size: int) -> str:
         "ep": parallel.experts.expert_model_parallel_size,
     }
     parts = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"]
+    if parallel.meshes:
+        parts = [f"pp{sizes['pp']} of {parallel.stage_meshes} (tp x replicas)"]
     if sizes["pp"] > 1:
         chunks = f", {parallel.num_chunks} chunks per rank" if parallel.num_chunks > 1 else ""
         file = parallel.pipeline_schedule_file

@@ -9,12 +9,17 @@ from typing import Any
 
 from megalite.config import Config, ModelConfig, ParallelConfig, config_problems
 from megalite.proof.shrink import Small
+from megalite.schedule import build_program
 
 
 def elsewhere(small: Small) -> tuple[Config, int]:
     """Another layout for the same model and batch, as unlike as four ranks allow: where the checkpoint is taken to."""
     here = small.config.parallel
-    dp = small.world_size // here.model_parallel_size
+    dp = (
+        small.config.microbatches_together(small.world_size)
+        if small.by_microbatch
+        else small.world_size // here.model_parallel_size
+    )
     best: tuple[int, Config, int] | None = None
     for tp, pp, new_dp, zero in product((1, 2), (1, 2, 4), (1, 2, 4), (0, 1, 2, 3)):
         ranks = tp * pp * new_dp
@@ -31,7 +36,7 @@ def elsewhere(small: Small) -> tuple[Config, int]:
             **_kept(small),
         )
         config = replace(small.config, parallel=parallel, model=nothing_recomputed(small.config))
-        if config_problems(config, ranks):
+        if config_problems(config, ranks) or (small.by_microbatch and _delays(config) != _delays(small.config)):
             continue
         before = (here.tensor_model_parallel_size, here.pipeline_model_parallel_size, dp, here.zero_stage)
         unlike = sum(a != b for a, b in zip(before, (tp, pp, new_dp, zero), strict=True))
@@ -50,12 +55,21 @@ def plain(small: Small, own: Config) -> tuple[Config, int]:
     if not small.by_microbatch:
         return config, 1
     stages = small.config.parallel.pipeline_model_parallel_size
-    replicas = small.world_size // small.config.parallel.model_parallel_size
+    replicas = small.config.microbatches_together(small.world_size)
     wider = replace(own.training, micro_batch_size=own.training.micro_batch_size * replicas)
     together = replace(config, parallel=replace(parallel, pipeline_model_parallel_size=stages), training=wider)
+    if _delays(together) != _delays(small.config):
+        return own, small.world_size
     if _weigh_alike(own) and not config_problems(together, stages):
         return together, stages
     return replace(together, training=own.training), stages * replicas
+
+
+def _delays(config: Config) -> tuple[int, ...]:
+    """How many updates old the gradients of each stage are, of a schedule that steps after every micro-batch."""
+    parallel = config.parallel
+    p, long = parallel.pipeline_model_parallel_size, config.microbatches_together(parallel.model_parallel_size)
+    return build_program(parallel.schedule, p, 4 * p * long, **parallel.pipeline_shape).staleness
 
 
 def nothing_recomputed(config: Config) -> ModelConfig:
@@ -76,5 +90,5 @@ def _kept(small: Small) -> dict[str, Any]:
     if small.stale:
         kept |= {"pipeline_schedule": here.pipeline_schedule, "pipeline_flush_steps": here.pipeline_flush_steps}
     if small.by_microbatch:
-        kept |= {"stage_layout": here.stage_layout}
+        kept |= {"stage_layout": here.stage_layout, "pipedream_vertical_sync": here.pipedream_vertical_sync}
     return kept

@@ -59,11 +59,10 @@ class Preflight:
         with open_run(config, world) as run:
             mesh = run.trainer.mesh
             sparse = config.model.experts.num_experts is not None
-            if mesh.size("dp") < 2 or (sparse and mesh.size("edp") < 2):
+            replicas = max(config.parallel.workers, default=mesh.size("dp"))
+            if replicas < 2 or (sparse and mesh.size("edp") < 2 and not mesh.takes_turns):
                 raise ConfigError("--preflight: compares replicas, and this layout has one; give it more ranks")
-            loader = run.trainer.batch_reader.loader
-            assert isinstance(loader, BatchLoader)
-            loader.dp_rank = 0  # every replica the same samples
+            give_all_the_same(run)
             watch = Digests(run)
             numbers = {}
             for _ in range(self.steps):
@@ -76,7 +75,7 @@ class Preflight:
         if world.is_first:
             for step, (loss, norm) in numbers.items():
                 self.say(f"  iteration {step}: loss {loss:.6f}" + (f", gradient norm {norm:.6f}" if norm else ""))
-            self.say(f"PASS  {world.size} ranks, {mesh.size('dp')} replicas: {self.steps} iterations agree bit for bit")
+            self.say(f"PASS  {world.size} ranks, {replicas} replicas: {self.steps} iterations agree bit for bit")
         return 0
 
 
@@ -94,6 +93,17 @@ def run_preflight(argv: list[str], steps: int, say: Callable[[str], None]) -> in
     loads = replace(CheckpointConfig(), **{n: getattr(config.checkpoint, n) for n in ("load", "ckpt_step", "finetune")})
     quiet = replace(config, training=training, checkpoint=loads, logging=LoggingConfig())
     return launch(quiet, Preflight(steps, say), place)
+
+
+def give_all_the_same(run: OpenRun) -> None:
+    """Every replica reads the same samples; where they take turns, all of a round get those of its first."""
+    reader, together = run.trainer.batch_reader, run.state.model.placement.round
+    loader = reader.loader
+    assert isinstance(loader, BatchLoader)
+    loader.dp_rank = 0
+    if together > 1:
+        get = reader.get
+        reader.get = lambda microbatch: get(microbatch // together * together)  # type: ignore[method-assign]  # of this run
 
 
 class Digests:
@@ -156,6 +166,8 @@ def compare(seen: Sequence[Seen], run: OpenRun, world: World) -> str:
     mesh = run.trainer.mesh
     whole = sum(sum(one.digest) * (i + 1) for i, one in enumerate(seen)) % (1 << 61)
     place = [mesh.coordinate(axis) for axis in CUTS]
+    if mesh.takes_turns:  # replicas of a stage are pipeline ranks of their own
+        place[CUTS.index("pp")] = run.state.model.placement.stages_of(mesh.coordinate("pp"))[0][0]
     everyone = all_gather_json({"place": place, "whole": whole, "host": world.host}, mesh.world)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, one in enumerate(everyone):

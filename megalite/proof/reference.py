@@ -70,7 +70,7 @@ def _write(config: Config, world_size: int, steps: int, folder: str, branches: B
     found.listen(pupil)
     # PipeDream's update: one micro-batch of every replica
     together = (
-        config.data_parallel_size(world_size) if find_schedule(config.parallel.schedule).update_per_microbatch else 0
+        config.microbatches_together(world_size) if find_schedule(config.parallel.schedule).update_per_microbatch else 0
     )
     lag = _lags(pupil, config) if together else {}
     sizes, consumed, scheduled = config.batch_size_schedule(world_size), 0, 0
@@ -103,9 +103,11 @@ def _alone(config: Config, world_size: int) -> Config:
 
 def _lags(pupil: Pupil, config: Config) -> Delays:
     """PipeDream: updates that a layer's weights are behind when a micro-batch comes to it."""
-    stages = config.parallel.pipeline_model_parallel_size
-    cuts = stage_layer_ranges(config, build_program(config.parallel.schedule, stages, 4))
-    return {pupil.specs[i].name: stages - 1 - stage for stage, cut in enumerate(cuts) for i in cut}
+    parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
+    long = 4 * stages * config.microbatches_together(parallel.model_parallel_size)
+    program = build_program(parallel.schedule, stages, long, **parallel.pipeline_shape)
+    cuts = stage_layer_ranges(config, program)
+    return {pupil.specs[i].name: program.staleness[stage] for stage, cut in enumerate(cuts) for i in cut}
 
 
 def _behind(config: Config, step: int, lag: Delays) -> Delays:

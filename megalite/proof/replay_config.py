@@ -129,8 +129,8 @@ def _same_samples(was: Config, ranks: int, now: Config, world_size: int) -> None
         )
     if not find_schedule(was.parallel.schedule).update_per_microbatch:
         return
-    before = was.training.micro_batch_size * was.data_parallel_size(ranks)
-    replicas = now.data_parallel_size(world_size)
+    before = was.training.micro_batch_size * was.microbatches_together(ranks)
+    replicas = now.microbatches_together(world_size)
     after = now.training.micro_batch_size * replicas
     if before != after:
         many = "replica" if replicas == 1 else "replicas"

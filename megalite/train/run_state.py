@@ -20,7 +20,7 @@ Everything is logical: no rank, stage or place in memory is written down, so any
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.checkpoint import AVERAGES, Checkpointer, Meta, read_manifest
@@ -72,7 +72,7 @@ class RunState:
         meta = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
-            "progress": progress_to_meta(progress),
+            "progress": progress_to_meta(replace(progress, microbatches=progress.microbatches // self._round)),
             "loss_scaler": self.scaler.state_dict(),
             NEWEST: {"learning_rate": self.model.delay.learning_rate, "weight_decay": self.model.delay.weight_decay},
             "train_requests": list(self.datasets.train_requests),
@@ -109,6 +109,7 @@ class RunState:
         """
         model, meta = self.model, Meta(start.meta, str(start.path))
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
+        progress.microbatches *= self._round
         with_state = (own or self.config.checkpoint.load_optim) and not start.weights_only
         version = self.version(progress)
         shards = [*model.optimizer.shards(), *self._states(version), *self._still]
@@ -159,6 +160,12 @@ class RunState:
         taken += ["older weight versions"] if older else []
         taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.precision.fp16 else []
         return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
+
+    @property
+    def _round(self) -> int:
+        """Micro-batches that are counted as one in a checkpoint, which knows no layout: where ranks take turns a round,
+        which each of them begins at its turn, as a replica counts its own elsewhere."""
+        return self.model.placement.round
 
     def version(self, progress: TrainingProgress) -> int:
         """Number of the newest weight version after `progress`."""

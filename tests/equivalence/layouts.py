@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import tempfile
@@ -17,7 +18,7 @@ from megalite.config.cli import parse
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.planner import within_budget
-from megalite.schedule import SCHEDULES, find_schedule
+from megalite.schedule import SCHEDULES, build_program, find_schedule
 from megalite.testing import run_ranks
 from megalite.testing.harness import PATIENCE_SECONDS
 from megalite.testing.oracle import Trajectory, pipedream_reference, reference
@@ -100,6 +101,11 @@ class Layout:
         if self.stages:
             return pipedream_reference(argv, steps, self.stages, self.together, self.lags)
         return reference(argv, steps, self.delay)
+
+    @property
+    def schedule(self) -> str:
+        flags = [*self.layout]
+        return flags[flags.index("--pipeline-schedule") + 1] if "--pipeline-schedule" in flags else "1f1b"
 
     @property
     def command(self) -> str:
@@ -192,6 +198,7 @@ def draw(
     given. more: flags of every model."""
     while True:
         case = drawn(rng, optimizer or rng.choice(list(OPTIMIZERS)))
+        case = with_stage_meshes(case, random.Random(case.command))
         case = replace(case, model=(*case.model, *_draw_aids(case), *more))
         if not want(case):
             continue
@@ -208,6 +215,45 @@ def _draw_aids(case: Layout) -> list[str]:
     averages = coin.random() < 0.15 and "embedding" not in case.layout
     flags = ["--ema-decay", coin.choice(["0.5", "0.99"])] if averages else []
     return flags + (["--z-loss-coeff", "0.03"] if coin.random() < 0.15 else [])
+
+
+MESHES = ("1x2,1x1", "1x1,1x2", "2x1,1x1", "1x1,2x1", "2x1,1x2", "1x2,2x1", "1x2,1x1,1x1", "1x1,1x2,1x1", "4x1,1x2")
+"""Those of more than four ranks last."""
+UNLIKE = 0.45
+"""Of the draws so many are tried with stages that differ; some of these are refused."""
+OF_ALIKE = (
+    "--tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size --cp-comm-type "
+    "--hierarchical-context-parallel-sizes --virtual-pipeline-model-parallel-size --tp-comm-overlap "
+    "--num-distributed-optimizer-instances --expert-model-parallel-size --expert-tensor-parallel-size "
+    "--pipeline-schedule"
+).split()
+"""Flags of a layout whose stages are alike."""
+
+
+def with_stage_meshes(case: Layout, rng: random.Random) -> Layout:
+    """The case with stages that differ, now and then, where it can have them. rng: of its own, so that what is drawn
+    next does not depend on it."""
+    if rng.random() > UNLIKE:
+        return case
+    flags = [word.split() for word in " ".join(case.layout).replace(" --", "\n--").splitlines()]
+    kept = [word for flag in flags for word in flag if flag[0] not in OF_ALIKE and flag[1:2] != ["params"]]
+    turns = [name for name, entry in SCHEDULES.items() if entry.takes_turns]
+    schedule = case.schedule if case.schedule in turns else rng.choice(["1f1b", "zb-h1", "gpipe", "eager-1f1b"])
+    for meshes in rng.sample(MESHES, 4):
+        sizes = [tuple(map(int, mesh.split("x"))) for mesh in meshes.split(",")]
+        layout = ("--stage-meshes", meshes, "--pipeline-schedule", schedule, *kept)
+        found = replace(case, layout=layout, world_size=sum(tp * dp for tp, dp in sizes))
+        if case.stages:
+            workers = tuple(dp for _, dp in sizes)
+            lags = build_program("pipedream", len(sizes), 8 * math.lcm(*workers), workers=workers).staleness
+            size = int(kept[kept.index("--micro-batch-size") + 1])
+            found = replace(found, stages=len(sizes), together=size * math.lcm(*workers), lags=lags)
+        try:
+            parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
+        except ConfigError:
+            continue
+        return found
+    return case
 
 
 FLUSH = ["1f1b", *(name for name, s in SCHEDULES.items() if not s.asynchronous and name != "1f1b")]

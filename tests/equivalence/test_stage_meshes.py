@@ -3,9 +3,25 @@ layouts, and mutations that must be seen."""
 
 from __future__ import annotations
 
-import pytest
+import random
+import tempfile
+from contextlib import ExitStack
+from unittest.mock import patch
 
-from equivalence.layouts import Layout, compare
+import pytest
+import torch
+
+from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, compare, draw, saved_tensors, train_body
+from megalite.comm import Done, mesh_channel
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.inventory import tiles
+from megalite.parallel.pipeline.shared_rows import SharedRows
+from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.testing import run_ranks
+from megalite.testing.oracle import reference
+from megalite.train.batch_reader import BatchReader
+from megalite.train.run import open_run
 
 UNTIED = "--untie-embeddings-and-output-weights"
 ASYNCHRONOUS = f"{UNTIED} --clip-grad 0"
@@ -85,3 +101,100 @@ def test_vertical_sync_is_another_training_on_uniform_stages(full: bool) -> None
     if full:
         with pytest.raises(AssertionError, match="instead of"):
             compare(Layout(model, (*flags, "--pipedream-vertical-sync"), 3, stages=3))
+
+
+def test_a_third_of_the_random_layouts_have_stages_that_differ() -> None:
+    rng = random.Random(3)
+    drawn = [draw(rng, rng.choice(list(OPTIMIZERS))).layout for _ in range(24)]
+    assert sum("--stage-meshes" in layout for layout in drawn) >= 8
+
+
+LEGS = {
+    "--stage-meshes 1x2,2x1 --zero-stage 1": 4,
+    "--pipeline-model-parallel-size 2 --zero-stage 3": 2,
+    "--stage-meshes 2x1,1x1": 3,
+}
+"""Layout -> ranks."""
+
+
+def leg_body(world: World, argv: list[str], steps: int) -> tuple[list[float], dict]:
+    """Some iterations, an evaluation and a save."""
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        losses = [float(run.trainer.train_step(drain=step == steps - 1).lm_loss) for step in range(steps)]
+        run.trainer.progress.iteration = run.trainer.iteration
+        (record,) = run.trainer.evaluate(run.trainer.iteration, False)
+        run.state.save(run.trainer.progress)
+    return losses, record
+
+
+@pytest.mark.landing
+def test_a_run_goes_on_at_other_stage_meshes_and_at_none() -> None:
+    """One training over three layouts, evaluated at each, is that of one process."""
+    model = ["--num-layers", "4", "--micro-batch-size", "1", "--eval-iters", "2"]
+    base = list(TINY)
+    base[base.index("--eval-iters") + 1] = "2"
+    with tempfile.TemporaryDirectory() as folder:
+        losses, before = [], []
+        for number, (leg, world) in enumerate(LEGS.items()):
+            argv = [*base, *model, *leg.split(), "--save", f"{folder}/{number}", *before]
+            found = run_ranks(leg_body, world, argv, 2)
+            assert all(one == found[0] for one in found)
+            losses += found[0][0]
+            alone = run_ranks(score_body, 1, [*base, *model, "--load", f"{folder}/{number}"])[0]
+            assert abs(found[0][1]["lm_loss"] - alone["lm_loss"]) < 1e-12
+            assert found[0][1]["num_tokens"] == alone["num_tokens"]
+            before = ["--load", f"{folder}/{number}"]
+        expected = reference((*TINY, "--micro-batch-size", "1", "--num-layers", "4"), 6)
+        assert_close(losses, expected.losses, 1e-12, "loss")
+        for name, value in saved_tensors(f"{folder}/2").items():
+            assert float((value - expected.tensors[name]).abs().max()) < 1e-11, name
+
+
+def score_body(world: World, argv: list[str]) -> dict:
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        (record,) = run.trainer.evaluate(run.trainer.iteration, False)
+        return record
+
+
+def reversed_tiles(shape, parts, *, split):
+    return tiles(shape, parts, split=split)[::-1]
+
+
+def twice_on_rank_3(self: BatchReader, tokens: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    return [factor * 2 if self.odd else factor for factor in FACTORS(self, tokens, scale)]
+
+
+def neighbours_turn(self: BatchReader, microbatch: int) -> tuple:
+    return GET(self, microbatch ^ 1 if self.odd else microbatch)
+
+
+def first_again(self: mesh_channel.IncomingParts) -> torch.Tensor:
+    arrived = WAIT(self)
+    return STALE.setdefault(arrived.shape, arrived)
+
+
+FACTORS, GET, WAIT = BatchReader._factors, BatchReader.get, mesh_channel.IncomingParts.wait
+STALE: dict = {}
+MUTATIONS = {
+    "a wrong tile": (mesh_channel, "tiles", reversed_tiles),
+    "a factor of one replica": (BatchReader, "_factors", twice_on_rank_3),
+    "a lost tie": (SharedRows, "start_sum", lambda self, copies: Done()),
+    "the norm of a stage counted twice": (ShardedOptimizer, "_counts", lambda self, master: True),
+    "a turn of another's": (BatchReader, "get", neighbours_turn),
+    "a receive buffer of before": (mesh_channel.IncomingParts, "wait", first_again),
+}
+
+
+def mutated_body(world: World, argv: list[str], steps: int, name: str) -> tuple:
+    target, attribute, other = MUTATIONS[name]
+    with ExitStack() as changed:
+        changed.enter_context(patch.object(BatchReader, "odd", world.rank == 3, create=True))
+        changed.enter_context(patch.object(target, attribute, other))
+        return train_body(world, argv, steps)
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_seen(name: str) -> None:
+    with pytest.raises(AssertionError, match="instead of|differs by|disagree"):
+        compare(case_of("", "2x1,1x2", f"--zero-stage 1 {SP}", {}), body=mutated_body, more=(name,))

@@ -56,6 +56,6 @@ def _excluded(config: Config) -> Iterator[tuple[str, str]]:
     }
     yield from ((name, alike) for name, value in switches.items() if value)
     if config.logging.samples.sample_interval is not None:
-        yield "`sample_interval`", "drop it, and let tools/generate.py continue texts from checkpoints"
+        yield "`sample_interval`", "drop it, and let tools/generate_text.py continue texts from checkpoints"
     if config.logging.eval_tasks.eval_task_files:
         yield "`eval_task_files`", "drop it, and let tools/evaluate_harness.py measure checkpoints"

@@ -66,8 +66,8 @@ def test_stages_that_differ() -> None:
         (
             f"{MESHES} 1x2,1x1 --sample-interval 5 --global-batch-size 8",
             3,
-            f"{MESHES}=1x2,1x1: not with --sample-interval; drop it, and let tools/generate.py continue texts from "
-            "checkpoints",
+            f"{MESHES}=1x2,1x1: not with --sample-interval; drop it, and let tools/generate_text.py continue texts "
+            "from checkpoints",
         ),
         (
             f"{MESHES} 1x2,1x1 --pipeline-model-parallel-size 3 --global-batch-size 8",
