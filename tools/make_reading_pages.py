@@ -21,7 +21,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("stages, buffers and optimizer of a rank, and what an update does", "megalite/engine",
      "weights rules update"),
     ("a pipeline as data: actions, a program, a schedule, the messages that passes insert", "megalite/schedule",
-     "action stage_placement program definition template schedules/one_f_one_b passes"),
+     "action stage_placement program definition schedules/one_f_one_b passes"),
     ("who runs it", "megalite/parallel/pipeline", "executor stage shared_params"),
     ("parallel axes as values, and what goes over them", "megalite/comm", "world axis mesh collectives autograd p2p"),
     ("which rectangle of its tensor a parameter is, and in which flat buffer it lies", "megalite/inventory",
@@ -41,8 +41,8 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
 
 #: Files that a step or the construction of its model enters, too, and that can be left for a second afternoon.
 LATER: tuple[tuple[str, str, str], ...] = (
-    ("a schedule that never drains, and the table of all", "megalite/schedule/schedules",
-     "no_flush pipedream_2bw registry"),
+    ("a schedule that never drains, the table of all, and lists that are renumbered for each batch",
+     "megalite/schedule", "schedules/no_flush schedules/pipedream_2bw schedules/registry template"),
     ("reads batches, keeps programs, passes over samples", "megalite/train",
      "batch_reader run_data programs rollback"),
     ("sums of tensor-parallel ranks on a CPU", "megalite/comm", "shared_memory"),

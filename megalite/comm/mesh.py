@@ -72,6 +72,8 @@ class ParallelMesh:
         self.rank = rank
         self.waits = WaitClock()
         self.takes_turns = any(grid != grids[0] for grid in grids)
+        self.hosts: Sequence[str] = ()
+        """Of each rank, where a run has several."""
         self._grids: list[StageGrid] = []
         first = pipeline = 0
         for dense, expert in grids:
@@ -145,11 +147,22 @@ class ParallelMesh:
         return result
 
     def ranks_of(self, pipeline_rank: int) -> range:
-        """World ranks of a pipeline rank, where stages differ: the tensor-parallel ranks of one replica."""
+        """World ranks of a pipeline rank: the tensor-parallel ranks of one replica, this rank's where several replicas
+        have the same."""
+        if not self.takes_turns:
+            own = self._grid(self.rank)
+            first = self._grids[pipeline_rank].first + (self.rank - own.first) // own.dense["tp"] * own.dense["tp"]
+            return range(first, first + own.dense["tp"])
         grid = max((grid for grid in self._grids if grid.pipeline <= pipeline_rank), key=lambda grid: grid.pipeline)
         tp = grid.dense["tp"]
         first = grid.first + tp * (pipeline_rank - grid.pipeline)
         return range(first, first + tp)
+
+    def crosses_hosts(self, one: int, other: int) -> bool:
+        """Whether two pipeline ranks are on hosts of their own, so that the link between them is slower than the one
+        among the tensor-parallel ranks of each."""
+        here, there = ({self.hosts[rank] for rank in self.ranks_of(each)} for each in (one, other))
+        return len(here) == len(there) == 1 and here != there
 
     def _grid(self, rank: int) -> StageGrid:
         return self._grids[bisect_right(self._grids, rank, key=lambda grid: grid.first) - 1]

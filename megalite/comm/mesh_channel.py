@@ -116,12 +116,16 @@ class MeshChannel(Channel):
 def open_channel(
     mesh: ParallelMesh, neighbours: Collection[tuple[int, int]], *, split: bool, headers: bool = False
 ) -> Channel:
-    """The channel of a run, down and up the pipeline by communicators of their own. Collective.
+    """The channel of a run, down and up the pipeline by communicators of their own. Collective. Copies that go to
+    another host go there once, in parts that are gathered there.
 
     neighbours: pipeline ranks (lower, higher) that send to each other. split: as in `Routes`.
     """
-    down, up = (mesh.over("pp", apart=direction) for direction in ("down", "up"))
-    if not mesh.takes_turns:
+    gathers = bool(mesh.hosts) and not split and mesh.size("tp") > 1
+    axis = "world" if gathers else "pp"
+    down, up = (mesh.over(axis, apart=direction) for direction in ("down", "up"))
+    if not (mesh.takes_turns or gathers):
         return Channel(down, up, neighbours, headers=headers)
-    routes = Routes(mesh.coordinate("pp"), mesh.ranks_of, split, lambda sender, receiver: False)
+    crosses = mesh.crosses_hosts if mesh.hosts else lambda sender, receiver: False
+    routes = Routes(mesh.coordinate("pp"), mesh.ranks_of, split, crosses)
     return MeshChannel(down, up, neighbours, routes=routes, tp=mesh["tp"], headers=headers)

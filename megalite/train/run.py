@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megalite.checkpoint import Meta
-from megalite.comm import DeviceWaitClock, ParallelMesh, World, open_channel, share_axis
+from megalite.comm import DeviceWaitClock, ParallelMesh, World, all_gather_json, open_channel, share_axis
 from megalite.config import Config, ParallelConfig
 from megalite.convert import Origin
 from megalite.data import begun_phases
@@ -155,6 +155,8 @@ def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
         stages=parallel.meshes,
         timeout=60 * parallel.distributed_timeout_minutes,
     )
+    if world.local_size < world.size:
+        mesh.hosts = all_gather_json(world.host, mesh.world)
     if world.device.type == "cuda":
         mesh.waits = DeviceWaitClock()
     if world.device.type == "cpu":

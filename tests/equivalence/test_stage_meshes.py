@@ -6,10 +6,14 @@ from __future__ import annotations
 import random
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, compare, draw, saved_tensors, train_body
 from megalite.comm import Done, mesh_channel
@@ -101,6 +105,43 @@ def test_vertical_sync_is_another_training_on_uniform_stages(full: bool) -> None
     if full:
         with pytest.raises(AssertionError, match="instead of"):
             compare(Layout(model, (*flags, "--pipedream-vertical-sync"), 3, stages=3))
+
+
+def two_hosts_body(world: World, argv: list[str], steps: int, counted: str | None = None) -> tuple:
+    """The first half of the ranks on one host, the others on another; with `counted` the elements that go from one to
+    the other are written there."""
+    half, sent = world.size // 2, 0
+    there = replace(world, local_size=half, host=f"host {world.rank // half}")
+    real = dist.isend
+
+    def isend(x: torch.Tensor, rank: int, **how) -> Any:
+        nonlocal sent
+        sent += x.numel() * (rank // half != world.rank // half)
+        return real(x, rank, **how)
+
+    with patch.object(dist, "isend", isend):
+        found = train_body(there, argv, steps)
+    if counted is not None:
+        Path(counted, str(world.rank)).write_text(str(sent))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_copies_cross_the_link_between_hosts_once(size: int, tmp_path: Path) -> None:
+    """tp -> tp without sequence parallelism on two hosts: 1 x the tensor in each direction, not tp x."""
+    flags = f"--micro-batch-size 1 --tensor-model-parallel-size {size} --pipeline-model-parallel-size 2"
+    case = Layout(("--num-layers", "4", UNTIED, "--clip-grad", "0"), tuple(flags.split()), 2 * size)
+    compare(case, body=two_hosts_body, more=(str(tmp_path),))
+    boundary = 16 * 1 * 32
+    microbatches = 8 * 3
+    assert sum(int(path.read_text()) for path in tmp_path.iterdir()) == 2 * microbatches * boundary
+
+
+@pytest.mark.full
+def test_unlike_stages_on_two_hosts() -> None:
+    for meshes in ("2x1,1x2", "2x1,2x1"):
+        case = case_of("", meshes, "--zero-stage 1", {})
+        compare(case, body=two_hosts_body)
 
 
 def test_a_third_of_the_random_layouts_have_stages_that_differ() -> None:
