@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.delta import Delta
 from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.model import LAYER_PATTERNS, ModelConfig
@@ -84,6 +85,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["latent_norm_epsilon"] = model.latent.latent_norm_epsilon or model.norm_epsilon
     else:
         values |= dict.fromkeys(flat(Latent()))
+    if model.delta.experimental_attention_variant is None:
+        values |= dict.fromkeys(flat(Delta()))
     for name in LAYER_PATTERNS:
         values[name] = _mixed(model, name)
     values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank
@@ -107,7 +110,7 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
 
 def _mixed(model: ModelConfig, name: str) -> str | None:
     """The pattern as a list where it makes layers differ; as it is where it is malformed, which validation reports."""
-    pattern: str | None = getattr(model, name)
+    pattern: str | None = flat(model)[name]
     if pattern is None:
         return None
     try:

@@ -76,6 +76,18 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         },
         switch="multi_latent_attention",
     ),
+    "linear_attention": ArgumentFlag(
+        "layers whose tokens meet in a state: Gated DeltaNet",
+        {
+            "variant": "experimental_attention_variant",
+            "freq": "linear_attention_freq",
+            "key_head_dim": "linear_key_head_dim",
+            "value_head_dim": "linear_value_head_dim",
+            "num_key_heads": "linear_num_key_heads",
+            "num_value_heads": "linear_num_value_heads",
+            "conv_kernel_dim": "linear_conv_kernel_dim",
+        },
+    ),
     "skip_freq": ArgumentFlag(
         "layers that do without something: N, every N-th, or a list",
         {

@@ -27,6 +27,11 @@ class Experts(Spelled):
     moe_shared_expert_intermediate_size: int | None = option(
         None, "width of an MLP beside the experts that all tokens take; unset: none", ge=1, needs="num_experts"
     )
+    moe_shared_expert_gate: bool = option(
+        False,
+        "what that MLP makes is multiplied by the sigmoid of a number of the token (Qwen3-Next)",
+        needs="moe_shared_expert_intermediate_size",
+    )
     moe_router_load_balancing_type: str = option(
         "aux_loss",
         "what the auxiliary loss balances: the tokens of a micro-batch (aux_loss), of each sequence (seq_aux_loss), "

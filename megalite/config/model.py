@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalite.config.delta import Delta
 from megalite.config.experts import Experts
 from megalite.config.foreign import ForeignModule
 from megalite.config.latent import Latent
@@ -24,8 +25,10 @@ SKIPPED: Mapping[str, str] = {
     "window_attn_skip_freq": "window_size",
     "softmax_type_skip_freq": "softmax_type",
     "attn_logit_softcapping_skip_freq": "attn_logit_softcapping",
+    "linear_attention_freq": "experimental_attention_variant",
 }
 LAYER_PATTERNS = (*SKIPPED, "no_rope_freq")
+OWN_PATTERNS = tuple(name for name in LAYER_PATTERNS if name != "linear_attention_freq")
 
 #: What a family changes among the defaults; files and flags override it value by value.
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -130,7 +133,11 @@ class ModelConfig:
     activation_func_clamp_value: float | None = option(
         None, "the gate of an MLP is at most this, its value between minus this and this (gpt-oss: 7); unset: any", gt=0
     )
+    attention_output_gate: bool = option(
+        False, "attention's result is multiplied by the sigmoid of a gate of its own, channel by channel"
+    )
     latent: Latent = Latent()
+    delta: Delta = Delta()
     experts: Experts = Experts()
     further: FurtherTokens = FurtherTokens()
     lora: Lora = Lora()
@@ -224,20 +231,22 @@ class ModelConfig:
 
     @property
     def mixer(self) -> str:
-        """What lets the tokens of a block see each other: `attention`, or `latent` attention."""
+        """What lets the tokens of a block see each other: `attention`, `latent` attention, or a state (`delta`)."""
+        if self.delta.experimental_attention_variant is not None and self.delta.linear_attention_freq is None:
+            return "delta"
         return "latent" if self.latent.multi_latent_attention else "attention"
 
     @property
     def head_dim(self) -> int:
         """Channels d of a query or key of one attention head."""
-        if self.mixer == "latent":
+        if self.latent.multi_latent_attention:
             return self.latent.qk_channels
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
 
     @property
     def query_groups(self) -> int:
         """Key/value heads g."""
-        if self.mixer == "latent":
+        if self.latent.multi_latent_attention:
             return self.num_attention_heads
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
@@ -254,19 +263,20 @@ class ModelConfig:
     @property
     def value_size(self) -> int:
         """Width of all heads' results together."""
-        return self.num_attention_heads * (self.latent.v_head_dim if self.mixer == "latent" else self.head_dim)
+        width = self.latent.v_head_dim if self.latent.multi_latent_attention else self.head_dim
+        return self.num_attention_heads * width
 
     @property
     def kernel_dim(self) -> int:
         """Channels of a head as kernels see it: those of queries, keys and values are equally many."""
-        return max(self.head_dim, self.latent.v_head_dim) if self.mixer == "latent" else self.head_dim
+        return max(self.head_dim, self.latent.v_head_dim) if self.latent.multi_latent_attention else self.head_dim
 
     @property
     def query_multiplier(self) -> float | None:
         """What makes queries of which a score is what it should be, where kernels divide it by `sqrt(kernel_dim)`;
         None: nothing is to be done."""
         scale = self.softmax_scale
-        if scale is None and self.mixer == "latent":
+        if scale is None and self.latent.multi_latent_attention:
             scale = self.head_dim**-0.5 * self.rope_scaling.latent_temperature**2
         if scale is None or math.isclose(scale, self.kernel_dim**-0.5, rel_tol=1e-15):
             return None
@@ -275,7 +285,7 @@ class ModelConfig:
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that RoPE rotates (the first ones; of latent attention those beside the others)."""
-        if self.mixer == "latent":
+        if self.latent.multi_latent_attention:
             return self.latent.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
@@ -335,7 +345,7 @@ class ModelConfig:
 
     def listed(self, field: str, index: int) -> bool:
         """Whether the list that one of `LAYER_PATTERNS` is, or stands for, has a 1 for block `index`."""
-        text = getattr(self, field)
+        text = self.delta.linear_attention_freq if field == "linear_attention_freq" else getattr(self, field)
         if text is None:
             return field in SKIPPED
         pattern = layer_pattern(f"`{field}`", text, self.num_layers)
@@ -345,8 +355,11 @@ class ModelConfig:
 
     def for_layer(self, index: int) -> ModelConfig:
         """What block `index` is built with: its window, its sinks, its soft cap, its rotation."""
-        patterns: dict[str, Any] = dict.fromkeys((*LAYER_PATTERNS, "window_rotary_base"))
-        if all(getattr(self, name) is None for name in patterns):
+        patterns: dict[str, Any] = dict.fromkeys((*OWN_PATTERNS, "window_rotary_base"))
+        if self.delta.linear_attention_freq is not None:
+            linear = self.listed("linear_attention_freq", index)
+            patterns["delta"] = replace(self.delta, linear_attention_freq=None) if linear else Delta()
+        elif all(getattr(self, name) is None for name in patterns):
             return self
         if self.window_rotary_base is not None and self.has_window(index):
             patterns |= {"rotary_base": self.window_rotary_base, "rope_scaling": RopeScaling()}

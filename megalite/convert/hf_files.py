@@ -150,9 +150,9 @@ class HuggingFaceSource:
 
     def _further_layers(self) -> set[str]:
         """Tensors of layers behind the last one, which are left out."""
-        numbers = {name: re.match(r"model\.layers\.(\d{1,6})\.", name) for name in self._files}
+        numbers = {name: re.match(r"(?:model\.layers\.(\d{1,6})|mtp)\.", name) for name in self._files}
         last = self.model.num_layers + self.model.further.depth if self.family.predicts else 10**6
-        found = {name for name, match in numbers.items() if match is not None and int(match[1]) >= last}
+        found = {name for name, match in numbers.items() if match is not None and int(match[1] or 10**6) >= last}
         if found:
             logger.warning(
                 "%s: %d tensors of layers from %d on, which predict further tokens, are left out",

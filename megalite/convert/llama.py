@@ -262,7 +262,7 @@ def _write_mixtral(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
-def _read_qwen3_moe(fields: Fields) -> ModelConfig:
+def read_qwen3_moe(fields: Fields) -> ModelConfig:
     model = read_qwen3(fields)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
@@ -280,7 +280,7 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     return dataclasses.replace(model, experts=experts)
 
 
-def _write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
+def write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
     given = model.experts
     return write_qwen3(model) | {
         "num_experts": given.num_experts,
@@ -327,6 +327,6 @@ MIXTRAL = HuggingFaceFamily(
     "mixtral", "MixtralForCausalLM", "model.", MIXTRAL_RULES, _read_mixtral, _write_mixtral, IGNORED
 )
 QWEN3_MOE = HuggingFaceFamily(
-    "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN_RULES, _read_qwen3_moe, _write_qwen3_moe, IGNORED
+    "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN_RULES, read_qwen3_moe, write_qwen3_moe, IGNORED
 )
 OLMOE = HuggingFaceFamily("olmoe", "OlmoeForCausalLM", "model.", QWEN_RULES, _read_olmoe, _write_olmoe, IGNORED)

@@ -28,13 +28,14 @@ from megalite.convert.gpt_oss import GPT_OSS
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.convert.olmo import OLMO2, OLMO3
 from megalite.convert.quantized import quantized_tensors
+from megalite.convert.qwen3_next import QWEN3_NEXT
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
     f.name: f
     for f in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3, GPT_OSS),
-        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
+        *(QWEN3_NEXT, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
     )
 }
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from megalite.config import Config, ModelConfig
 from megalite.inventory.layers import Layer, model_layers
+from megalite.inventory.mixers import CHUNK
 from megalite.inventory.tiling import BLOCKED_FROM, BLOCKED_UP_TO, block_area
 
 #: Rows of the fullest of the ranks that share the experts of a block, as a multiple of their mean: what a balanced run
@@ -181,6 +182,18 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     return kept + tokens * heads * max(4, size.wide)
 
 
+def _delta_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
+    """Of a state in attention's place, in fp32 where narrower: the projection, the convolution, queries, keys and
+    values before and behind the solution of their chunk, its decay and scores, a state for each chunk."""
+    size, tokens, given = ElementBytes.of(config), micro_tokens(config), model.delta
+    tp = config.parallel.tensor_model_parallel_size * 1.0
+    e, wide, values = size.compute, size.wide, given.linear_num_value_heads
+    mixed, dk, dv = given.linear_num_key_heads * given.mixed, given.linear_key_head_dim, given.linear_value_head_dim
+    kept: float = e * (4 * mixed + given.value_size + 2 * values)
+    kept += wide * (2 * mixed + values * (4 * dk + 5 * dv + 4 * min(CHUNK, model.seq_length) + dk * dv / CHUNK))
+    return tokens * (kept + 2 * e * given.value_size + wide * given.value_size) / tp
+
+
 class ContextBytes(NamedTuple):
     """What a rank sends of one block and micro-batch so that attention sees whole sequences. traded: tokens for heads,
     as much forward as backward. forward, backward: passed round the ring, or gathered and scattered."""
@@ -219,8 +232,10 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         norms = _norms_bytes(config, model, on_cpu)
         worst = imbalance(config, WORST_IMBALANCE)
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
-        mixer = _latent_bytes if model.mixer == "latent" else _attention_bytes
-        return norms + mixer(config, model, on_cpu) + between + dropout
+        mixer = {"latent": _latent_bytes, "delta": _delta_bytes}.get(model.mixer, _attention_bytes)
+        gate = 2.0 * size.compute * tokens * model.query_size / config.parallel.tensor_model_parallel_size
+        gates = gate * (model.attention_output_gate and model.mixer == "attention")
+        return norms + mixer(config, model, on_cpu) + gates + between + dropout
     if not layer.products:
         return 0.0
     computed = tokens * h * size.compute * (1 + model.further.depth) + _output_bytes(config, layer)

@@ -152,6 +152,9 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     ]
     shared = given.moe_shared_expert_intermediate_size
     beside = ([], []) if shared is None else _mlp("mlp.shared_experts", model, shared)
+    if given.moe_shared_expert_gate:
+        gate = Parameter("mlp.shared_gate.weight", (1, h), partial="sequence", init_std=model.init_method_std)
+        beside = ([*beside[0], gate], beside[1])
     return [*router, *experts, *beside[0]], [*products, *beside[1]]
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megalite.config import ModelConfig
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.pieces import Product, column, norm, norm_start, row
+
+CHUNK = 64
+"""Tokens of linear attention that see each other directly."""
 
 Contents = tuple[list[Parameter], list[Product]]
 
@@ -27,7 +32,7 @@ def _sinks(model: ModelConfig) -> list[Parameter]:
 def _attention(model: ModelConfig) -> Contents:
     """Projections, norms of queries and keys, sinks."""
     h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
-    qkv = q + 2 * model.kv_size
+    qkv = (2 if model.attention_output_gate else 1) * q + 2 * model.kv_size
     head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
     parameters = [
         *_sinks(model),
@@ -75,11 +80,34 @@ def _down(name: str, rows: int, normed: int, model: ModelConfig) -> list[Paramet
     return [weight, *(norm(f"attention.{name}_norm", normed, model) if model.qk_layernorm else [])]
 
 
-MIXERS: Mapping[str, Callable[[ModelConfig], Contents]] = {"attention": _attention, "latent": _latent}
+def _delta(model: ModelConfig) -> Contents:
+    """Projections, the convolution, what a state decays by; rows by key heads."""
+    h, given, std = model.hidden_size, model.delta, model.init_method_std
+    keys, values, size = given.linear_num_key_heads, given.linear_num_value_heads, given.value_size
+    rows, plain = keys * given.mixed + size, replace(model, apply_layernorm_1p=False, normalization="RMSNorm")
+    parameters = [
+        Parameter("attention.conv", (keys, given.mixed, given.linear_conv_kernel_dim), 0, init_std=std),
+        Parameter("attention.dt_bias", (values,), 0, decay=False, init_value=1.0),
+        Parameter("attention.a_log", (values,), 0, decay=False, init_value=math.log(8.0)),
+        *column("attention.qkvz", (rows,), h, model, False),
+        *column("attention.ba", (2 * values,), h, model, False),
+        *norm("attention.norm", given.linear_value_head_dim, plain, "heads"),
+        *row("attention.out", h, size, model, model.add_bias_linear),
+    ]
+    return parameters, [
+        Product("qkvz", rows, h, "n"),
+        Product("ba", 2 * values, h, "n"),
+        Product("state", size, 6 * given.linear_key_head_dim, "n", core=True),
+        Product("chunks", size, 2 * CHUNK, "n", core=True),
+        Product("out", h, size, "k"),
+    ]
+
+
+MIXERS: Mapping[str, Callable[[ModelConfig], Contents]] = {"attention": _attention, "latent": _latent, "delta": _delta}
 
 
 def entering(model: ModelConfig) -> int:
     """Numbers of a token that each rank of the tensor axis needs whole for its heads."""
-    if model.mixer == "attention":
+    if model.mixer != "latent":
         return model.hidden_size
     return (model.latent.q_lora_rank or model.hidden_size) + model.latent.compressed

@@ -27,6 +27,7 @@ from megalite.microbatch import Microbatch
 from megalite.nn.attention.blocked import register_operator
 from megalite.nn.attention.latent import LatentAttention
 from megalite.nn.attention.layer import Attention
+from megalite.nn.delta import GatedDeltaNet
 from megalite.nn.dropout import HiddenDropout, site_key
 from megalite.nn.experts import MoE
 from megalite.nn.kv_cache import LayerCache
@@ -36,11 +37,11 @@ from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment, chained
 from megalite.parallel.tensor import LayerContext, Message, add_adapters
 
-Mixer = Attention | LatentAttention
+Mixer = Attention | LatentAttention | GatedDeltaNet
 """What lets tokens see each other: `segments`, from a normalised x to what is added to it; `linears` and `attend`, what
 is compiled and what is not."""
 
-MIXERS: Mapping[str, Callable[..., Mixer]] = {"attention": Attention, "latent": LatentAttention}
+MIXERS: Mapping[str, Callable[..., Mixer]] = {"attention": Attention, "latent": LatentAttention, "delta": GatedDeltaNet}
 
 
 class Block(nn.Module):

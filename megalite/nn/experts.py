@@ -102,6 +102,20 @@ class StackedExperts(nn.Module):
         return self.fc2.product(hidden, self.fc2.weight, self.fc2.bias, counts, self.activation)
 
 
+class SharedGate(nn.Module):
+    """Opens the shared expert for each token: sigmoid(w x), `[s, b, h]` -> `[s, b, 1]`."""
+
+    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__()
+        shape, partial = (1, config.hidden_size), ctx.tp.names if ctx.sequence_split else NO_AXES
+        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
+        self.weight = new_parameter(shape, place, ctx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        opened: Tensor = torch.sigmoid(F.linear(x, self.weight))
+        return opened
+
+
 class MoE(nn.Module):
     """The sparse MLP of layer `index`, `[s, b, h]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
 
@@ -111,6 +125,7 @@ class MoE(nn.Module):
         self.experts = StackedExperts(config, ctx)
         width = config.experts.moe_shared_expert_intermediate_size
         self.shared_experts = None if width is None else MLP(config, ctx, width)
+        self.shared_gate = SharedGate(config, ctx) if config.experts.moe_shared_expert_gate else None
         # The ranks that share an expert are those of the tensor axis, whose messages are the faster ones.
         self.shares = ctx.tp if ctx.experts.etp.size > 1 else ctx.experts.etp
         self.split, self.ep = ctx.sequence_split, ctx.experts.ep
@@ -122,7 +137,7 @@ class MoE(nn.Module):
         rests = self.ep.size > 1 and self.shared_experts is None
         products = [Segment(run.up), *([Segment(lambda hidden: hidden)] if rests else []), Segment(run.down)]
         return [
-            Segment(run.route, (self.router,)),
+            Segment(run.route, (self.router, *(() if self.shared_gate is None else (self.shared_gate,)))),
             Segment(run.dispatch),
             *products,
             Segment(run.combine),
@@ -146,6 +161,8 @@ class _SparseRun:
         self.routing = self.layer.router(x, self.microbatch)
         if self.shared:
             self.shared_x = self.shared[0].run(x)
+        if self.layer.shared_gate is not None:
+            self.gate = self.layer.shared_gate(x)
         return self.before.send(tokens, self.layer.shares, sequence=self.layer.split)
 
     def dispatch(self, x: Tensor) -> Tensor:
@@ -185,4 +202,7 @@ class _SparseRun:
     def receive(self, y: Tensor) -> Tensor:
         """`[s, b, h]`: what a token's experts, and the shared one, made of it."""
         y = self.behind.receive(y, self.layer.shares, sequence=self.layer.split).view(self.shape)
-        return y + self.shared[-1].run(self.shared_y) if self.shared else y
+        if not self.shared:
+            return y
+        beside: Tensor = self.shared[-1].run(self.shared_y)
+        return y + (beside if self.layer.shared_gate is None else self.gate * beside)

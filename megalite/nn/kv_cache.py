@@ -15,6 +15,7 @@ class LayerCache:
     def __init__(self, max_length: int) -> None:
         self.max_length, self.length = max_length, 0
         self.places: Tensor | None = None
+        self.state: tuple[Tensor, Tensor] | None = None  # of linear attention: last inputs, state
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 

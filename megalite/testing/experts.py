@@ -72,7 +72,11 @@ class PlainExperts:
         for e in range(number):
             y = y + weights[..., e : e + 1].to(x.dtype) * self._expert(module, e, x)
         shared = module.shared_experts
-        return y if shared is None else y + shared.fc2(shared.fc1(x))
+        if shared is None:
+            return y
+        gate = 1.0 if module.shared_gate is None else torch.sigmoid(x @ module.shared_gate.weight.t())
+        beside: Tensor = shared.fc2(shared.fc1(x))
+        return y + gate * beside
 
     def _expert(self, module: MoE, e: int, x: Tensor) -> Tensor:
         up, down = module.experts.fc1, module.experts.fc2

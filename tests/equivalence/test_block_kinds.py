@@ -30,6 +30,12 @@ KINDS |= {
     "latent plain": f"--num-layers 4 --model-type llama --clip-grad 0.05 --mla {MLA} --window-size 5 "
     "--skip-freq window=2 --softmax-type learnable",
 }
+KINDS["delta"] = (
+    "--num-layers 4 --model-type llama --clip-grad 0.05 --apply-layernorm-1p --qk-layernorm "
+    "--rotary-percent 0.5 --attention-output-gate --linear-attention variant=gdn freq=4 key_head_dim=4 "
+    "value_head_dim=6 num_key_heads=4 num_value_heads=8 --num-experts 4 --moe-shared-expert-intermediate-size 16 "
+    "--moe-shared-expert-gate --reset-position-ids --reset-attention-mask"
+)
 LAYOUTS = {
     "halves zero3": ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2 "
                      "--zero-stage 3", 4),
@@ -47,7 +53,7 @@ LAYOUTS = {
                "--micro-batch-size 1 --zero-stage 3", 4),
 }  # fmt: skip
 QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zero3"),
-         ("latent plain", "a2a tp"), ("latent", "zb-v cp")}  # fmt: skip
+         ("latent plain", "a2a tp"), ("latent", "zb-v cp"), ("delta", "zb-v cp")}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megalite.comm import World
-from megalite.config import ContextParallelism, Latent, ModelConfig, ParallelConfig, RopeScaling
+from megalite.config import ContextParallelism, Delta, Latent, ModelConfig, ParallelConfig, RopeScaling
 from megalite.config.experts import Experts
 from megalite.config.parallel import ExpertParallelism
 from megalite.generation import Request, Sampling
@@ -74,6 +74,19 @@ LATENT = replace(
     ),
     rope_scaling=replace(OLMO3.rope_scaling, mscale=1.0, mscale_all_dim=1.5),
 )
+DELTA = replace(
+    LLAMA,
+    attention_output_gate=True,
+    apply_layernorm_1p=True,
+    delta=Delta(
+        experimental_attention_variant="gdn",
+        linear_attention_freq="2",
+        linear_key_head_dim=4,
+        linear_value_head_dim=6,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+    ),
+)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
 MODELS = {
     "gpt": GPT,
@@ -85,6 +98,7 @@ MODELS = {
     "gemma3": GEMMA3,
     "gpt-oss": GPT_OSS,
     "latent": LATENT,
+    "delta": DELTA,
 }
 
 # Different lengths, one as long as the 16 positions, one longer, and more than there are stages.

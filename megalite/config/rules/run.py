@@ -83,6 +83,11 @@ def qk_clip(config: Config, world_size: int) -> Iterator[str]:
         "qk_layernorm": (model.qk_layernorm, "whose norms undo a scale of the projections"),
         "attn_logit_softcapping": (model.attn_logit_softcapping is not None, "which bounds the scores already"),
         "multi_latent_attention": (model.mixer == "latent", "whose projections are others"),
+        "attention_output_gate": (model.attention_output_gate, "whose rows stand between those of queries"),
+        "experimental_attention_variant": (
+            model.delta.experimental_attention_variant is not None,
+            "whose layers have no scores",
+        ),
         "mtp_num_layers": (bool(model.further.mtp_num_layers), "whose blocks are not those of the model"),
         "lora_rank": (model.lora.lora_rank is not None, "whose projections are frozen"),
         "compile": (config.training.compile, "whose code does not return the scores"),

@@ -8,6 +8,7 @@ from megalite.config.layer_pattern import layer_pattern
 from megalite.config.model import LAYER_PATTERNS, SKIPPED, ModelConfig
 from megalite.config.root import Config
 from megalite.config.rules.text import PP, divisors, listed, multiples_around
+from megalite.config.schema import flat
 from megalite.config.values import show
 from megalite.errors import ConfigError
 
@@ -51,6 +52,7 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
     if model.use_parallel_residual and model.norm_placement != "pre":
         yield f"`norm_placement`={model.norm_placement}: not with `use_parallel_residual`; drop one of them"
     yield from _latent(model)
+    yield from _delta(config)
     yield from _further(config)
     yield from _layer_patterns(model)
 
@@ -76,6 +78,28 @@ def _latent(model: ModelConfig) -> Iterator[str]:
         yield "`latent_norm_epsilon`: needs `qk_layernorm`"
 
 
+def _delta(config: Config) -> Iterator[str]:
+    """Heads of a state, and what cuts them; gates of attention."""
+    model, parallel, given = config.model, config.parallel, config.model.delta
+    if model.attention_output_gate and model.latent.multi_latent_attention:
+        yield "`attention_output_gate`: not with `multi_latent_attention`; drop one of them"
+    if model.attention_output_gate and model.lora.lora_rank is not None:
+        yield "`attention_output_gate`: not with `lora_rank`; train it whole"
+    if given.experimental_attention_variant is None:
+        return
+    keys, values = given.linear_num_key_heads, given.linear_num_value_heads
+    ranks = parallel.tensor_model_parallel_size * parallel.context.context_parallel_size
+    if values % keys:
+        yield f"`linear_num_value_heads`={values}: must be a multiple of `linear_num_key_heads`={keys}"
+    if keys % ranks:
+        yield (
+            f"`linear_num_key_heads`={keys}: {ranks} ranks (tensor x context parallel) cannot share them; legal: "
+            f"{listed(divisors(keys))}"
+        )
+    if model.lora.lora_rank is not None:
+        yield "`experimental_attention_variant`=gdn: not with `lora_rank`, its matrices have no adapters"
+
+
 def _further(config: Config) -> Iterator[str]:
     """What multi-token prediction does not go together with."""
     model, depth = config.model, config.model.further.depth
@@ -95,7 +119,7 @@ def _further(config: Config) -> Iterator[str]:
 def _layer_patterns(model: ModelConfig) -> Iterator[str]:
     """Lists of layers that are none, or that leave nothing of what they speak of."""
     for field in LAYER_PATTERNS:
-        text, flag = getattr(model, field), f"`{field}`"
+        text, flag = flat(model)[field], f"`{field}`"
         if text is not None:
             try:
                 pattern = layer_pattern(flag, text, model.num_layers)
@@ -116,8 +140,8 @@ def _no_rope(model: ModelConfig, pattern: Sequence[int] | int) -> Iterator[str]:
 
 
 def _skips(model: ModelConfig, field: str, pattern: Sequence[int] | int) -> Iterator[str]:
-    skipped, flag = SKIPPED[field], f"`{field}`={getattr(model, field)}"
-    value = getattr(model, skipped)
+    skipped, flag = SKIPPED[field], f"`{field}`={flat(model)[field]}"
+    value = flat(model)[skipped]
     if value == "vanilla":
         yield f"{flag}: needs `softmax_type`=off-by-one or learnable"
     elif value is not None and (pattern == 1 or not any(pattern if isinstance(pattern, tuple) else (1,))):

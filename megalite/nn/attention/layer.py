@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
@@ -15,6 +16,7 @@ from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore, new_sinks
+from megalite.nn.attention.gate import ungated
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import output_std
 from megalite.nn.norm import head_norm
@@ -31,10 +33,10 @@ class Attention(nn.Module):
         h, d, g = config.hidden_size, config.head_dim, config.query_groups
         self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
         self.d, self.r, self.rotary = d, config.num_attention_heads // g, rotary
-        self.query_multiplier = config.query_multiplier
+        self.query_multiplier, self.gated = config.query_multiplier, config.attention_output_gate
         self.qkv = ColumnParallelLinear(
             h,
-            config.query_size + 2 * config.kv_size,
+            (2 if config.attention_output_gate else 1) * config.query_size + 2 * config.kv_size,
             bias=config.has_qkv_bias,
             init_std=config.init_method_std,
             ctx=ctx,
@@ -52,7 +54,7 @@ class Attention(nn.Module):
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Its linear layers, which stay as they are where what is between them is compiled."""
+        """Those that stay as they are where what is between them is compiled."""
         return self.qkv, self.proj
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
@@ -77,6 +79,12 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         """Attention of this rank's heads, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
+        if self.gated:
+            qkv, gate = ungated(qkv, self.r, self.d)
+            return self._attend(qkv, microbatch, cache) * torch.sigmoid(gate)
+        return self._attend(qkv, microbatch, cache)
+
+    def _attend(self, qkv: Tensor, microbatch: Microbatch, cache: LayerCache | None) -> Tensor:
         s, b = qkv.shape[:2]
         qkv = qkv.view(s, b, -1, self.r + 2, self.d)
         q, k, v = qkv.split((self.r, 1, 1), 3)

@@ -30,6 +30,7 @@ WORLDS = {
     "qwen3_30b_a3b.yaml": (32, None),
     "gpt_oss_20b.yaml": (16, None),
     "deepseek_v3.yaml": (2048, None),
+    "qwen3_next_80b_a3b.yaml": (64, None),
     "frontier_22b.yaml": (32, None),
     "frontier_175b.yaml": (1024, None),
     "frontier_1t.yaml": (3072, None),
@@ -105,6 +106,7 @@ def test_shipped_configuration_and_its_arithmetic(name: str) -> None:
 PUBLISHED = {
     "mixtral_8x7b.yaml": (46_702_792_704, 12_879_925_248, 1e-9),
     "qwen3_30b_a3b.yaml": (30_532_122_624, None, 0.0),
+    "qwen3_next_80b_a3b.yaml": (79_674_391_296, None, 0.0),
     "deepseek_v3.yaml": (671_026_404_352, 37_552_282_624, 0.0),
     "gpt_oss_20b.yaml": (20_914_757_184, None, 0.0),
     "frontier_22b.yaml": (22e9, None, 5e-3),

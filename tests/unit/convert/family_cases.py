@@ -61,6 +61,10 @@ DEEPSEEK_ROPE = {
     "rope_type": "yarn", "rope_theta": 20.0, "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7,
     "mscale_all_dim": 1.5, "beta_fast": 3.0, "beta_slow": 0.2,
 }  # fmt: skip
+NEXT = GATED | QWEN3_MOE | NO_PAD | dict(
+    linear_key_head_dim=4, linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4,
+    shared_expert_intermediate_size=20, partial_rotary_factor=0.5,
+)  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu-wide": ("GPT2", GPT2 | dict(activation_function="gelu", n_inner=80, layer_norm_epsilon=1e-3)),
@@ -144,6 +148,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GATED
         | SIGMOIDS
         | dict(attention_bias=True, use_qk_norm=True, head_dim=16, num_hidden_layers=3, n_group=1, topk_group=1),
+    ),
+    "qwen3-next": ("Qwen3Next", NEXT | dict(num_hidden_layers=4)),
+    "qwen3-next-other": (
+        "Qwen3Next",
+        NEXT | dict(layer_types=["full_attention", "linear_attention"], mlp_only_layers=[0], norm_topk_prob=False),
     ),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),

@@ -40,7 +40,7 @@ BAR = 1e-12
 
 def in_fp64(case: str) -> dict[str, str]:
     """The library's grouped products have no fp64."""
-    sparse = case.startswith(("mixtral", "qwen3-moe", "olmoe", "gpt-oss", "deepseek", "glm"))
+    sparse = case.startswith(("mixtral", "qwen3-moe", "qwen3-next", "olmoe", "gpt-oss", "deepseek", "glm"))
     return {"experts_implementation": "eager"} if sparse else {}
 
 

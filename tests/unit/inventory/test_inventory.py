@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megalite.comm.mesh import Axis, ExpertAxes
+from megalite.config.delta import Delta
 from megalite.config.experts import Experts
 from megalite.config.latent import Latent
 from megalite.config.lora import Lora
@@ -36,6 +37,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "untie_embeddings_and_output_weights": (True, False),
     "num_query_groups": (None, 2),
 }
+DELTA = Delta(
+    experimental_attention_variant="gdn", linear_attention_freq="2", linear_key_head_dim=4, linear_value_head_dim=6,
+    linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
 LATENT = Latent(
     multi_latent_attention=True, q_lora_rank=10, kv_lora_rank=12, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8
 )
@@ -55,6 +60,9 @@ OTHERS = [
     {"latent": dataclasses.replace(LATENT, q_lora_rank=None), "normalization": "RMSNorm"},
     {**FAMILY_DEFAULTS["llama"], "further": FurtherTokens(mtp_num_layers=2)},
     {"position_embedding_type": "rope", "further": FurtherTokens(mtp_num_layers=1), "experts": Experts(num_experts=4)},
+    {**FAMILY_DEFAULTS["llama"], "delta": DELTA, "attention_output_gate": True, "num_query_groups": 2},
+    {"delta": dataclasses.replace(DELTA, linear_attention_freq=None), "apply_layernorm_1p": True},
+    {"experts": Experts(num_experts=4, moe_shared_expert_intermediate_size=8, moe_shared_expert_gate=True)},
     {"activation": "quick-geglu", "experts": Experts(num_experts=4, moe_router_bias=True)},
     {"activation": "gelu-tanh", "use_parallel_residual": True, "vocab_size": 49, "make_vocab_size_divisible_by": 1},
 ]

@@ -93,6 +93,8 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         f"--model-type llama {LATENT} --qk-layernorm",
         f"--model-type llama {LATENT} --qk-layernorm --seq-length 192",
         f"{LATENT} --window-size 20",
+        "--model-type llama --linear-attention variant=gdn num_key_heads=2 num_value_heads=4 key_head_dim=16 "
+        "value_head_dim=32",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
     ],

@@ -39,6 +39,7 @@ FENCED = {
     "tiers": r"parallel/tiers/|parallel/zero/(host_\w+|delayed_optimizer)|parallel/pipeline/offloaded",
     "further tokens": r"nn/mtp|train/further.py Further|parallel/tensor/replicated",
     "latent attention": r"nn/attention/latent|parallel/tensor/replicated",
+    "linear attention": r"nn/delta",
     "context parallelism": r"parallel/context/|nn/attention/context",
 }
 """A feature -> files under `megalite/` that are its own."""
@@ -99,6 +100,7 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
     ("fp8", 1, "--fp8-format hybrid --fp8-recipe delayed --bf16"),
     ("further tokens", 1, "--mtp-num-layers 1 --position-embedding-type rope"),
     ("latent attention", 1, "--mla kv_lora_rank=8"),
+    ("linear attention", 1, "--linear-attention variant=gdn num_key_heads=2 num_value_heads=2"),
     ("context parallelism", 2, "--context-parallel-size 2"),
 ])  # fmt: skip
 def test_the_fence_sees_a_feature_that_is_on(feature: str, ranks: int, flags: str) -> None:

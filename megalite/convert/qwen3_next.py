@@ -1,0 +1,117 @@
+"""Qwen3-Next: Gated DeltaNet in three of four layers, gated attention with partly rotated heads in the others, norms of
+1 + weight, and experts beside a gated one that all tokens take.
+
+The projections of a DeltaNet are grouped by key head there as here; the channels of its convolution are all queries,
+all keys, all values there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.config import Delta, ModelConfig, pattern_text
+from megalite.convert.family import SAME, STACKED, HuggingFaceFamily, LayerRule, TensorForm
+from megalite.convert.fields import MOST_LAYERS, Fields
+from megalite.convert.llama import IGNORED, QWEN_BLOCK, QWEN_RULES, read_qwen3_moe, write_qwen3_moe
+
+LINEAR = "model.layers.{i}.linear_attn."
+KINDS = {"full_attention": False, "linear_attention": True}
+
+
+def _to_theirs(model: ModelConfig, conv: Tensor) -> list[Tensor]:
+    dk = model.delta.linear_key_head_dim
+    parts = conv.split((dk, dk, model.delta.mixed - 2 * dk), 1)
+    return [torch.cat([part.flatten(0, 1) for part in parts])[:, None]]
+
+
+def _to_ours(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
+    given = model.delta
+    size = given.linear_num_key_heads * given.linear_key_head_dim
+    rows = parts[0][:, 0].split((size, size, given.value_size))
+    return torch.cat([part.unflatten(0, (given.linear_num_key_heads, -1)) for part in rows], 1)
+
+
+NEXT_RULES = (
+    *QWEN_RULES,
+    LayerRule("layers.{i}.attention.conv", (LINEAR + "conv1d.weight",), TensorForm(_to_theirs, _to_ours)),
+    LayerRule("layers.{i}.attention.dt_bias", (LINEAR + "dt_bias",)),
+    LayerRule("layers.{i}.attention.a_log", (LINEAR + "A_log",)),
+    LayerRule("layers.{i}.attention.qkvz", (LINEAR + "in_proj_qkvz",), SAME),
+    LayerRule("layers.{i}.attention.ba", (LINEAR + "in_proj_ba",), SAME),
+    LayerRule("layers.{i}.attention.norm", (LINEAR + "norm",)),
+    LayerRule("layers.{i}.attention.out", (LINEAR + "out_proj",)),
+    LayerRule("layers.{i}.mlp.shared_gate", (QWEN_BLOCK + "shared_expert_gate",)),
+    LayerRule(
+        "layers.{i}.mlp.shared_experts.fc1",
+        (QWEN_BLOCK + "shared_expert.gate_proj", QWEN_BLOCK + "shared_expert.up_proj"),
+        STACKED,
+    ),
+    LayerRule("layers.{i}.mlp.shared_experts.fc2", (QWEN_BLOCK + "shared_expert.down_proj",)),
+)
+
+
+def _linear_layers(fields: Fields) -> list[bool]:
+    layers, kinds = min(fields.integer("num_hidden_layers"), MOST_LAYERS), fields.get("layer_types")
+    if kinds is None:
+        step = fields.integer("full_attention_interval", 4)
+        return [(index + 1) % step > 0 for index in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
+        raise fields.wrong("layer_types", kinds, f"is not a list of {layers} of {', '.join(KINDS)}")
+    return [KINDS[kind] for kind in kinds]
+
+
+def _read(fields: Fields) -> ModelConfig:
+    linear, scaling = _linear_layers(fields), fields.section("rope_parameters")
+    part = scaling if scaling.get("partial_rotary_factor") is not None else fields
+    raw = {name: value for name, value in fields.raw.items() if name not in ("layer_types", "partial_rotary_factor")}
+    raw["head_dim"] = fields.integer("head_dim", 256)
+    model = read_qwen3_moe(Fields(raw, fields.where))
+    sizes = {
+        name: fields.integer(name, default)
+        for name, default in (
+            ("linear_key_head_dim", 128), ("linear_value_head_dim", 128), ("linear_num_key_heads", 16),
+            ("linear_num_value_heads", 32), ("linear_conv_kernel_dim", 4),
+        )
+    }  # fmt: skip
+    pattern = None if all(linear) else pattern_text(linear)
+    given = Delta(experimental_attention_variant="gdn", linear_attention_freq=pattern, **sizes)
+    return dataclasses.replace(
+        model,
+        delta=given if any(linear) else Delta(),
+        rotary_percent=part.number("partial_rotary_factor", 0.25),
+        apply_layernorm_1p=True,
+        attention_output_gate=True,
+        experts=dataclasses.replace(
+            model.experts,
+            moe_shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
+            moe_shared_expert_gate=True,
+        ),
+    )
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    written, given, part = write_qwen3_moe(model), model.delta, {"partial_rotary_factor": model.rotary_percent}
+    some = given.experimental_attention_variant is not None
+    full, linear = KINDS
+    layers = [some and model.listed("linear_attention_freq", index) for index in range(model.num_layers)]
+    left_out = ("use_sliding_window", "sliding_window", "max_window_layers")
+    return {
+        **{name: value for name, value in written.items() if name not in left_out},
+        **part,
+        "rope_parameters": written["rope_parameters"] | part,
+        "layer_types": [linear if layer else full for layer in layers],
+        "shared_expert_intermediate_size": model.experts.moe_shared_expert_intermediate_size or 1,
+        "linear_key_head_dim": given.linear_key_head_dim,
+        "linear_value_head_dim": given.linear_value_head_dim,
+        "linear_num_key_heads": given.linear_num_key_heads,
+        "linear_num_value_heads": given.linear_num_value_heads,
+        "linear_conv_kernel_dim": given.linear_conv_kernel_dim,
+    }
+
+
+QWEN3_NEXT = HuggingFaceFamily("qwen3_next", "Qwen3NextForCausalLM", "model.", NEXT_RULES, _read, _write, IGNORED, True)
