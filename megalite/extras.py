@@ -28,7 +28,7 @@ EXTRA_OF = {
     "lm_eval": "eval",
     "fsspec": "cloud",
     "s3fs": "cloud",
-    "gcsfs": "cloud",
+    "gcsfs": "gcs",
 }
 
 #: Module -> package, without which nothing runs.

@@ -40,7 +40,7 @@ from megalite.config.legal import config_problems, config_warnings, layout_probl
 from megalite.config.logging import LoggingConfig
 from megalite.config.lora import Lora
 from megalite.config.megatron_flags import MegatronFlag, megatron_flags
-from megalite.config.model import LAYER_PATTERNS, ModelConfig
+from megalite.config.model import OWN_PATTERNS, ModelConfig
 from megalite.config.mtp import FurtherTokens
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout

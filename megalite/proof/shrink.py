@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config import (
-    LAYER_PATTERNS,
+    OWN_PATTERNS,
     BatchRamp,
     CheckpointConfig,
     Config,
@@ -251,11 +251,14 @@ def _experts(config: Config, layers: int) -> Experts:
 
 def _patterns(layers: int, model: ModelConfig) -> dict[str, Any]:
     """The first layers of every pattern, of both kinds."""
-    found = {}
-    for name in LAYER_PATTERNS:
-        if getattr(model, name) is not None:
-            *first, last = (model.listed(name, index) for index in range(layers))
-            found[name] = ",".join(str(int(kind)) for kind in (*first, last if len({*first, last}) == 2 else not last))
+
+    def first_of(name: str) -> str:
+        *first, last = (model.listed(name, index) for index in range(layers))
+        return ",".join(str(int(kind)) for kind in (*first, last if len({*first, last}) == 2 else not last))
+
+    found: dict[str, Any] = {name: first_of(name) for name in OWN_PATTERNS if getattr(model, name) is not None}
+    if model.delta.linear_attention_freq is not None:
+        found["delta"] = replace(model.delta, linear_attention_freq=first_of("linear_attention_freq"))
     return found
 
 

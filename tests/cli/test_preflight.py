@@ -38,7 +38,8 @@ def wrong_product():
     return patch.object(Products, "forward", forward)
 
 
-def wrong_weight_gradient(bit: int = 0):
+def wrong_weight_gradient(bit: int = 20):
+    """A weight gradient, once. (What other micro-batches add may round its lowest bit away.)"""
     right, calls = GradSink.addmm, iter(range(10**6))
 
     def addmm(self: GradSink, a: Tensor, b: Tensor) -> None:
