@@ -49,8 +49,9 @@ def quantized_tensors(settings: Mapping[str, Any], names: Collection[str], where
         found = [name.removesuffix(FACTORS) for name in names if name.endswith(FACTORS)]
         kinds = ("F8_E4M3", "F32")
         return {f"{n}.weight": Quantized((f"{n}.weight", n + FACTORS), kinds, decode) for n in found}
+    what = str(method)[:40] if method else "quantised"
     raise ConfigError(
-        f"{where}: quantization_config: {str(method)[:40]!r} weights are not supported (only mxfp4, and fp8 with "
+        f"{where}: quantization_config: {what} weights are not supported (only mxfp4, and fp8 with "
         "weight_block_size); take the full model"
     )
 

@@ -181,7 +181,7 @@ def _take_seat(config: Launched, started: LaunchEnvironment, ranks: int | None) 
     parallel = config.parallel
     if parallel.restarts.elastic is not None and started.launch and started.agent_store:
         raise ConfigError(
-            "env: TORCH_DISABLE_SHARE_RDZV_TCP_STORE is not set: `elastic` under `torchrun` needs it to be 1, or ranks "
+            "env: TORCH_DISABLE_SHARE_RDZV_TCP_STORE is not set: `elastic` under torchrun needs it to be 1, or ranks "
             "would look for each other at a host that is lost; export it before torchrun, on every host"
         )
     together = parallel.tensor_model_parallel_size * parallel.context.context_parallel_size

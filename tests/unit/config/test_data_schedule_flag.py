@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("text").write_text("some text " * 99)
     Path("a.txt").write_text("text")
-    Path("b.txt").write_text("0.5 text 0.5 s3://bucket/text")
+    Path("b.txt").write_text("0.5 text 0.5 hdfs://bucket/text")
     return tmp_path
 
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("0:a.txt 4K:", f"--data-schedule='0:a.txt 4K:': '4K:' is not TOKENS:FILE; {FORM}"),
         ("0:a.txt 4K:c.txt", "--data-schedule: c.txt: no such file"),
         ("0:a.txt 4K:s3://x/c", "--data-schedule: s3://x/c is a URL"),
-        ("0:b.txt", "--data-schedule: b.txt: s3://bucket/text is a URL"),
+        ("0:b.txt", "--data-schedule: b.txt: hdfs://bucket/text is a URL"),
     ],
 )
 def test_problems(steps: str, problem: str, folder: Path) -> None:

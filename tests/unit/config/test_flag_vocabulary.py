@@ -21,9 +21,10 @@ from tools.make_flag_table import flag_table, main
 ROOT = Path(__file__).parents[3]
 # Options of programs that our scripts and pages call.
 OTHERS = {
-    "torchrun": "nproc-per-node nnodes node-rank master-addr master-port standalone rdzv-backend rdzv-endpoint rdzv-id",
+    "torchrun": "nproc-per-node nnodes node-rank master-addr master-port standalone rdzv-backend rdzv-endpoint rdzv-id "
+    "rdzv-conf log-dir redirects",
     "sbatch, srun": "nodes ntasks-per-node gpus-per-node gpus-per-task gpu-bind cpus-per-task time requeue open-mode "
-    "output signal job-name kill-on-bad-exit",
+    "output signal job-name kill-on-bad-exit ntasks exclude container-image container-mounts container-workdir",
     "mpirun": "bind-to host np",
     "pip, git, ruff, pytest": "quiet upgrade editable index-url check strict-markers full turn landing durations "
     "no-build-isolation config-settings build-option cpp_ext cuda_ext no-input "

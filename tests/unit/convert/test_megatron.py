@@ -26,6 +26,7 @@ from megalite.convert import (
     write_megatron,
 )
 from megalite.convert.source import ModelSource
+from megalite.data import NullTokenizer
 from megalite.errors import ConfigError
 from megalite.inventory.layers import parameter_shapes
 from tests.unit.convert.megatron_layout import HereInstead, Way, megatron_enum, write_megatron_files
@@ -221,6 +222,8 @@ def test_args_of_a_run_that_is_not_ours(tmp_path: Path) -> None:
 
 class Fixed:
     """A source of random tensors."""
+
+    tokenizer = NullTokenizer(64)
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model

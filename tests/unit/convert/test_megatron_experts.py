@@ -16,6 +16,7 @@ from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
 from megalite.convert import CheckpointSource, MegatronSource, write_checkpoint, write_megatron
 from megalite.convert.source import stored_shapes
+from megalite.data import NullTokenizer
 from megalite.errors import CheckpointError, ConfigError
 from tests.unit.convert.megatron_layout import HereInstead
 
@@ -51,6 +52,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Fixed:
     """A source of random tensors."""
+
+    tokenizer = NullTokenizer(64)
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model

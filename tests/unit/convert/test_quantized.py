@@ -99,5 +99,5 @@ def test_parts_that_do_not_fit_are_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_another_method_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized_folder(tmp_path, monkeypatch)
     settings(tmp_path, quantization_config={"quant_method": "awq"})
-    with pytest.raises(ConfigError, match="quantization_config: 'awq' weights are not supported .only mxfp4, and fp8"):
+    with pytest.raises(ConfigError, match="quantization_config: awq weights are not supported .only mxfp4, and fp8"):
         HuggingFaceSource(tmp_path)
