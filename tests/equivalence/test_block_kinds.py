@@ -68,9 +68,8 @@ QUICK = {("olmo2", "halves zero3"), ("olmo3", "zb-v cp"), ("gemma3", "halves zer
 def test_every_layout_is_one_process(kind: str, layout: str) -> None:
     flags, world_size = LAYOUTS[layout]
     delay = int("2bw" in layout)
-    if layout == "a2a tp" and "latent" not in kind:  # heads enough for both
-        flags += " --num-query-groups 4"
-    compare(Layout(tuple(KINDS[kind].split()), tuple(flags.split()), world_size, delay=delay))
+    groups = " --num-query-groups 4" if layout == "a2a tp" and "latent" not in kind else ""  # heads enough for both
+    compare(Layout(tuple(f"{KINDS[kind]}{groups}".split()), tuple(flags.split()), world_size, delay=delay))
 
 
 @pytest.mark.parametrize("placement", ["post", "sandwich"])
