@@ -40,7 +40,7 @@ UNTIED, OFFLOADED = "--untie-embeddings-and-output-weights", "--embedding-offloa
 YARN = "--position-embedding-type rope --rotary-base 20 --rope-scaling type=yarn original_length=96"
 EXPERTS = "--num-experts 4"
 TIMES = re.compile(
-    r"time|second|tflops|memory|mfu|host|pid|started|goodput|path|save|trace|wall|date|fraction|straggler"
+    r"eta_s|device_hours|time|second|tflops|memory|mfu|host|pid|started|goodput|path|save|trace|wall|date|fraction|straggler"
 )
 
 # (flags that both runs share, the flags in question)
