@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,16 +24,19 @@ from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, parse,
 from megalite.errors import ConfigError, flag_of
 from megalite.planner import (
     SEARCHED,
+    DeviceClass,
     Hardware,
+    Prediction,
     Roofline,
     SearchResult,
     TimeSource,
     as_json,
     available,
+    best_unlike,
     closed_form,
     explain_terms,
     layout_of,
-    load_hardware,
+    load_cluster,
     load_profile,
     pareto,
     reasons_against,
@@ -56,6 +60,8 @@ SIZES = (
     "expert_tensor_parallel_size",
     "micro_batch_size",
 )
+WORTH_IT = 1.03
+"""Stages that differ are named as the better choice where a batch is so much faster."""
 FARTHEST = 1024
 """Another number of devices is proposed if it is no farther away."""
 
@@ -87,6 +93,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--allow-2bw", action="store_true", help="also schedules with one-step-old gradients")
     p.add_argument(
         "--free", default="", metavar="NAME,...", help="fields to search although a file gives them; `all` of them"
+    )
+    p.add_argument(
+        "--stages-may-differ", action="store_true", help="also pipelines whose stages have meshes of their own"
     )
     p.add_argument("--what-if", choices=sorted(QUESTIONS), help="a question about the cluster instead of a plan")
     p.add_argument("--plot", metavar="FILE.svg|png", help="draw the answer of --what-if (needs matplotlib)")
@@ -134,7 +143,12 @@ def main(argv: list[str]) -> int:
 def _run(argv: list[str]) -> None:
     args, rest = parser().parse_known_args(argv)
     _check(args)
-    hardware = load_hardware(args.hardware, devices_per_node=args.devices_per_node)
+    cluster = load_cluster(args.hardware, args.num_devices, devices_per_node=args.devices_per_node)
+    if len(cluster) > 1 and (not args.stages_may_differ or args.profile):
+        raise ConfigError(
+            f"--hardware={args.hardware}: devices of several kinds; add --stages-may-differ, no --profile"
+        )
+    hardware = min((kind for _, kind in cluster), key=lambda kind: kind.matrix_flops["bf16"])  # sets the pace of all
     if args.host_memory_gb is not None:
         hardware = replace(hardware, host_memory_bytes=args.host_memory_gb * 1e9)
     source: TimeSource = Roofline(hardware)
@@ -158,11 +172,48 @@ def _run(argv: list[str]) -> None:
         why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
         raise ConfigError(_of_a_plan(why, config, args.num_devices, given))
     say(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
+    kinds = [DeviceClass(number, kind, source if len(cluster) == 1 else Roofline(kind)) for number, kind in cluster]
+    if args.stages_may_differ and not args.json:
+        say("\n" + "\n".join(unlike_lines(found.predictions[0], kinds, args.allow_2bw)))
     if args.explain and not args.json:
         say(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
         say("\n".join(states_text(found.predictions[0], hardware)))
     if args.write_config:
         _write(found.predictions[0].config, args.num_devices, args.write_config)
+
+
+def unlike_lines(alike: Prediction, cluster: Sequence[DeviceClass], stale: bool) -> Iterator[str]:
+    """What stages that differ are worth beside the best layout whose stages are alike, and the flags to paste."""
+    found = best_unlike(alike.config, cluster, stale=stale)
+    if found is None:
+        yield "stages that differ: no pipeline of several stages fits"
+        return
+    ratio = alike.step_time / found.seconds
+    yield f"stages that differ: {found.seconds:.4g} s a batch, {ratio:.2f} x the speed of the best layout of equal ones"
+    rank, layout = 0, str(found.config.parallel.stage_layout.pipeline_model_parallel_layout)
+    yield f"  layers {layout}"
+    for number, stage in enumerate(found.stages.stages):
+        ranks = f"ranks {rank} to {rank + stage.mesh.size - 1}"
+        kind = cluster[found.kinds[number]].hardware.name if len(cluster) > 1 else ""
+        yield f"  stage {number}: tp {stage.mesh.tp} x {stage.mesh.dp} replicas, {ranks}{kind and ' of ' + kind}"
+        rank += stage.mesh.size
+    if len({stage.mesh for stage in found.stages.stages}) == 1:
+        yield "  its stages are alike after all: plain replicas and an uneven cut do as well"
+    elif ratio < 1:
+        yield "  that is slower: plain replicas or an uneven cut do better"
+    elif ratio < WORTH_IT:
+        yield "  that is within the error of the plan: plain replicas or an uneven cut do as well"
+    yield f"  to run it, add: {flags_of(found.config)}"
+
+
+def flags_of(config: Config) -> str:
+    """What makes a layout of stages that differ, to be pasted behind a launch."""
+    parallel, training = config.parallel, config.training
+    words = [f"--stage-meshes {parallel.stage_meshes}", f"--pipeline-schedule {parallel.schedule}"]
+    words += [f"--pipeline-model-parallel-layout '{parallel.stage_layout.pipeline_model_parallel_layout}'"]
+    words += [f"--micro-batch-size {training.micro_batch_size} --global-batch-size {training.global_batch_size}"]
+    words += [f"--zero-stage {parallel.zero_stage}"] * (parallel.zero_stage > 0)
+    return " ".join([*words, *["--sequence-parallel"] * parallel.sequence_parallel])
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@
            ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
            ──> budget.py  what lies on the host under a budget of device memory
            ──> host_states.py  seconds of optimizer states off the device; chunks.py  room over devices and hosts
+           ──> inter_operator.py, unlike_stages.py  stages that may differ (Alpa's dynamic programme)
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
 Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
@@ -28,7 +29,7 @@ from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.estimate import FastEstimator
-from megalite.planner.hardware import Hardware, Link, available, load_hardware, peak_flops
+from megalite.planner.hardware import Hardware, Link, available, load_cluster, load_hardware, peak_flops
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import efficiency, host_traffic
 from megalite.planner.memory import (
@@ -75,3 +76,4 @@ from megalite.planner.software import (
     Software,
 )
 from megalite.planner.startup_table import describe_layout, foreign_rows, format_table, in_units, startup_rows
+from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike

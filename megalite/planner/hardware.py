@@ -120,6 +120,32 @@ def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> 
     return replace(hardware, devices_per_node=devices_per_node)
 
 
+def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | None = None) -> list[tuple[int, Hardware]]:
+    """(Devices, their kind), neighbours of one kind together: `devices` of one kind, or what a file says that has
+    nothing but `classes: [{hardware: NAME|FILE, devices: N}, ...]`, in the order of ranks.
+
+    Raises ConfigError as `load_hardware`, and where the classes do not add up to `devices`.
+    """
+    path, data = Path(name_or_file), None
+    if path.suffix and path.is_file():
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            data = None  # `load_hardware` says what is wrong
+    if not isinstance(data, dict) or "classes" not in data:
+        return [(devices, load_hardware(name_or_file, devices_per_node=devices_per_node))]
+    rows = data["classes"]
+    shaped = isinstance(rows, list) and all(
+        isinstance(row, dict) and set(row) == {"hardware", "devices"} for row in rows
+    )
+    if not shaped or not rows or not all(isinstance(row["devices"], int) and row["devices"] > 0 for row in rows):
+        raise ConfigError(f"`hardware`={name_or_file}: classes: expected a list of {{hardware: NAME, devices: N}}")
+    total = sum(row["devices"] for row in rows)
+    if total != devices:
+        raise ConfigError(f"`hardware`={name_or_file}: its classes have {total} devices; use `num_devices` {total}")
+    return [(row["devices"], load_hardware(str(row["hardware"]), devices_per_node=devices_per_node)) for row in rows]
+
+
 def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s that one device could do at best in bf16 or fp16: what MFU, the share of the possible that a run reaches,
     is measured against. None where that is not known (other precisions; a CPU, whose peak depends on clocks and

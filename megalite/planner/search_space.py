@@ -132,7 +132,7 @@ def layout_of(config: Config) -> Layout:
     )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
@@ -149,7 +149,7 @@ def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[S
     here = layout_of(config)
     batch = config.training.global_batch_size
     assert batch is not None, "a plan needs the global batch size"
-    sizes, length = _divisors(world_size), config.model.seq_length
+    sizes, length = divisors(world_size), config.model.seq_length
     cuts = [cp for cp in sizes if cp == 1 or (length // cp >= LEAST_TOKENS and length % cp == 0)]
     cuts = [here.context_parallel_size] if "context_parallel_size" in given else cuts
     for tp in [here.tensor_model_parallel_size] if "tensor_model_parallel_size" in given else sizes:
@@ -162,7 +162,7 @@ def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[S
                 dp, rest = divmod(world_size, tp * cp * pp)
                 if rest or batch % dp:
                     continue
-                micro = [here.micro_batch_size] if "micro_batch_size" in given else _divisors(batch // dp)
+                micro = [here.micro_batch_size] if "micro_batch_size" in given else divisors(batch // dp)
                 dealt = list(_expert_axes(config, given, tp, world_size // pp))
                 yield from (
                     Sizes(tp, cp, pp, dp, size, *axes) for size in micro if (batch // dp) % size == 0 for axes in dealt
@@ -177,7 +177,7 @@ def _expert_axes(config: Config, given: frozenset[str], tp: int, stage_ranks: in
         return
     shares: list[int | None] = [None, 1] if tp > 1 else [None]
     for etp in [here.expert_tensor_parallel_size] if "expert_tensor_parallel_size" in given else shares:
-        for ep in [here.expert_model_parallel_size] if "expert_model_parallel_size" in given else _divisors(number):
+        for ep in [here.expert_model_parallel_size] if "expert_model_parallel_size" in given else divisors(number):
             if stage_ranks % ((etp or tp) * ep) == 0:
                 yield ep, etp
 
