@@ -1,5 +1,7 @@
 """`--eval-tasks`: the same answers at every layout and as from the checkpoint, and a training that does not notice.
 
+With `eval_tasks_interval` and `eval_tasks_limit`.
+
 The harness is a stand-in that asks its questions as the harness does; where the package is, the real one is tried too.
 """
 

@@ -1,4 +1,6 @@
-"""Prometheus' numbers and `--on-event`: what is told, and that nothing that goes wrong there reaches the run."""
+"""What Prometheus and `--on-event` are told, and that nothing that goes wrong there reaches the run.
+
+Of `prometheus_file`, `prometheus_port` and the command."""
 
 from __future__ import annotations
 
