@@ -166,6 +166,8 @@ class PictureHook(ConsoleHook):
     def on_samples(self, trainer: TrainerView, records: list[Record]) -> None: ...
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        if not self._metrics.is_file():  # a device has no end
+            return
         picture = loss_picture(self._metrics.parent.name, self._read(self._metrics))
         if picture is not None:
             path = self._metrics.with_name(self._picture)
