@@ -15,12 +15,12 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from megalite.config import read_unjudged
-from megalite.rehearsal import LayerCost, cost_of_layer
+if TYPE_CHECKING:
+    from megalite.rehearsal import LayerCost
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, BUDGETS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "budgets.json"
@@ -64,6 +64,9 @@ CASES = (
 
 def count(case: Case) -> LayerCost:
     """Counts a case."""
+    from megalite.config import read_unjudged
+    from megalite.rehearsal import cost_of_layer
+
     flags = (
         f"--micro-batch-size 1 {case.flags} --num-layers 2 --bf16 --train-iters 1 --lr 1e-4 --mock-data "
         "--tokenizer-type NullTokenizer --eval-iters 0"
@@ -88,6 +91,8 @@ def table(budgets: dict[str, LayerCost]) -> str:
 
 def held() -> dict[str, LayerCost]:
     """The budgets that were written."""
+    from megalite.rehearsal import LayerCost
+
     return {name: LayerCost(**numbers) for name, numbers in json.loads(BUDGETS.read_text(encoding="utf-8")).items()}
 
 
