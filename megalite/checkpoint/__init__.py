@@ -57,5 +57,5 @@ from megalite.checkpoint.run_dir import (
     write_small,
     write_tracker,
 )
-from megalite.checkpoint.saving import check_space, first_problem, write_whole
+from megalite.checkpoint.saving import check_space, first_problem, without_gc, write_whole
 from megalite.checkpoint.storage import flat_bytes, fsync_directory

@@ -125,7 +125,7 @@ class SavePlan:
 
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Suspends garbage collection: a plan of many ranks is some hundred thousand objects and no cycle."""
+    """Suspends garbage collection, where many objects are made and none of them in a cycle."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megalite.checkpoint import without_gc
 from megalite.comm import ParallelMesh
 from megalite.config import Config
 from megalite.gradient import GradSink, attach_sink
@@ -59,7 +60,7 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
         gc.collect()  # what is in circles is freed when Python comes to it, at another place each time
         before = gpu.ledger.allocated
         gpu.ledger.peak = before
-        with _counted() as counts, _no_collection():
+        with _counted() as counts, without_gc():
             y = run()
             forward = counts["launches"]
             if y.requires_grad:
@@ -124,17 +125,6 @@ def _layer(config: Config, index: int, tp: int) -> Callable[[], Any]:
     rows = s // (tp if config.parallel.sequence_parallel else 1)
     x = torch.zeros(rows, b, h, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
     return lambda: stack(x, batch)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

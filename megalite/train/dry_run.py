@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint
+from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint, without_gc
 from megalite.comm import Axis, ContextAxes
 from megalite.config import Config, DataConfig, dump_yaml, meant_for_this_host, missing_data
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
@@ -47,11 +46,8 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     on_cpu = config.parallel.hardware.device == "cpu" or (here and not torch.cuda.is_available())
     plan = within_budget(config, world_size, on_cpu=on_cpu)
     programs = ProgramCache(config, plan)
-    gc.disable()  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
-    try:
+    with without_gc():  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
         programs.prove(world_size, Axis.single("world"))
-    finally:
-        gc.enable()
     program = programs.full(world_size)
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
