@@ -4,7 +4,7 @@
     python benchmarks/budgets.py --write     # ... into docs/gpus.md, and the budgets that a test holds
 
 Layers of true size run forward and backward on a device of bookkeeping without values, in eager mode: see
-`megalite/rehearsal/layer_cost.py`.
+`benchmarks/layer_cost.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 if TYPE_CHECKING:
-    from megalite.rehearsal import LayerCost
+    from benchmarks.layer_cost import LayerCost
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, BUDGETS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "budgets.json"
@@ -64,8 +64,8 @@ CASES = (
 
 def count(case: Case) -> LayerCost:
     """Counts a case."""
+    from benchmarks.layer_cost import cost_of_layer
     from megalite.config import read_unjudged
-    from megalite.rehearsal import cost_of_layer
 
     flags = (
         f"--micro-batch-size 1 {case.flags} --num-layers 2 --bf16 --train-iters 1 --lr 1e-4 --mock-data "
@@ -91,7 +91,7 @@ def table(budgets: dict[str, LayerCost]) -> str:
 
 def held() -> dict[str, LayerCost]:
     """The budgets that were written."""
-    from megalite.rehearsal import LayerCost
+    from benchmarks.layer_cost import LayerCost
 
     return {name: LayerCost(**numbers) for name, numbers in json.loads(BUDGETS.read_text(encoding="utf-8")).items()}
 

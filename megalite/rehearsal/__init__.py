@@ -21,7 +21,6 @@
     allocator.py    torch's caching allocator, in numbers
     memory.py       the memory of the whole batch, composed; leaks, and what differs from the plan
     report.py       the whole of it, and where the host waits
-    layer_cost.py   one layer of a model: launches, bytes, memory
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
 
@@ -31,8 +30,8 @@ sound order is blamed (`test_sound_orders.py`); each fault between ranks is foun
 """
 
 from megalite.rehearsal.device import watched_gpu
-from megalite.rehearsal.layer_cost import LayerCost, cost_of_layer
+from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.match import Fault
-from megalite.rehearsal.rank import rehearse_rank, rehearsed
+from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed
 from megalite.rehearsal.report import ONLY_A_GPU, explain, rehearse
-from megalite.rehearsal.streams import DEVICE
+from megalite.rehearsal.streams import DEVICE, Gpu

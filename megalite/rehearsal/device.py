@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import MappingProxyType, SimpleNamespace
@@ -24,6 +24,13 @@ from megalite.rehearsal.watch import Watch
 
 CHOSEN = MappingProxyType({"scaled_dot_product_attention": flash_attention, "rms_norm": fused_rms_norm})
 """Kernels that torch chooses by the device, and would choose otherwise where there is no memory."""
+CONSTANTS: Mapping[str, Any] = MappingProxyType({
+    "set_device": None, "current_device": 0, "device_count": 1, "is_available": True, "is_initialized": True,
+    "_lazy_init": None, "get_device_name": "bookkeeping", "mem_get_info": (1 << 40, 1 << 40), "memory_stats": {},
+    "get_device_properties": SimpleNamespace(uuid="0", total_memory=1 << 40), "get_device_capability": (9, 0),
+    "reset_peak_memory_stats": None,
+})  # fmt: skip
+"""What functions of torch.cuda return."""
 _DATA_PTR = torch.UntypedStorage.data_ptr
 
 
@@ -74,22 +81,11 @@ def _cuda(gpu: Gpu) -> dict[str, Any]:
         "synchronize": lambda device=None: gpu.host_waits(),
         "cudart": lambda: driver,
         "device": lambda device: nullcontext(),
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
-        "get_device_name": lambda device=None: "bookkeeping",
-        "mem_get_info": lambda device=None: (1 << 40, 1 << 40),
-        "get_device_properties": lambda device=None: SimpleNamespace(uuid="0", total_memory=1 << 40),
-        "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "max_memory_allocated": lambda device=None: gpu.ledger.peak,
         "memory_allocated": lambda device=None: gpu.ledger.allocated,
-        "memory_stats": lambda device=None: {},
-        "reset_peak_memory_stats": lambda device=None: None,
+        **{name: lambda *_, value=value: value for name, value in CONSTANTS.items()},
     }
 
 

@@ -32,9 +32,9 @@ class Said:
 class FakeGroups:
     """The groups that one rank of `size` makes. made: (place, how many lists of ranks, digest of them), in order."""
 
-    def __init__(self, rank: int, size: int, known: Communicators) -> None:
-        self.rank, self._known = rank, known
-        self.world = known.of(range(size), 0)
+    def __init__(self, rank: int, size: int, known: Communicators | None = None) -> None:
+        self.rank, self._known = rank, known or Communicators()
+        self.world = self._known.of(range(size), 0)
         self.world.name = "world"
         self._counts: dict[tuple[int, ...], int] = {self.world.ranks: 1}
         self.made: list[tuple[str, int, int]] = []

@@ -7,8 +7,10 @@ on the other ranks have begun: nobody is taken to buffer anything. Ranks that we
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product, zip_longest
+from typing import Any
 
 from megalite.rehearsal.record import SEND, Call, Communicator, RankRecord
 
@@ -30,19 +32,51 @@ class Fault:
         return f"{'warning: ' if self.warns else ''}{self.check}: {self.text}"
 
 
+Pair = tuple[Communicator, int, int]
+"""(communicator, sender, receiver)"""
+
+
+def lined_up(
+    records: Records,
+) -> tuple[dict[Communicator, dict[int, list[Node]]], dict[Pair, tuple[list[Node], list[Node]]]]:
+    """(Communicator -> its collectives on each of its ranks, of which there may be none; pair -> what is sent, what is
+    received), of ranks that were rehearsed."""
+    collectives: dict[Communicator, dict[int, list[Node]]] = {}
+    messages: dict[Pair, tuple[list[Node], list[Node]]] = {}
+    for rank, record in records.items():
+        for number, call in enumerate(record.calls):
+            members, sends = call.communicator, call.kind == SEND
+            if call.peer is None:
+                if members not in collectives:
+                    collectives[members] = {other: [] for other in members.ranks if other in records}
+                collectives[members][rank].append((rank, number))
+            elif call.peer in records:
+                ends = (rank, call.peer) if sends else (call.peer, rank)
+                messages.setdefault((members, *ends), ([], []))[not sends].append((rank, number))
+    return collectives, messages
+
+
 def match(records: Records) -> list[Fault]:
     """Check 1."""
-    faults = [*_communicators(records), *_collectives(records), *_messages(records)]
+    collectives, messages = lined_up(records)
+    faults = [*_communicators(records)]
+    for members, by_rank in collectives.items():
+        calls = {rank: [records[r].calls[n] for r, n in nodes] for rank, nodes in by_rank.items()}
+        faults += [*_collectives(members, calls), *_tables(members, calls)]
+    for pair, ends in messages.items():
+        faults += _messages(pair, *([records[r].calls[n] for r, n in nodes] for nodes in ends))
     for rank, record in records.items():
         for call in record.unwaited[:1]:
-            faults.append(
-                Fault(
-                    "match",
-                    f"rank {rank}: nobody waits for {call}, in {call.phase}; call wait() of its handle before what "
-                    "it writes is read and what it reads is overwritten",
-                )
-            )
+            text = f"rank {rank}: nobody waits for {call}, in {call.phase}; call wait() of its handle before what"
+            faults.append(Fault("match", f"{text} it writes is read and what it reads is overwritten"))
     return list(dict.fromkeys(faults))
+
+
+def _differ(one: Sequence[Any], other: Sequence[Any], key: Callable[[Any], Any] = lambda x: x) -> int | None:
+    """Where the two begin to differ."""
+    same = [key(a) == key(b) for a, b in zip(one, other, strict=False)]
+    at = same.index(False) if False in same else len(same)
+    return at if at < max(len(one), len(other)) else None
 
 
 def _communicators(records: Records) -> Iterable[Fault]:
@@ -50,14 +84,10 @@ def _communicators(records: Records) -> Iterable[Fault]:
     first, *others = records
     for rank in others:
         one, other = records[first].made, records[rank].made
-        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-        if at < max(len(one), len(other)):
+        if (at := _differ(one, other)) is not None:
             told = [_made(made, at) for made in (one, other)]
-            yield Fault(
-                "match",
-                f"rank {first} {told[0]}, and rank {rank} {told[1]}: every rank makes every communicator, in one "
-                "order; make it on all of them",
-            )
+            text = f"rank {first} {told[0]}, and rank {rank} {told[1]}: every rank makes every communicator, in one"
+            yield Fault("match", f"{text} order; make it on all of them")
             return
 
 
@@ -68,22 +98,17 @@ def _made(made: Sequence[tuple[str, int, int]], at: int) -> str:
     return f"makes {'a communicator' if count == 1 else f'{count} communicators'} at {place}"
 
 
-def _collectives(records: Records) -> Iterable[Fault]:
-    for members, calls in by_communicator(records).items():
-        first, *others = calls
-        for rank in others:
-            one, other = calls[first], calls[rank]
-            pairs = zip(one, other, strict=False)
-            at = next((i for i, (a, b) in enumerate(pairs) if a.what != b.what), min(len(one), len(other)))
-            if at < max(len(one), len(other)):
-                told = [_or_nothing(each, at) for each in (one, other)]
-                yield Fault(
-                    "match",
-                    f"collective {at + 1} of {members}: rank {first} starts {told[0]}\n    and rank {rank} starts "
-                    f"{told[1]}\n    all of its ranks must start the same ones in the same order",
-                )
-                break
-        yield from _tables(members, calls)
+def _collectives(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> Iterable[Fault]:
+    first, *others = calls
+    for rank in others:
+        if (at := _differ(calls[first], calls[rank], lambda call: call.what)) is not None:
+            told = [_or_nothing(calls[each], at) for each in (first, rank)]
+            yield Fault(
+                "match",
+                f"collective {at + 1} of {members}: rank {first} starts {told[0]}\n    and rank {rank} starts "
+                f"{told[1]}\n    all of its ranks must start the same ones in the same order",
+            )
+            return
 
 
 def _or_nothing(calls: Sequence[Call], at: int) -> str:
@@ -98,68 +123,28 @@ def _tables(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> Itera
     place = {rank: members.ranks.index(rank) for rank in calls}
     for each in zip(*calls.values(), strict=False):
         by_rank = dict(zip(calls, each, strict=True))
-        for sender, sent in by_rank.items():
-            for target, received in by_rank.items():
-                if not (sent.sent and received.received):
-                    continue
-                rows, expected = sent.sent[place[target]], received.received[place[sender]]
-                if rows != expected:
-                    yield Fault(
-                        "match",
-                        f"rank {sender} sends rank {target} {rows} rows by {sent}\n    and rank {target} expects "
-                        f"{expected} by {received}\n    both must come from one table",
-                    )
-                    return
-
-
-def by_communicator(records: Records) -> dict[Communicator, dict[int, list[Call]]]:
-    """Communicator -> its collectives on each of its ranks, of which there may be none."""
-    found: dict[Communicator, dict[int, list[Call]]] = {}
-    for record in records.values():
-        for call in record.calls:
-            if call.peer is None and call.communicator not in found:
-                found[call.communicator] = {rank: [] for rank in call.communicator.ranks if rank in records}
-    for rank, record in records.items():
-        for call in record.calls:
-            if call.peer is None and rank in found[call.communicator]:
-                found[call.communicator][rank].append(call)
-    return found
-
-
-Pair = tuple[Communicator, int, int]
-"""(communicator, sender, receiver)"""
-
-
-def by_pair(records: Records) -> tuple[dict[Pair, list[Node]], dict[Pair, list[Node]]]:
-    """(Sends, receives) between ranks that were both rehearsed."""
-    sends: dict[Pair, list[Node]] = defaultdict(list)
-    receives: dict[Pair, list[Node]] = defaultdict(list)
-    for rank, record in records.items():
-        for number, call in enumerate(record.calls):
-            if call.peer is None or call.peer not in records:
+        for (sender, sent), (target, received) in product(by_rank.items(), repeat=2):
+            if not (sent.sent and received.received):
                 continue
-            ends = (rank, call.peer) if call.kind == SEND else (call.peer, rank)
-            (sends if call.kind == SEND else receives)[call.communicator, *ends].append((rank, number))
-    return sends, receives
+            rows, expected = sent.sent[place[target]], received.received[place[sender]]
+            if rows != expected:
+                yield Fault(
+                    "match",
+                    f"rank {sender} sends rank {target} {rows} rows by {sent}\n    and rank {target} expects "
+                    f"{expected} by {received}\n    both must come from one table",
+                )
+                return
 
 
-def _messages(records: Records) -> Iterable[Fault]:
-    sends, receives = by_pair(records)
-    for pair in dict.fromkeys((*sends, *receives)):
-        members, source, target = pair
-        out, into = ([records[rank].calls[n] for rank, n in each.get(pair, [])] for each in (sends, receives))
-        at = next(
-            (i for i, (a, b) in enumerate(zip(out, into, strict=False)) if a.message != b.message),
-            min(len(out), len(into)),
+def _messages(pair: Pair, out: Sequence[Call], into: Sequence[Call]) -> Iterable[Fault]:
+    members, source, target = pair
+    if (at := _differ(out, into, lambda call: call.message)) is not None:
+        yield Fault(
+            "match",
+            f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
+            f"{members}): rank {source} starts {_or_nothing(out, at)}\n    and rank {target} starts "
+            f"{_or_nothing(into, at)}\n    each send needs its receive, of the same bytes and type",
         )
-        if at < max(len(out), len(into)):
-            yield Fault(
-                "match",
-                f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
-                f"{members}): "
-                f"rank {source} starts {_or_nothing(out, at)}\n    and rank {target} starts {_or_nothing(into, at)}\n"
-                "    each send needs its receive, of the same bytes and type",
-            )
 
 
 # ---- check 2 ---------------------------------------------------------------------------------------------------------
@@ -222,21 +207,10 @@ class _Waits:
 
 def matched(records: Records) -> Iterable[Sequence[Node]]:
     """Calls that belong together: of a collective one for each rank, of a message its two ends."""
-    numbers: dict[Communicator, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, record in records.items():
-        for number, call in enumerate(record.calls):
-            if call.peer is None:
-                numbers[call.communicator][rank].append(number)
-    for members, by_rank in numbers.items():
-        ranks = [rank for rank in members.ranks if rank in records]
-        for i in range(max(map(len, by_rank.values()))):
-            group = [(rank, by_rank[rank][i]) for rank in ranks if i < len(by_rank[rank])]
-            yield group if len(group) == len(ranks) else [*group, (-1, 0)]
-    sends, receives = by_pair(records)
-    for pair in dict.fromkeys((*sends, *receives)):
-        out, into = sends.get(pair, []), receives.get(pair, [])
-        yield from ([a, b] for a, b in zip(out, into, strict=False))
-        yield from ([a, (-1, 0)] for a in (out[len(into) :] or into[len(out) :]))
+    collectives, messages = lined_up(records)
+    for lines in (*(by_rank.values() for by_rank in collectives.values()), *messages.values()):
+        for group in zip_longest(*lines, fillvalue=(-1, 0)):
+            yield [node for node in group if node != (-1, 0)] + [(-1, 0)] * ((-1, 0) in group)
 
 
 def _circle(records: Records, *, one_at_a_time: bool) -> str | None:

@@ -87,15 +87,8 @@ def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory) -> Fou
     ended = ends[3] if len(ends) > 3 else {}
     left = [Counter(_by_place(each for each in ended.values() if each[2] == n)) for n in (1, 2)]
     kept = [(place, size) for place, size in left[1].items() if place in left[0] and place]
-    return Found(
-        record.rank,
-        allocator.peak_allocated,
-        allocator.peak_reserved,
-        states,
-        sorted(peak.items(), key=lambda each: -each[1])[:TOLD],
-        kept,
-        planned,
-    )
+    largest = sorted(peak.items(), key=lambda each: -each[1])[:TOLD]
+    return Found(record.rank, allocator.peak_allocated, allocator.peak_reserved, states, largest, kept, planned)
 
 
 def _by_place(alive: Iterable[tuple[int, str, int]]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -38,15 +38,14 @@ MESSAGES = {"isend": SEND, "send": SEND, "irecv": RECV, "recv": RECV}
 
 
 class Work:
-    """In place of NCCL's handles. carried: gloo's, for copies of the tensors, of which the first `delivers` arrive."""
+    """In place of NCCL's handles. carried: gloo's, for copies of the tensors; they go to the first that are held."""
 
     def __init__(
-        self, gpu: Gpu, stream: Stream, call: Call, carried: Any, held: Sequence[Tensor], copies: Sequence[Tensor],
-        delivers: int,
-    ) -> None:  # fmt: skip
+        self, gpu: Gpu, stream: Stream, call: Call, carried: Any, held: Sequence[Tensor], copies: Sequence[Tensor]
+    ) -> None:
         self.call = call
         self._stream = stream
-        self._gpu, self._carried, self._held, self._copies = gpu, carried, held, copies[:delivers]
+        self._gpu, self._carried, self._held, self._copies = gpu, carried, held, copies
         self._event = stream.record_event()
         gpu.unwaited[id(self)] = self
 
@@ -88,12 +87,35 @@ class _Messages:
         self._streams[key].wait_stream(self._gpu.current)
         return self._streams[key]
 
-    def communicator(self, group: Any) -> Communicator:
+    def _of(self, group: Any, async_op: bool) -> tuple[Communicator, Stream]:
+        members = self._communicator(group)
+        key = members if group is None else id(group)
+        return members, self._stream(key, f"nccl's stream of {members}") if async_op else self._gpu.current
+
+    def _communicator(self, group: Any) -> Communicator:
         if isinstance(group, Communicator):
             return group
         if self._fake is not None:
             return self._fake.world
         return self._known.of(dist.get_process_group_ranks(group or dist.group.WORLD), 0)
+
+    def _begin(
+        self, call: Call, stream: Stream, reads: Sequence[Tensor], writes: Sequence[Tensor],
+        carry: Callable[[], tuple[Any, Sequence[Tensor]]],
+    ) -> Work:  # fmt: skip
+        """carry: gives (gloo's handle, copies that arrive in what is written)."""
+        carried: Any = None
+        copies: Sequence[Tensor] = ()
+        if self._fake is None:
+            with self._gpu.state(quiet=True):
+                carried, copies = carry()
+        self._gpu.ledger.work(stream.line, call.kind, reads, writes)
+        self._gpu.calls.begin(call, stream.line)
+        if self._fake is not None:
+            said = self._fake.said(call)
+            for x in writes:
+                deliver(self._gpu, call, x, reads[0] if reads else None, said)
+        return Work(self._gpu, stream, call, carried, [*writes, *reads], copies[: len(writes)])
 
     def collective(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         kind = APART.get(name, name)
@@ -104,36 +126,32 @@ class _Messages:
                 if self._fake is not None:
                     raise RuntimeError(f"{kind}: NCCL carries tensors of the device only; this one is on the host")
                 return real(*args, group=group, async_op=async_op, **kwargs)
-            writes, reads = tensors[:1], tensors[1:] if name in APART else tensors
-            stream, members = self._gpu.current, self.communicator(group)
-            if async_op:
-                stream = self._stream(members if group is None else id(group), f"nccl's stream of {members}")
-            carried, copies = None, tensors
-            if self._fake is None:
-                with self._gpu.state(quiet=True):
-                    copies = [x.detach().clone() if async_op else x for x in tensors]
-                    carried = real(*copies, *args[len(tensors) :], group=group, async_op=async_op, **kwargs)
-            self._gpu.ledger.work(stream.line, kind, reads, writes)
-            noted = self._noted(kind, members, tensors, args[len(tensors) :], kwargs)
-            self._gpu.calls.begin(noted, stream.line)
-            if self._fake is not None:
-                deliver(self._gpu, noted, writes[0], reads[0], self._fake.said(noted))
-            return Work(self._gpu, stream, noted, carried, tensors, copies, 1) if async_op else None
+            more, (members, stream) = args[len(tensors) :], self._of(group, async_op)
+
+            def carry() -> tuple[Any, Sequence[Tensor]]:
+                copies = [x.detach().clone() if async_op else x for x in tensors]
+                return real(*copies, *more, group=group, async_op=async_op, **kwargs), copies
+
+            noted = self._noted(kind, members, stream, tensors, more, kwargs)
+            work = self._begin(noted, stream, tensors[1:] if name in APART else tensors, tensors[:1], carry)
+            return work if async_op else work.wait() and None
 
         return call
 
     def _noted(
-        self, kind: str, members: Communicator, tensors: Sequence[Tensor], more: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Call:
+        self, kind: str, members: Communicator, stream: Stream, tensors: Sequence[Tensor], more: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Call:  # fmt: skip
         part = tensors[0] if kind in ("all_reduce", "broadcast", "reduce_scatter") else tensors[-1]
         sizes = list(more) or [kwargs.get("output_split_sizes"), kwargs.get("input_split_sizes")]
         received, sent = (tuple(rows or ()) for rows in (*sizes, None, None)[:2])
-        uneven = kind == "all_to_all" and bool(sent or received)
+        if kind != "all_to_all":
+            received = sent = ()
+        elif sent or received:
+            part = part[:1]
         op = str(kwargs.get("op", "")).rpartition(".")[2].lower()
-        return Call(
-            kind, members, part[:1].nbytes if uneven else part.nbytes, _name(part), where(),
-            self._gpu.current.line.name, (), op=op, sent=sent if uneven else (), received=received if uneven else (),
-        )  # fmt: skip
+        place = where()
+        return Call(kind, members, part.nbytes, _name(part), place, stream.line, op=op, sent=sent, received=received)
 
     def parts(self, kind: str) -> Callable[..., Any]:
         """`all_gather` and `reduce_scatter` of unequal parts, which gloo has not: carried as one sum."""
@@ -141,27 +159,20 @@ class _Messages:
 
         def call(first: Any, second: Any, group: Any = None, async_op: bool = False) -> Any:
             parts, own = (list(first), second) if gathers else (list(second), first)
-            members, stream = self.communicator(group), self._gpu.current
-            if async_op:
-                stream = self._stream(members if group is None else id(group), f"nccl's stream of {members}")
-            carried, arriving = None, []
-            if self._fake is None:
-                with self._gpu.state(quiet=True):
-                    rank, sizes = dist.get_rank(group), [len(part) for part in parts]
-                    whole = torch.cat([part.detach() for part in parts])
-                    if gathers:
-                        whole.zero_().split(sizes)[rank].copy_(own.detach())
-                    carried = dist.all_reduce(whole, group=group, async_op=True)
-                arriving = list(whole.split(sizes)) if gathers else [whole.split(sizes)[rank]]
+            members, stream = self._of(group, async_op)
+
+            def carry() -> tuple[Any, Sequence[Tensor]]:
+                rank, sizes = dist.get_rank(group), [len(part) for part in parts]
+                whole = torch.cat([part.detach() for part in parts])
+                if gathers:
+                    whole.zero_().split(sizes)[rank].copy_(own.detach())
+                carried, arriving = dist.all_reduce(whole, group=group, async_op=True), whole.split(sizes)
+                return carried, arriving if gathers else [arriving[rank]]
+
+            nbytes = sum(part.nbytes for part in parts)
+            noted = Call(f"{kind} of parts", members, nbytes, _name(own), where(), stream.line)
             reads, writes = ([own], parts) if gathers else (parts, [own])
-            self._gpu.ledger.work(stream.line, kind, reads, writes)
-            nbytes, name = sum(part.nbytes for part in parts), self._gpu.current.line.name
-            noted = Call(f"{kind} of parts", members, nbytes, _name(own), where(), name, ())
-            self._gpu.calls.begin(noted, stream.line)
-            if self._fake is not None:
-                for x in writes:
-                    deliver(self._gpu, noted, x, None)
-            work = Work(self._gpu, stream, noted, carried, [*writes, *reads], arriving, len(arriving))
+            work = self._begin(noted, stream, reads, writes, carry)
             return work if async_op else work.wait() and None
 
         return call
@@ -179,37 +190,32 @@ class _Messages:
     ) -> Any:
         if self._gpu.quiet or not self._gpu.on_device(x):
             return real(x, peer, group=group, tag=tag)
-        members, kind = self.communicator(group), MESSAGES[name]
-        key: Any = id(group) if batch else (id(group), peer)
+        kind, key = MESSAGES[name], id(group) if batch else (id(group), peer)
         stream = self._stream(key, f"nccl's stream of messages with rank {peer}")
-        carried, copy = None, x
-        if self._fake is None:
-            with self._gpu.state(quiet=True):
-                copy = x.detach().clone()
-                carried = real(copy, peer, group=group, tag=tag)
-        self._gpu.ledger.work(stream.line, kind, [x] if kind == SEND else [], [x] if kind == RECV else [])
-        noted = Call(kind, members, x.nbytes, _name(x), where(), stream.line.name, (), peer=peer)
-        self._gpu.calls.begin(noted, stream.line)
-        if self._fake is not None and kind == RECV:
-            deliver(self._gpu, noted, x, None)
-        return Work(self._gpu, stream, noted, carried, [x], [copy], int(kind == RECV))
+
+        def carry() -> tuple[Any, Sequence[Tensor]]:
+            copy = x.detach().clone()
+            return real(copy, peer, group=group, tag=tag), [copy]
+
+        noted = Call(kind, self._communicator(group), x.nbytes, _name(x), where(), stream.line, peer=peer)
+        return self._begin(noted, stream, [x] if kind == SEND else [], [x] if kind == RECV else [], carry)
 
     def batch(self, operations: Sequence[Any]) -> list[Any]:
-        works = [
-            self._send(op.op.kind, op.op.real, op.tensor, op.peer, op.group, op.tag, batch=True) for op in operations
-        ]
+        works = [self._send(op.op.kind, op.op.real, *op[1:], batch=True) for op in operations]
         first = self._gpu.calls[-len(works)].after
         for call in self._gpu.calls[-len(works) :]:  # none of a batch waits for another of it
             call.after = first
         return works
 
 
-class _Operation:
+class _Operation(NamedTuple):
     """In place of `dist.P2POp`, which looks at its function's identity."""
 
-    def __init__(self, op: Callable[..., Any], tensor: Tensor, peer: int, group: Any = None, tag: int = 0) -> None:
-        self.op = op
-        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
+    op: Callable[..., Any]
+    tensor: Tensor
+    peer: int
+    group: Any = None
+    tag: int = 0
 
 
 def _name(x: Tensor) -> str:

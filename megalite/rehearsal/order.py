@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -325,10 +325,6 @@ class Ledger:
     def synced(self, why: str) -> None:
         """The host has waited for the device."""
         self.log.append(("sync", 0, 0, 0, f"{why} at {where()}"))
-
-    def lines_behind(self) -> Iterator[Clock]:
-        """The clocks of all lines: all work that has been given to anybody."""
-        return (line.clock for line in list(self.lines))
 
 
 def _kind(old: Access, new: Access) -> str:

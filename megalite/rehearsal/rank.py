@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import io
 import logging
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -97,17 +96,9 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
 def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
     """Everything that a rank does, up to where it fails."""
     groups = FakeGroups(rank, run.size, run.known)
-    began = time.process_time()
     with once_for_all_ranks(run.worked_out), alone(groups) as gpu:
-        world = World(
-            rank=rank,
-            size=run.size,
-            device=DEVICE,
-            local_rank=rank % A_NODE,
-            local_size=min(A_NODE, run.size),
-            host=f"node{rank // A_NODE}",
-            report_phase=_phases(gpu),
-        )
+        host, inside = f"node{rank // A_NODE}", min(A_NODE, run.size)
+        world = World(rank, run.size, DEVICE, rank % A_NODE, inside, host=host, report_phase=_phases(gpu))
         problem = None
         try:
             with open_run(run.config, world) as opened:
@@ -122,18 +113,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
         # What the last iteration has started, the next one would wait for.
         last = f"iteration {run.steps}"
         unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
-        return RankRecord(
-            rank,
-            gpu.calls,
-            gpu.ledger.log,
-            unwaited,
-            groups.made,
-            gpu.races,
-            gpu.ledger.launches,
-            time.process_time() - began,
-            problem,
-            [line.name for line in gpu.ledger.lines],
-        )
+        ledger = gpu.ledger
+        return RankRecord(rank, gpu.calls, ledger.log, unwaited, groups.made, gpu.races, ledger.launches, problem)
 
 
 @contextmanager
@@ -158,11 +139,8 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
 
 def _product_line(error: BaseException) -> str:
     """The innermost line of the product, or of a test, that an error came through."""
-    lines = [
-        f"{name}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if (name := shown(frame.filename))
-    ]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{name}:{frame.lineno}" for frame in frames if (name := shown(frame.filename))]
     return lines[-1] if lines else "no line of the product"
 
 

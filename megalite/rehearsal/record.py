@@ -69,8 +69,8 @@ class Call:
     nbytes: int
     dtype: str
     place: str
-    stream: str
-    after: tuple[int, ...]
+    line: Line
+    after: tuple[int, ...] = ()
     peer: int | None = None
     op: str = ""
     sent: tuple[int, ...] = ()
@@ -90,14 +90,10 @@ class Call:
 
     def __str__(self) -> str:
         rows = f" of {sum(self.sent)} rows" if self.sent else f" of {self.nbytes:,} bytes"
-        kind = (
-            f"{self.kind} {'to' if self.kind == SEND else 'from'} rank {self.peer}"
-            if self.peer is not None
-            else self.kind
-        )
+        end = f" {'to' if self.kind == SEND else 'from'} rank {self.peer}" if self.peer is not None else ""
         op = f" ({self.op})" if self.op else ""
         action = f" ({self.action})" if self.action else ""
-        return f"{kind}{op}{rows}, {self.dtype},{action} at {self.place or 'a line outside the product'}"
+        return f"{self.kind}{end}{op}{rows}, {self.dtype},{action} at {self.place or 'a line outside the product'}"
 
 
 class Calls(list[Call]):
@@ -151,6 +147,9 @@ class RankRecord:
     made: Sequence[tuple[str, int, int]] = ()
     races: Sequence[str] = ()
     launches: int = 0
-    seconds: float = 0.0
     problem: str | None = None
-    lines: Sequence[str] = field(default_factory=list)
+
+    @property
+    def phase(self) -> str:
+        """That it came to."""
+        return next((event[4] for event in reversed(self.log) if event[0] == "phase"), START_UP)

@@ -48,11 +48,11 @@ def rehearse(
     for number, rank in enumerate(chosen):
         on_rank(number, len(chosen))
         records = {**records, rank: rehearse_rank(run, rank)}
-    faults = []
-    for rank, record in records.items():
-        if record.problem is not None:
-            faults.append(Fault("start" if record.calls and record.calls[-1].phase.startswith("start") else "step",
-                                f"rank {rank} fails: {record.problem}"))  # fmt: skip
+    faults = [
+        Fault("step" if "iteration" in record.phase else "start", f"rank {rank} fails: {record.problem}")
+        for rank, record in records.items()
+        if record.problem is not None
+    ]
     found: list[Found] = []
     if not faults:
         found = memory(run, records)
@@ -70,24 +70,17 @@ def _once(faults: Sequence[Fault]) -> list[Fault]:
         what = RANK.sub("", fault.text) if fault.check in ("memory", "sync") else fault.text
         first.setdefault(what, fault)
         counts[what] += 1
-    return [
-        replace(fault, text=f"{fault.text}\n    ({counts[what] - 1} more of the rehearsed ranks do)")
-        if counts[what] > 1
-        else fault
-        for what, fault in first.items()
-    ]
+    more = {what: f"\n    ({n - 1} more of the rehearsed ranks do)" if n > 1 else "" for what, n in counts.items()}
+    return [replace(fault, text=fault.text + more[what]) for what, fault in first.items()]
 
 
 def races(records: Records) -> list[Fault]:
     """Check 3: what was found while each rank ran (`order.py`), each pair of lines once."""
     found: dict[str, int] = {}
     for rank, record in records.items():
-        for race in record.races:
-            found.setdefault(race, rank)
-    return [
-        Fault("race", f"rank {rank}: {race}\n    let the later one wait for the earlier")
-        for race, rank in found.items()
-    ]
+        found |= {race: rank for race in record.races if race not in found}
+    advice = "let the later one wait for the earlier"
+    return [Fault("race", f"rank {rank}: {race}\n    {advice}") for race, rank in found.items()]
 
 
 RANK = re.compile(r"^rank \d+|\d+\.\d+")
@@ -158,10 +151,6 @@ def _rows(run: Rehearsed, records: Records) -> list[tuple[str, str]]:
     most = max(records.values(), key=lambda record: len(record.calls))
     messages = sum(call.peer is not None for call in most.calls)
     ranks = ", ".join(map(str, list(records)[:8])) + (", ..." if len(records) > 8 else "")
-    return [
-        ("rehearsed", f"start, {steps} of {len(records)} of {run.size:,} ranks ({ranks})"),
-        (
-            "a rank at most",
-            f"{len(most.calls) - messages:,} collectives, {messages:,} messages, {most.launches:,} kernels",
-        ),
-    ]
+    counts = f"{len(most.calls) - messages:,} collectives, {messages:,} messages, {most.launches:,} kernels"
+    told = f"start, {steps} of {len(records)} of {run.size:,} ranks ({ranks})"
+    return [("rehearsed", told), ("a rank at most", counts)]

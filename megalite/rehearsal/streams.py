@@ -15,11 +15,20 @@ from megalite.rehearsal.record import Calls
 DEVICE = torch.device("cuda", 0)
 
 
+class _Thread(threading.local):
+    """Of a thread. current: the stream that it gives work to. quiet: nothing is recorded. true_device: tensors say
+    where they really are (inside torch's own kernels). on_its_way: a copy between the places was asked for."""
+
+    quiet = true_device = on_its_way = False
+
+    def __init__(self, current: Stream) -> None:
+        self.current = current
+
+
 class Gpu:
     """A device that is bookkeeping: its streams, and what it has been seen to do. unwaited: handles that nobody has
     waited for. calls: collectives and messages in the order in which the host starts them. place: where its memory
-    really is. Of a thread: quiet: nothing is recorded; true_device: tensors say where they really are (inside torch's
-    own kernels); on_its_way: a copy between the places was asked for."""
+    really is. kernels: what they return (`values.py`)."""
 
     def __init__(self, place: str = "cpu") -> None:
         self.place = torch.device(place)
@@ -28,42 +37,26 @@ class Gpu:
         self.kernels: Any = None
         self.compute = Stream(self, "the compute stream")
         self.unwaited: dict[int, Any] = {}
-        self.local = threading.local()
+        self.local = _Thread(self.compute)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["local"], name)
 
     @property
     def races(self) -> list[str]:
         """Pairs of accesses that nothing orders: what, both lines of the source, both streams."""
         return self.ledger.races
 
-    @property
-    def current(self) -> Stream:
-        """The stream that this thread gives work to."""
-        found: Stream = getattr(self.local, "current", self.compute)
-        return found
-
-    @property
-    def quiet(self) -> bool:
-        return getattr(self.local, "quiet", False)
-
-    @property
-    def true_device(self) -> bool:
-        return getattr(self.local, "true_device", False)
-
-    @property
-    def on_its_way(self) -> bool:
-        return getattr(self.local, "on_its_way", False)
-
     @contextmanager
     def state(self, **values: Any) -> Iterator[None]:
-        """Sets `current`, `quiet` or `true_device` of this thread for a while."""
+        """Sets what there is of this thread for a while."""
         before = dict(vars(self.local))
         vars(self.local).update(values)
         try:
             yield
         finally:
-            for name in values:
-                vars(self.local).pop(name, None)
-            vars(self.local).update({name: before[name] for name in values if name in before})
+            vars(self.local).clear()
+            vars(self.local).update(before)
 
     def on_device(self, x: torch.Tensor) -> bool:
         memory = self.ledger.find(x.untyped_storage())
@@ -71,8 +64,8 @@ class Gpu:
 
     def host_waits(self) -> None:
         """For all that any stream has been given."""
-        for clock in self.ledger.lines_behind():
-            self.ledger.host.learn(clock)
+        for line in list(self.ledger.lines):
+            self.ledger.host.learn(line.clock)
         self.ledger.synced("synchronize()")
 
 

@@ -74,18 +74,18 @@ class Shapes:
         if name == "copy_" and there and args[0].device.type == "cpu":
             return args[0].copy_(self.read(args[1])) if args[0].nbytes <= LARGE else args[0]
         given = tensors_in((args, kwargs))
-        if not there and not any(x.is_meta for x in given) and sum(x.nbytes for x in given) > LARGE:
-            if _in_place(function) is not MISSING:
-                return _written_first(function, args, kwargs)
-        if not there and not given and _in_place(function) is MISSING:
-            return function(*args, **kwargs)
-        if not there:
-            return function(*args, **kwargs)
-        return self._device(function, name, args, kwargs, given)
+        if there:
+            return self._device(function, name, args, kwargs)
+        large = sum(x.nbytes for x in given) > LARGE and not any(x.is_meta for x in given)
+        return self._unchanged(function, args, kwargs) if large else function(*args, **kwargs)
 
-    def _device(
-        self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
-    ) -> Any:
+    @staticmethod
+    def _unchanged(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a kernel that writes its arguments returns, without running it."""
+        out = _written_first(function, args, kwargs) if function._schema.is_mutable else MISSING
+        return function(*args, **kwargs) if out is MISSING else out
+
+    def _device(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if function.is_view:
             return function(*args, **kwargs)
         if name == "repeat_interleave" and len(args) == 1:
@@ -96,8 +96,7 @@ class Shapes:
         if special is not None and (out := special(*args, **kwargs)) is not MISSING:
             return out
         if function._schema.is_mutable:
-            out = _written_first(function, args, kwargs)
-            return function(*args, **kwargs) if out is MISSING else out
+            return self._unchanged(function, args, kwargs)
         key: Any
         try:
             key = (function, _plain(args), tuple((k, _plain(v)) for k, v in kwargs.items()))
@@ -246,7 +245,7 @@ def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, said: S
     size = len(call.communicator.ranks)
     with gpu.state(quiet=True, true_device=True):
         known = None if source is None else shapes.known(source)
-        if known is None or call.sent or call.kind in ("all_to_all", "recv"):
+        if known is None or call.sent or call.kind in ("all_to_all", "recv") or "parts" in call.kind:
             shapes.know(target, None)
         elif call.kind == "all_gather":
             rows = known.reshape(-1).repeat(size).view(size, -1)
@@ -273,10 +272,6 @@ def _balanced(counts: Tensor, things: int) -> Tensor:
     return torch.tensor(row, dtype=counts.dtype).expand(counts.shape)
 
 
-def _in_place(function: Any) -> Any:
-    return function if function._schema.is_mutable else MISSING
-
-
 def _written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a kernel that writes its arguments returns, without running it; MISSING where that is something new."""
     schema = function._schema
@@ -286,13 +281,9 @@ def _written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     ]
     if not schema.returns:
         return None
-    if (
-        len(schema.returns) == len(written)
-        and all(isinstance(x, Tensor) for x in written)
-        and schema.name != "aten::set_"
-    ):
-        return written[0] if len(written) == 1 else tuple(written)
-    return MISSING
+    if len(schema.returns) != len(written) or not all(isinstance(x, Tensor) for x in written):
+        return MISSING
+    return MISSING if schema.name == "aten::set_" else written[0] if len(written) == 1 else tuple(written)
 
 
 def _plain(x: Any) -> Any:

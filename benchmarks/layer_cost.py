@@ -24,11 +24,7 @@ from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.expert import RowCounts
 from megalite.parallel.tensor import LayerContext
-from megalite.rehearsal.fake_groups import FakeGroups
-from megalite.rehearsal.order import Ledger
-from megalite.rehearsal.rank import alone
-from megalite.rehearsal.record import Communicators
-from megalite.rehearsal.streams import DEVICE, Stream
+from megalite.rehearsal import DEVICE, FakeGroups, Gpu, alone
 
 BY_ARITHMETIC = ("mm", "addmm", "bmm", "attention", "_flash", "_efficient")
 """How the names of kernels begin or what they contain whose time is not that of memory."""
@@ -51,7 +47,7 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
     tp = config.parallel.tensor_model_parallel_size
     flex = "megalite.nn.attention.masked._flex"
     with (
-        alone(FakeGroups(0, tp, Communicators())) as gpu,
+        alone(FakeGroups(0, tp)) as gpu,
         patch.object(RowCounts, "on_host", _balanced(config)),
         patch(flex, lambda: (compiled_attention, compiled_blocks)),
     ):
@@ -60,7 +56,7 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
         gc.collect()  # what is in circles is freed when Python comes to it, at another place each time
         before = gpu.ledger.allocated
         gpu.ledger.peak = before
-        with _counted() as counts, without_gc():
+        with _counted(gpu) as counts, without_gc():
             y = run()
             forward = counts["launches"]
             if y.requires_grad:
@@ -128,21 +124,21 @@ def _layer(config: Config, index: int, tp: int) -> Callable[[], Any]:
 
 
 @contextmanager
-def _counted() -> Iterator[dict[str, int]]:
+def _counted(gpu: Gpu) -> Iterator[dict[str, int]]:
     """Counts what streams are given."""
-    found, work, wait = {"launches": 0, "waits": 0, "moved": 0}, Ledger.work, Stream.synchronize
+    found, work, synced = {"launches": 0, "waits": 0, "moved": 0}, gpu.ledger.work, gpu.ledger.synced
 
-    def counting(ledger: Ledger, line: Any, op: str, reads: Any, writes: Any, *more: Any, **named: Any) -> Any:
+    def counting(line: Any, op: str, reads: Any, writes: Any) -> None:
         reads, writes = list(reads), list(writes)
-        if line is not ledger.host:
+        if line is not gpu.ledger.host:
             found["launches"] += 1
             if not any(op.startswith(word) or word in op for word in BY_ARITHMETIC):
                 found["moved"] += sum(x.nbytes for x in (*reads, *writes))
-        return work(ledger, line, op, reads, writes, *more, **named)
+        work(line, op, reads, writes)
 
-    def waiting(stream: Stream, *why: Any) -> None:
+    def waiting(why: str) -> None:
         found["waits"] += 1
-        wait(stream, *why)
+        synced(why)
 
-    with patch.object(Ledger, "work", counting), patch.object(Stream, "synchronize", waiting):
+    with patch.object(gpu.ledger, "work", counting), patch.object(gpu.ledger, "synced", waiting):
         yield found
