@@ -109,7 +109,11 @@ def _layer(config: Config, index: int, tp: int) -> Callable[[], Any]:
     """A function that runs a micro-batch through it."""
     mesh = ParallelMesh.build(rank=0, size=tp, tp=tp)
     context = LayerContext(
-        tp=mesh["tp"], sequence_parallel=config.parallel.sequence_parallel, dtype=torch.bfloat16, device=DEVICE
+        tp=mesh["tp"],
+        sharers=mesh.sharing_keys(config.model.query_groups),
+        sequence_parallel=config.parallel.sequence_parallel,
+        dtype=torch.bfloat16,
+        device=DEVICE,
     )
     stack = build_stack(config.model, [layer_specs(config.model)[index]], context)
     for parameter in stack.parameters():

@@ -236,6 +236,16 @@ class ParallelMesh:
         lines = self._lines(DENSE, ["pp"])
         return self._axis("pp", [[line[p] for p in coordinates] for line in lines], apart)
 
+    def sharing_keys(self, heads: int) -> Axis:
+        """Neighbours on the tensor axis that share one of `heads` key/value heads, where there are fewer of these than
+        ranks. Collective at first use."""
+        if heads == 1:
+            return self["tp"]
+        lines = self._lines(DENSE, ["tp"])
+        sizes = [max(1, len(ranks) // heads) for ranks in lines]
+        parts = [ranks[i : i + n] for ranks, n in zip(lines, sizes, strict=True) for i in range(0, len(ranks), n)]
+        return self._axis("tp", parts, "keys")
+
     def family(self, name: str = "dense") -> FamilyAxes:
         """The axes of a family. Collective at first use."""
         family = AXIS_FAMILIES[name]

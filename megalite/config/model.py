@@ -250,6 +250,17 @@ class ModelConfig:
             return self.num_attention_heads
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
+    def legal_tensor_size(self, ranks: int) -> bool:
+        """Whether so many tensor-parallel ranks can share the heads: each has whole groups of queries with their key
+        and value, or several have the queries of one, and as many rows of it."""
+        if self.num_attention_heads % ranks:
+            return False
+        return self.query_groups % ranks == 0 or (ranks % self.query_groups == 0 and self.qkv_size % ranks == 0)
+
+    def local_kv_size(self, ranks: int) -> int:
+        """Width of the keys on one of so many tensor-parallel ranks, of which some may have the same."""
+        return self.kv_size // min(ranks, self.query_groups)
+
     @property
     def query_size(self) -> int:
         """Width a*d of all queries together."""
@@ -259,6 +270,11 @@ class ModelConfig:
     def kv_size(self) -> int:
         """Width g*d of all keys (or all values) together."""
         return self.query_groups * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of queries, their gates, keys and values together."""
+        return (2 if self.attention_output_gate else 1) * self.query_size + 2 * self.kv_size
 
     @property
     def value_size(self) -> int:

@@ -289,9 +289,10 @@ def write_experts(model: ModelConfig, implementation: str) -> dict[str, Any]:
 def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int, experts: int, within: int) -> None:
     """Raises ConfigError where Megatron-LM cannot cut this model so. experts, within: ranks that share the experts, and
     one expert."""
+    shares = tensor_parallel > 0 and model.legal_tensor_size(tensor_parallel)
     cuts = (
         (TENSOR_PARALLEL, tensor_parallel, model.num_attention_heads, "attention heads"),
-        (TENSOR_PARALLEL, tensor_parallel, model.query_groups, "query groups"),
+        *([] if shares else [(TENSOR_PARALLEL, tensor_parallel, model.query_groups, "query groups")]),
         *([] if all(model.sparse_layers) else [(TENSOR_PARALLEL, tensor_parallel, model.ffn_size, "MLP channels")]),
         ("`target_pipeline_model_parallel_size`", pipeline_parallel, model.num_layers, "layers"),
     )

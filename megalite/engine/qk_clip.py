@@ -88,13 +88,19 @@ class QueryKeyClip:
             like = next(iter(attentions.values()))
             largest = torch.stack([maxima[name].amax(1) for name in names]).nan_to_num_(nan=math.inf)  # [layers, g]
             all_reduce_(largest, self._axis, op="max")
+            all_reduce_(largest, like.sharers, op="max")
             if key[0] in self._replicas:
                 all_reduce_(largest, self._replicas[key[0]], op="max")
             clips = (largest > self._settings.qk_clip_threshold) & largest.isfinite() & (found_inf == 0)
             eta = torch.where(clips, self._settings.qk_clip_threshold / largest, 1.0)
             alpha = self._settings.qk_clip_alpha
-            of_head = [*[eta**alpha] * like.r, eta ** (1 - alpha), torch.ones_like(eta)]  # rows: queries, key, value
+            of_head = [
+                *[eta**alpha] * (like.r * like.sharers.size),
+                eta ** (1 - alpha),
+                torch.ones_like(eta),
+            ]  # rows: queries, key, value
             rows = torch.stack(of_head, -1).repeat_interleave(like.d, -1).flatten(1)  # [layers, g (r + 2) d]
+            rows = rows.chunk(like.sharers.size, 1)[like.sharers.rank]
             factors |= {f"{name}.attention.qkv": row for name, row in zip(names, rows, strict=True)}
         for buffers in self._optimizer.buffers:  # a gather that no forward has waited for may still read them
             buffers.weights.wait()

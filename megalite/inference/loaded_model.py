@@ -210,6 +210,7 @@ def _empty_parts(
     cp = mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather")
     context = LayerContext(
         tp=mesh["tp"],
+        sharers=mesh.sharing_keys(config.model.query_groups),
         cp=cp,
         experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
         dtype=dtype,

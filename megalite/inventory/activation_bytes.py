@@ -105,8 +105,8 @@ def _norms_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
 def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     tp, size, tokens = config.parallel.tensor_model_parallel_size, ElementBytes.of(config), micro_tokens(config)
     e = size.compute
-    q, kv, heads = model.query_size / tp, model.kv_size / tp, model.num_attention_heads / tp
-    grouped = model.query_groups != model.num_attention_heads
+    q, kv, heads = model.query_size / tp, model.local_kv_size(tp), model.num_attention_heads / tp
+    grouped = q != kv
     product = size.wide if on_cpu else e  # a CPU widens the operands of its products
     widened = product != e
     context = e * tokens * q
@@ -212,7 +212,7 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     """
     given, size, model = config.parallel.context, ElementBytes.of(config), layer.model
     tokens, tp = micro_tokens(config), config.parallel.tensor_model_parallel_size
-    q, kv = model.query_size / tp, model.kv_size / tp
+    q, kv = model.query_size / tp, model.local_kv_size(tp)
     traders, ring = given.traders, given.ring
     traded = size.compute * tokens * 2 * (q + kv) * (traders - 1) / traders
     if ring == 1:

@@ -32,7 +32,7 @@ def _sinks(model: ModelConfig) -> list[Parameter]:
 def _attention(model: ModelConfig) -> Contents:
     """Projections, norms of queries and keys, sinks."""
     h, q, s, bias = model.hidden_size, model.query_size, model.seq_length, model.add_bias_linear
-    qkv = (2 if model.attention_output_gate else 1) * q + 2 * model.kv_size
+    qkv = model.qkv_size
     head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
     parameters = [
         *_sinks(model),

@@ -167,7 +167,7 @@ class Roofline:
         if layer.is_sparse:  # rows are copied on their way to the experts, and added up on the way back
             width += 6.0 * expert_rows(config, layer, MEAN_IMBALANCE) / tokens * model.hidden_size
         if model.position_embedding_type == "rope":
-            width += 4 * (model.query_size + model.kv_size) / tp
+            width += 4 * (model.query_size / tp + model.local_kv_size(tp))
         moved = e * tokens * (ours.residual * model.hidden_size / outer + width + ours.query * model.query_size / tp)
         weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay and not p.frozen)
         accumulate = weights * self._accumulated(size)
@@ -180,7 +180,7 @@ class Roofline:
         else:
             forward, backward, hidden = self._messages(config, layer, behind)
         shared = self._context_messages(config, layer, attention)
-        dispatched = self._expert_messages(config, layer, products)
+        dispatched = self._expert_messages(config, layer, products) + self._shared_keys(config, layer)
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
             matrices + adapted + attention + self.traffic(moved, ours.kernels) + forward,
@@ -226,6 +226,13 @@ class Roofline:
             return max(0.0, 2 * one - self.hardware.overlap * sum(products.values()))
         meanwhile = sum(seconds for name, seconds in products.items() if "shared_experts." in name)
         return 2 * one - min(one, self.hardware.overlap * meanwhile)
+
+    def _shared_keys(self, config: Config, layer: Layer) -> float:
+        """Seconds in which ranks that share a key/value head gather its rows, in one direction of the pass."""
+        model, tokens = layer.model, micro_tokens(config)
+        sharers = config.parallel.tensor_model_parallel_size // model.query_groups if model.mixer == "attention" else 1
+        rows = model.qkv_size / model.query_groups
+        return CommGroup(self.hardware, max(1, sharers)).gather(tokens * rows * ElementBytes.of(config).compute)
 
     def _accumulated(self, size: ElementBytes) -> float:
         """Bytes a weight that adding its gradient moves, beside the product."""

@@ -152,7 +152,7 @@ class _Problem:
         wide = [
             tp
             for tp in divisors(model.num_attention_heads)
-            if tp <= node and model.query_groups % tp == 0 and model.ffn_size % tp == 0 and model.seq_length % tp == 0
+            if tp <= node and model.legal_tensor_size(tp) and model.ffn_size % tp == 0 and model.seq_length % tp == 0
         ]
         found = [Submesh(tp, dp) for tp in wide for dp in divisors(self.microbatches) if dp & (dp - 1) == 0 or dp < 8]
         return [mesh for mesh in found if mesh.size <= self.devices and mesh.size % self.unit == 0]

@@ -224,6 +224,7 @@ def _build_module(
 ) -> LayerStack:
     context = LayerContext(
         tp=mesh["tp"],
+        sharers=mesh.sharing_keys(config.model.query_groups),
         cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
         experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
         sequence_parallel=config.parallel.sequence_parallel,

@@ -51,6 +51,7 @@ class ModelInUse:
         self._specs = {spec.name: spec for spec in layer_specs(config.model)}
         self._context = LayerContext(
             tp=mesh["tp"],
+            sharers=mesh.sharing_keys(config.model.query_groups),
             cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
             experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
             dtype=parameter_dtype(config),

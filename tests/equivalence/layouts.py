@@ -374,7 +374,7 @@ def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
         family += ["--position-embedding-type", "rope"] if bound or rng.random() < 0.3 else []
         family += pick([[], ["--normalization", "RMSNorm"]])
     family += pick([[], [], ["--qk-layernorm"], ["--qk-layernorm", "--qk-layernorm-across-heads"]])
-    family += pick([[], [], ["--num-query-groups", "2"]])
+    family += pick([[], [], ["--num-query-groups", "2"], ["--num-query-groups", "1"]])  # ranks of tp may share them
     family += pick([[], [], [], *UNUSUAL])
     model += family
     model += pick([[], ["--untie-embeddings-and-output-weights"], ["--no-untie-embeddings-and-output-weights"]])

@@ -87,6 +87,7 @@ DELTA = replace(
         linear_num_value_heads=8,
     ),
 )
+ONE_KEY = replace(LLAMA, num_query_groups=1)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
 MODELS = {
     "gpt": GPT,
@@ -99,6 +100,7 @@ MODELS = {
     "gpt-oss": GPT_OSS,
     "latent": LATENT,
     "delta": DELTA,
+    "one key": ONE_KEY,
 }
 
 # Different lengths, one as long as the 16 positions, one longer, and more than there are stages.

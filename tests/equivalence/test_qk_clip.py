@@ -75,6 +75,7 @@ LAYOUTS = {
     "dp2 zero1": (2, "--zero-stage 1 --ddp-bucket-size 3000"),
     "dp2 zero3": (2, "--zero-stage 3"),
     "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp4 shares keys": (4, "--tensor-model-parallel-size 4 --zero-stage 1"),
     "pp2": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     "cp2": (2, "--context-parallel-size 2"),
     "cp2 gathered": (2, "--context-parallel-size 2 --cp-comm-type all_gather"),

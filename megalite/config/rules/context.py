@@ -32,8 +32,8 @@ def context_parallel(config: Config, world_size: int) -> Iterator[str]:
     if model.seq_length % unit:
         near = multiples_around(model.seq_length, unit)
         yield f"`seq_length`={model.seq_length}: not divisible by {parts} = {unit}; try {near}"
-    groups = model.query_groups // tp
-    if model.query_groups % tp == 0 and groups % given.traders:
+    groups = max(1, model.query_groups // tp)
+    if model.legal_tensor_size(tp) and groups % given.traders:
         yield (
             f"`cp_comm_type`={kind}: {given.traders} ranks cannot trade the {groups} key/value heads of a "
             f"tensor-parallel rank (`num_query_groups`={model.query_groups}, {TP}={tp}); legal: "

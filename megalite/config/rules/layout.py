@@ -62,8 +62,16 @@ def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % size:
         yield f"{TP}={size}: does not divide `num_attention_heads`={heads}; legal: {listed(divisors(heads))}"
-    elif heads % groups == 0 and groups % size:
-        yield f"{TP}={size}: does not divide `num_query_groups`={groups}; legal: {listed(divisors(groups))}"
+    elif heads % groups == 0 and not model.legal_tensor_size(size):
+        legal = listed(d for d in divisors(heads) if model.legal_tensor_size(d))
+        yield f"{TP}={size}: cannot share `num_query_groups`={groups} evenly; legal: {legal}"
+    elif heads % groups == 0 and groups < size:
+        apart = sorted({"q", "k", "v"} & set(model.adapted_parts if model.lora.lora_rank is not None else ()))
+        across = "`qk_layernorm_across_heads`" if model.qk_layernorm_across_heads else ""
+        for excluded in [across, f"adapters of {', '.join(apart)} alone" if apart else ""]:
+            if excluded:
+                most = f"{TP} {groups} at most"
+                yield f"{TP}={size}: `num_query_groups`={groups}, so ranks share keys: not with {excluded}; use {most}"
     if model.ffn_size % size:
         yield (
             f"{TP}={size}: does not divide the MLP width {model.ffn_size} (`ffn_hidden_size`); "

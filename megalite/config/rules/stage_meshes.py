@@ -24,7 +24,7 @@ def stage_meshes(config: Config, world_size: int) -> Iterator[str]:
     if total != world_size:
         sizes = [count for count, _ in batches_in_micro_batches(config, world_size)]
         model = config.model
-        tensor = [size for size in divisors(model.num_attention_heads) if model.query_groups % size == 0]
+        tensor = [size for size in divisors(model.num_attention_heads) if model.legal_tensor_size(size)]
         legal = nearest_meshes(meshes, world_size, sizes, tensor)
         near = f", or one of {'; '.join(legal)}" if legal else ""
         yield f"{flag}: {total} ranks in all, the world has {world_size}; use `nprocs` {total}{near}"

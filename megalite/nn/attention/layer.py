@@ -1,7 +1,10 @@
 """Causal self-attention with grouped queries (GQA, arXiv 2305.13245), optional query/key norms and rotary positions.
 
 The projection's rows are grouped as Megatron stores them: for each key/value head its r query heads, then its key,
-then its value. A tensor-parallel rank therefore holds whole groups, and its slice of the weight is contiguous.
+then its value. A tensor-parallel rank therefore holds whole groups, and its slice of the weight is contiguous. Where
+there are fewer key/value heads than ranks, neighbours share one: each has an even part of the group's rows, all gather
+what these make, and each attends with its own queries. Backward, the gradients of the key and of the value are summed
+over the ranks that share them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from megalite.comm import gather_channels
 from megalite.config import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import cached_attention
@@ -22,7 +26,7 @@ from megalite.nn.mlp import output_std
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Linear, RowParallelLinear
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Linear, Message, RowParallelLinear
 
 
 class Attention(nn.Module):
@@ -32,11 +36,13 @@ class Attention(nn.Module):
         super().__init__()
         h, d, g = config.hidden_size, config.head_dim, config.query_groups
         self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
-        self.d, self.r, self.rotary = d, config.num_attention_heads // g, rotary
+        self.d, self.r, self.rotary = d, config.num_attention_heads // max(g, ctx.tp.size), rotary
+        self.sharers = ctx.sharers
+        assert self.sharers.size == max(1, ctx.tp.size // g), "ranks that share a key have to be known"
         self.query_multiplier, self.gated = config.query_multiplier, config.attention_output_gate
         self.qkv = ColumnParallelLinear(
             h,
-            (2 if config.attention_output_gate else 1) * config.query_size + 2 * config.kv_size,
+            config.qkv_size,
             bias=config.has_qkv_bias,
             init_std=config.init_method_std,
             ctx=ctx,
@@ -63,11 +69,20 @@ class Attention(nn.Module):
         head_norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
         return [
             Segment(lambda x: before.send(x, tp, sequence=split)),
-            Segment(lambda x: self.qkv(x, before)),
+            Segment(lambda x: self.project(x, before)),
             Segment(lambda qkv: self.attend(qkv, microbatch, cache), (self, *head_norms)),
             Segment(lambda context: self.proj(context, behind)),
             Segment(lambda y: behind.receive(y, tp, sequence=split)),
         ]
+
+    def project(self, x: Tensor, message: Message) -> Tensor:
+        """Queries, keys and values of this rank's heads."""
+        qkv: Tensor = self.qkv(x, message)
+        if self.sharers.size == 1:
+            return qkv
+        group, keys = gather_channels(qkv, self.sharers), 2 * self.d
+        width = (group.shape[-1] - keys) // self.sharers.size
+        return torch.cat((group.narrow(-1, self.sharers.rank * width, width), group[..., -keys:]), -1)
 
     def sinks(self, qkv: Tensor) -> Tensor | None:
         """Attention sinks: a further logit per head, `[h_q / d / t]`, which joins the softmax and has no value."""

@@ -23,6 +23,7 @@ class LayerContext:
     """Shared by all layers of one stage.
 
     tp: the tensor-parallel axis.
+    sharers: of its ranks those that share a key/value head.
     cp: the axes over which sequences are cut.
     experts: the axes over which experts are cut and dealt out.
     sequence_parallel: activations between blocks are `[s/t, b, h]` instead of `[s, b, h]`.
@@ -39,6 +40,7 @@ class LayerContext:
     """
 
     tp: Axis = field(default_factory=lambda: Axis.single("tp"))
+    sharers: Axis = field(default_factory=lambda: Axis.single("keys"))
     cp: ContextAxes = field(default_factory=ContextAxes)
     experts: ExpertAxes = field(default_factory=ExpertAxes)
     sequence_parallel: bool = False

@@ -50,7 +50,6 @@ ONE_LINE = [
         8,
         f"{TP}=8: does not divide --num-attention-heads=12; legal: 1,2,3,4,6,12",
     ),
-    (f"--num-query-groups 2 {TP} 4", 4, f"{TP}=4: does not divide --num-query-groups=2; legal: 1,2"),
     (f"--nprocs 8 {TP} 4 {PP} 4", None, f"world size 8: {TP} x {PP} = 16: use --nprocs 16, or torchrun with as many"),
     (f"--nprocs 12 {TP} 8", None, f"world size 12: not divisible by {TP} x {PP} = 8; use 8 or 16"),
     ("--nprocs 4", 2, "--nprocs=4: the launcher already started 2 processes; drop it"),

@@ -97,3 +97,22 @@ def test_nearest_meshes_are_legal() -> None:
         meshes = parse_meshes(text)
         assert sum(mesh.size for mesh in meshes) == 12
         assert all(8 % mesh.dp == 0 and mesh.tp in (1, 2, 4) for mesh in meshes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "excluded"),
+    [
+        ("--qk-layernorm --qk-layernorm-across-heads --normalization RMSNorm", "--qk-layernorm-across-heads"),
+        ("--lora-rank 2 --lora-targets q_proj v_proj", "adapters of q, v alone"),
+    ],
+)
+def test_what_does_not_go_with_shared_keys(flags: str, excluded: str) -> None:
+    tp = "--tensor-model-parallel-size"
+    line = f"{tp}=4: --num-query-groups=2, so ranks share keys: not with {excluded}; use {tp} 2 at most"
+    assert line in problems_of(argv(f"--num-query-groups 2 {tp} 4 {flags}"), 4)
+
+
+def test_rows_of_shared_keys_are_cut_evenly() -> None:
+    tp = "--tensor-model-parallel-size"
+    line = f"{tp}=8: cannot share --num-query-groups=2 evenly; legal: 1,2,4"
+    assert problems_of(argv(f"--num-query-groups 2 --kv-channels 1 {tp} 8"), 8) == [line]
