@@ -46,6 +46,8 @@ class Microbatch:
     further_tokens, further_labels, further_weights: `[b, D, s]`, inputs, labels and loss weights of the D tokens beyond
         the next one (`nn.mtp`); None where none are predicted.
     host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
+    blend_parts: int64 `[b]`, the part of the blend that each sample comes from; None without `--loss-by-part`.
+    token_losses: `[b, s]`, where the loss writes that of each token, unweighted; None without `--loss-by-part`.
     """
 
     tokens: Tensor
@@ -61,6 +63,8 @@ class Microbatch:
     further_labels: Tensor | None = None
     further_weights: Tensor | None = None
     host_tokens: Tensor | None = None
+    blend_parts: Tensor | None = None
+    token_losses: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,6 +94,7 @@ class Microbatch:
             document_starts=None
             if starts is None
             else (starts.reshape(b, count, length) - piece[:, None] * length).clamp(min=0).view(shape),
+            blend_parts=None if self.blend_parts is None else self.blend_parts.repeat_interleave(count),
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:

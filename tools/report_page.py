@@ -9,7 +9,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, render_chart, series, sets_of
+from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, names_of, render_chart, series
 
 #: Of the picture of experts: blocks, and points in time.
 MOST_BLOCKS, MOST_COLUMNS = 4, 80
@@ -19,6 +19,7 @@ def render_report(title: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> s
     """The page for some runs, each a name and its records (`observers.read_metrics`): one colour a run."""
     charts = [
         ("training loss (nats per token)", "train", "lm_loss"),
+        ("training loss of a part (nats per token)", "train", "lm_loss_by_part"),
         ("validation loss (nats per token)", "valid", "lm_loss"),
         ("bits per byte of validation text", "valid", "bits_per_byte"),
         ("learning rate", "train", "learning_rate"),
@@ -32,7 +33,7 @@ def render_report(title: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> s
     ]
     figures = []
     for name, kind, key in charts:
-        parts = [part for _, records in runs for part in (sets_of(records) if kind == "valid" else [None])]
+        parts = [part for _, records in runs for part in names_of(records, kind, key)]
         for part in dict.fromkeys(parts):
             curves = [Curve(run, series(records, kind, key, part)) for run, records in runs]
             caption = f"{name}: {html.escape(part)}" if part else name

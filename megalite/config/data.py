@@ -71,6 +71,7 @@ class DataConfig:
     )
     vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer", metavar="FILE")
+    loss_by_part: bool = option(False, "log the loss of each part of the training data beside that of all")
     reset_position_ids: bool = option(False, "positions begin again at 0 after an end of document")
     reset_attention_mask: bool = option(False, "a token sees only its own document")
     eod_mask_loss: bool = option(False, "no loss at positions whose input is an end of document")

@@ -13,6 +13,7 @@ import numpy as np
 
 from megalite.config import DataConfig
 from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
+from megalite.data.blend_parts import BlendParts
 from megalite.data.cache import cache_directory, cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.file_chunks import document_units, utf8_length
@@ -47,7 +48,7 @@ class Datasets:
     `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
     hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
     `phases` are those of `--data-schedule`; surveys and requests are then of the first. `valid_sets` are those of
-    `--validation-set-names`, in place of `valid`.
+    `--validation-set-names`, in place of `valid`. `blend_parts` are those of `train`, with `--loss-by-part`.
     """
 
     train: Dataset | PhasedDataset | None
@@ -57,6 +58,7 @@ class Datasets:
     surveys: Mapping[str, Sequence[Survey]]
     phases: tuple[Phase, ...] = ()
     valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
+    blend_parts: BlendParts | None = None
 
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
@@ -126,6 +128,7 @@ def build_datasets(
     elif train_samples != 0:
         requests = _with_request(requests, train_samples)
         train = opener.split("train", requests or (None,))
+    parts = BlendParts(train) if cfg.loss_by_part and train is not None else None
     sets = cfg.validation_set_names if valid_samples != 0 else ()
     named = {
         name: opener.split("valid", (valid_samples,), alone("valid", path))
@@ -142,7 +145,7 @@ def build_datasets(
     if cfg.reset_attention_mask:
         opener.warn_of_long_documents()
     surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
-    return Datasets(train, valid, test, requests, surveys, phases, named)
+    return Datasets(train, valid, test, requests, surveys, phases, named, parts)
 
 
 def _with_request(earlier: tuple[int, ...], samples: int | None) -> tuple[int, ...]:

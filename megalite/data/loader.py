@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.config import DataConfig
+from megalite.data.blend_parts import BlendParts
 from megalite.data.gpt_dataset import SampleSource
 from megalite.data.indexed import ANSWER, END
 from megalite.errors import DataError
@@ -137,6 +138,7 @@ class BatchLoader:
     pieces: samples consumed when a global batch begins -> the sequences that each of its samples is cut into.
     num_workers: threads that prepare micro-batches ahead; 0: in the caller's thread.
     pin_memory: put tensors where an accelerator copies from without waiting.
+    parts: of the blend, whose losses are logged apart; None: none are.
     """
 
     def __init__(
@@ -151,10 +153,12 @@ class BatchLoader:
         pieces: Callable[[int], int] = lambda consumed: 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        parts: BlendParts | None = None,
     ) -> None:
         self.source, self.consumed_samples = source, consumed_samples
         self.micro_batch_size, self.dp_rank, self.dp_size = micro_batch_size, dp_rank, dp_size
         self._masks, self._pieces, self._pin = masks, pieces, pin_memory
+        self.parts = parts
         self._pool = None
         if num_workers:
             # A thread that pins memory for a device other than the first must be told so.
@@ -248,6 +252,8 @@ class BatchLoader:
                 marks[row] = ANSWER + END * (text[row] == self._masks.eod_id)
         ids = np.arange(begin, begin + b, dtype=np.int64)
         made = make_microbatch(text, valid, ids, self._masks, marks if marked else None)
+        if self.parts is not None:
+            made = replace(made, blend_parts=torch.tensor([self.parts(sample) for sample in ids.tolist()]))
         return made.map(Tensor.pin_memory) if self._pin else made
 
     def close(self) -> None:

@@ -49,7 +49,10 @@ from megalite.nn.segment import Segment
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor import LateMessage, added_at_once
 
-_PER_SAMPLE = ("tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts", "host_tokens")
+_PER_SAMPLE = (
+    *("tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts", "host_tokens"),
+    "token_losses",
+)
 
 
 class Half:

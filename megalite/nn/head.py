@@ -67,13 +67,17 @@ class Head(nn.Module):
     def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """`[s, b, h]` (`[s/t, b, h]`) -> sum over tokens of loss_mask * cross entropy: a scalar in fp32 or wider."""
         x = self.final_norm(x)
-        loss = self.loss_of(x, microbatch.labels, microbatch.loss_mask)
+        wanted = microbatch.token_losses
+        losses = None if wanted is None else torch.empty_like(wanted.t(), memory_format=torch.contiguous_format)
+        loss = self.loss_of(x, microbatch.labels, microbatch.loss_mask, losses)
+        if wanted is not None and losses is not None:
+            wanted.copy_(losses.t())
         if self.mtp is None or microbatch.further_tokens is None or not torch.is_grad_enabled():
             return loss
         return attached(loss, self.mtp(x, microbatch, self.loss_of))
 
-    def loss_of(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-        """The same of a normalised x and labels and weights `[b, s]`."""
+    def loss_of(self, x: Tensor, labels: Tensor, weights: Tensor, token_losses_to: Tensor | None = None) -> Tensor:
+        """The same of a normalised x and labels and weights `[b, s]`. token_losses_to: `[s, b]`."""
         weight = self.output.weight
         return fused_cross_entropy(
             x.flatten(0, 1),
@@ -83,6 +87,7 @@ class Head(nn.Module):
             shard=self._shard(weight),
             sequence_parallel=self.split,
             queue=self.weight_grads,
+            token_losses_to=None if token_losses_to is None else token_losses_to.view(-1),
         )
 
     @torch.no_grad()

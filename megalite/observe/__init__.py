@@ -14,9 +14,9 @@
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 """
 
-from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, Curve, render_chart, series, sets_of
+from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, Curve, names_of, render_chart, series
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, RUN_FILES, make_hooks, read_metrics
 from megalite.observe.pipeline_trace import PipelineTracer
-from megalite.observe.stats import ExpertStats, Record, StepStats, evaluation_record, perplexity
+from megalite.observe.stats import ExpertStats, PartLosses, Record, StepStats, evaluation_record, perplexity

@@ -55,6 +55,8 @@ class PrometheusHook(Hook):
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         prefix = "" if kind == "train" else f"{kind}_"
         self._set(labels, **{prefix + name: value for name, value in numbers.items() if name not in _TEXTS})
+        for part, loss in record.get("lm_loss_by_part", {}).items():
+            self._set({"part": part}, lm_loss_by_part=loss)
         self._count(**{name: record[name] for name in COUNTED if name in record})
         self._set(consumed_samples=trainer.consumed_samples, consumed_tokens=trainer.consumed_tokens)
         self._write()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.observe.stats import Record
@@ -31,18 +31,20 @@ class Curve:
     points: Sequence[Point]
 
 
-def sets_of(records: Sequence[Record]) -> list[str | None]:
-    """The validation sets that have records; None is the one without a name."""
-    return list(dict.fromkeys(record.get("set") for record in records if record.get("kind") == "valid"))
+def names_of(records: Sequence[Record], kind: str, key: str) -> list[str | None]:
+    """The validation sets, or parts of a blend, that have the value; None is that without a name."""
+    return list(dict.fromkeys(name for record in records if record.get("kind") == kind for name in _named(record, key)))
 
 
 def series(records: Sequence[Record], kind: str, key: str, of: str | None = None) -> list[Point]:
-    """(iteration, value) of the records of a kind that have the value. of: the validation set."""
-    return [
-        (float(record["iteration"]), float(record[key]))
-        for record in records
-        if record.get("kind") == kind and record.get("set") == of and record.get(key) is not None
-    ]
+    """(iteration, value) of the records of a kind that have the value. of: the validation set, or part of a blend."""
+    found = [(record["iteration"], _named(record, key).get(of)) for record in records if record.get("kind") == kind]
+    return [(float(iteration), float(value)) for iteration, value in found if value is not None]
+
+
+def _named(record: Record, key: str) -> Mapping[str | None, float | None]:
+    value = record.get(key)
+    return value if isinstance(value, dict) else {record.get("set"): value}
 
 
 def render_chart(curves: Sequence[Curve]) -> str:
@@ -95,7 +97,7 @@ def loss_picture(title: str, records: Sequence[Record]) -> str | None:
     curves = [Curve("training loss", series(records, "train", "lm_loss"))]
     curves += [
         Curve(f"validation loss{f' of {name}' if name else ''}", series(records, "valid", "lm_loss", name))
-        for name in sets_of(records)
+        for name in names_of(records, "valid", "lm_loss")
     ]
     if len(curves[0].points) < 2:
         return None

@@ -199,6 +199,7 @@ def train_line(record: Record, train_iters: int, now: datetime) -> str:
     for name, key, spec in _FIELDS:
         if (value := record.get(key)) is not None:
             parts.append(f"{name}: {format(100 * value if '(%)' in name else value, spec)}")
+    parts += [f"lm loss of {name}: {loss:.6E}" for name, loss in record.get("lm_loss_by_part", {}).items()]
     if (left := record.get("eta_s")) is not None:
         parts.append(f"ETA: {duration(left)}")
     return " | ".join(parts) + " |"
@@ -226,6 +227,7 @@ def tags(record: Record) -> dict[str, float]:
     if record["kind"] == "train":
         named = {tag: record.get(key) for key, tag in _TRAIN_TAGS.items()}
         named["iteration-time"] = 1e-3 * record["iteration_time_ms"]
+        named |= {f"lm loss of {name}": loss for name, loss in record.get("lm_loss_by_part", {}).items()}
     elif record["kind"] == "task":
         named = {f"task {record['task']} {name}": value for name, value in _measures(record).items()}
     else:

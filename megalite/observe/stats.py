@@ -55,6 +55,15 @@ class ExpertStats:
     layers: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class PartLosses:
+    """Of the parts of a blend (`--loss-by-part`): names, and `[2, P]`, summed losses and tokens that count, which may
+    live on the device."""
+
+    names: tuple[str, ...]
+    sums: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
     """Measurements of one iteration, the same on all ranks but for the times.
@@ -71,6 +80,7 @@ class StepStats:
     loss_scale: factor of the loss in fp16 training, else 1.
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
     experts: of a model with experts.
+    by_part: losses of the parts of a blend, where they are told apart.
     iteration_time_s: seconds on this rank's clock.
     wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
     """
@@ -86,6 +96,7 @@ class StepStats:
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
     experts: ExpertStats | None = None
+    by_part: PartLosses | None = None
     iteration_time_s: float
     wait_time_s: float = 0.0
     data_time_s: float = 0.0
@@ -169,7 +180,8 @@ class IntervalStats:
             numbers = [number for values in measured if (number := values.get(name)) is not None]
             record |= {name: _mean(numbers)} if numbers else {}
         routed = [step.experts for step in steps if step.experts is not None]
-        return record | expert_loads(routed) | self._rates(steps, seconds)
+        kept = [step.by_part for step, skipped in zip(steps, skips, strict=True) if step.by_part and not skipped]
+        return record | losses_by_part(kept) | expert_loads(routed) | self._rates(steps, seconds)
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:
         computed = [step for step in steps if step.lm_loss is not None]
@@ -187,6 +199,15 @@ class IntervalStats:
             "mfu": flops / self._peak_flops if self._peak_flops else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
         }
+
+
+def losses_by_part(kept: Sequence[PartLosses]) -> Record:
+    """`lm_loss_by_part`: name -> mean loss per token over all steps; without the parts of which no token counted."""
+    if not kept:
+        return {}
+    sums, tokens = torch.stack([losses.sums for losses in kept]).sum(0).tolist()
+    named = zip(kept[0].names, sums, tokens, strict=True)
+    return {"lm_loss_by_part": {name: total / count for name, total, count in named if count}}
 
 
 def expert_loads(routed: Sequence[ExpertStats]) -> Record:

@@ -82,6 +82,7 @@ class BatchReader:
         self._dp_size, self._cut = dp_size, cut
         self._tokens_over, self._of_update = tokens_over, together
         self._device = device
+        self.part_names = () if loader is None or loader.parts is None else loader.parts.names
         self.loss_dtype = loss_dtype
         self._seconds = 0.0
         self._loss_scale = loss_scale
@@ -109,6 +110,15 @@ class BatchReader:
         factor, part = batch.factors[index], batch.parts[index]
         return batch.number, factor * part / (scale.to(factor.dtype) if isinstance(scale, Tensor) else scale)
 
+    def part_sums(self, microbatch: int) -> Tensor:
+        """By part of the blend: the summed loss of this rank's tokens of the micro-batch, and how many count, `[2 P]`
+        in fp64."""
+        batch = self.batch(self.number_of(microbatch))
+        own = batch.microbatches[microbatch - batch.first]
+        assert own.token_losses is not None and own.blend_parts is not None
+        sums = torch.stack((own.token_losses * own.loss_mask, own.loss_mask)).sum(2, dtype=torch.float64)
+        return sums.new_zeros(2, len(self.part_names)).index_add_(1, own.blend_parts, sums).flatten()
+
     def batch(self, number: int) -> GlobalBatch:
         """The batch with this number, fetched in order."""
         if number not in self._batches:
@@ -127,6 +137,8 @@ class BatchReader:
                 else torch.full((), part, dtype=self.loss_dtype, device=self._device)
             )
             own, tokens = [replace(self._cut(mb), share=share) for mb in local], self._tokens(local)
+            if self.part_names:
+                own = [replace(mb, token_losses=torch.empty_like(mb.loss_mask, dtype=self.loss_dtype)) for mb in own]
             if self._watch is not None:
                 read = [self._cut(mb) for mb in read]
                 own = [replace(mb, host_tokens=on_host.tokens) for mb, on_host in zip(own, read, strict=True)]

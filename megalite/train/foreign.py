@@ -70,6 +70,8 @@ def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
     """Cross entropy of the next tokens, in fp32 or wider, summed where the loss mask is 1."""
     wide = torch.promote_types(torch.float32, logits.dtype)
     losses = F.cross_entropy(logits.flatten(0, 1).to(wide), microbatch.labels.flatten(), reduction="none")
+    if microbatch.token_losses is not None:
+        microbatch.token_losses.copy_(losses.detach().view_as(microbatch.labels))
     return (losses * microbatch.loss_mask.flatten().to(wide)).sum()
 
 

@@ -16,6 +16,7 @@ from megalite.comm import ParallelMesh, World, all_gather_json, patiently
 from megalite.config import Config, cache_problem, with_vocab_size
 from megalite.data import (
     BatchLoader,
+    BlendParts,
     Dataset,
     Datasets,
     DocumentMasks,
@@ -51,7 +52,10 @@ class RunData:
         """Training batches after `consumed_samples` samples."""
         assert self.datasets.train is not None
         lengths, whole = self.config.length_schedule, self.config.model.seq_length
-        return self._loader(self.datasets.train, consumed_samples, lambda consumed: whole // lengths.at(consumed))
+        return self._loader(
+            *(self.datasets.train, consumed_samples, lambda consumed: whole // lengths.at(consumed)),
+            parts=self.datasets.blend_parts,
+        )
 
     def evaluation_length(self, consumed_samples: int) -> int:
         """Tokens of the sequences of an evaluation: of those of the iteration that came last."""
@@ -98,7 +102,13 @@ class RunData:
                 yield loader.next_batch(samples)
 
     def _loader(
-        self, source: SampleSource, consumed_samples: int, pieces: Callable[[int], int], *, threads: bool = True
+        self,
+        source: SampleSource,
+        consumed_samples: int,
+        pieces: Callable[[int], int],
+        *,
+        threads: bool = True,
+        parts: BlendParts | None = None,
     ) -> BatchLoader:
         data = self.config.data
         return BatchLoader(
@@ -111,6 +121,7 @@ class RunData:
             pieces=pieces,
             num_workers=data.num_workers if threads else 0,
             pin_memory=self.device.type == "cuda",
+            parts=parts,
         )
 
 

@@ -26,7 +26,7 @@ from megalite.config import BatchSizeSchedule, Config, LengthSchedule
 from megalite.engine import Updater
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.observe import ExpertStats, Hooks, PipelineTracer, Record, StepStats
+from megalite.observe import ExpertStats, Hooks, PartLosses, PipelineTracer, Record, StepStats
 from megalite.parallel.pipeline import Executor
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
@@ -212,7 +212,7 @@ class Trainer:
         self._drained = batch.next_size == 0 or not program.asynchronous
         if self._drained:
             self.executor.finish()
-        loss = self._batch_loss(batch.iteration, reads=reads)
+        loss, by_part = self._batch_loss(batch.iteration, reads=reads)
         self.batch_reader.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1
         progress.consumed_samples += samples
@@ -225,6 +225,7 @@ class Trainer:
             global_batch_size=samples,
             seq_length=length,
             lm_loss=loss,
+            by_part=by_part,
             grad_norm=results[-1].grad_norm,
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
@@ -291,19 +292,24 @@ class Trainer:
         for microbatch, loss in losses.items():
             batch, share = self.batch_reader.share_of_loss(microbatch)
             # in fp32 a thousand micro-batches, one by one, would lose 1e-5
-            self._losses[batch] = self._losses.get(batch, 0.0) + loss.to(torch.float64) * share
+            mine = loss.to(torch.float64) * share
+            if self.batch_reader.part_names:
+                mine = torch.cat((mine[None], self.batch_reader.part_sums(microbatch)))
+            self._losses[batch] = self._losses.get(batch, 0.0) + mine
 
-    def _batch_loss(self, number: int, *, reads: bool) -> Tensor:
-        """The batch's loss, the same on all ranks."""
+    def _batch_loss(self, number: int, *, reads: bool) -> tuple[Tensor, PartLosses | None]:
+        """The batch's loss, and those of the parts of the blend; the same on all ranks."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
-        total = torch.zeros((), dtype=torch.float64, device=self.device) if mine is None else mine
+        names = self.batch_reader.part_names
+        shape = (1 + 2 * len(names),) if names else ()
+        total = torch.zeros(shape, dtype=torch.float64, device=self.device) if mine is None else mine
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
         if reads or self.device.type == "cpu":
             self._loss_handle.wait()
-        return total
+        return (total[0], PartLosses(names, total[1:].view(2, -1))) if names else (total, None)
 
     # evaluation and checkpoints
 

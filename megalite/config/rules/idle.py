@@ -129,7 +129,7 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
         ),
         (
             "eval_interval exit_interval exit_duration_in_mins iterations_to_skip save_interval async_save keep_last_n "
-            "save_retain_interval",
+            "save_retain_interval loss_by_part",
             training.skip_train,
             "with `skip_train`",
         ),

@@ -101,21 +101,25 @@ def fused_cross_entropy(
     shard: VocabShard,
     sequence_parallel: bool,
     queue: WeightGradQueue,
+    token_losses_to: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of loss_mask * cross entropy, a scalar in fp32 (fp64 for fp64), the same on every rank of the
     axis.
 
     x: `[n, h]`, the same on every rank (this rank's `[n/t, h]` under sequence parallelism: it is gathered here);
     weight: `[V_padded/t, h]`; labels: int64 `[n]`; loss_mask: float `[n]`. The gradient of x is complete (summed over
-    the axis).
+    the axis). token_losses_to: `[n]`, where the cross entropy of each token is written, too.
 
     The formula is implemented twice: eagerly by `_chunk` and `_logit_gradient`, and for compilation by `statistics` and
     `gradient` of `loss_kernels`. `token_losses` uses `_chunk`. A new loss changes both.
     """
     if not torch.is_grad_enabled():
         x = all_gather(x, shard.axis) if sequence_parallel else x
-        return _weighted_sum(token_losses(x, weight, labels, shard=shard), loss_mask.to(wide(x.dtype)))
-    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue)
+        losses = token_losses(x, weight, labels, shard=shard)
+        if token_losses_to is not None:
+            token_losses_to.copy_(losses)
+        return _weighted_sum(losses, loss_mask.to(wide(x.dtype)))
+    return _FusedCrossEntropy.apply(x, weight, labels, loss_mask, shard, sequence_parallel, queue, token_losses_to)
 
 
 @torch.no_grad()
@@ -142,6 +146,7 @@ class _FusedCrossEntropy(Node):
         shard: VocabShard,
         sequence: bool,
         queue: WeightGradQueue,
+        token_losses_to: Tensor | None,
     ) -> Tensor:
         ctx.sequence = sequence and shard.axis.size > 1
         if ctx.sequence:
@@ -166,6 +171,8 @@ class _FusedCrossEntropy(Node):
             part = slice(begin, begin + step)
             losses, dlogits = _losses_and_gradient(x[part], rows, labels[part], weights[part], shard, workspace)
             total += _weighted_sum(losses, weights[part])
+            if token_losses_to is not None:
+                token_losses_to[part] = losses
             if dx is not None:
                 torch.mm(dlogits, rows, out=dx[part])
             if dweight is not None:
@@ -186,7 +193,7 @@ class _FusedCrossEntropy(Node):
         elif dweight is not None:
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()
-        return dx, None if ctx.sink is not None else dweight, None, None, None, None, None
+        return dx, None if ctx.sink is not None else dweight, None, None, None, None, None, None
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
