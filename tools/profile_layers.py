@@ -7,7 +7,7 @@ Embedding, blocks and head are built as a run builds them (flat buffers, gradien
 forward, input gradient, weight gradient and whole backward, at every tensor-parallel size that the processes allow;
 then the optimizer step, what a step costs besides its actions, and the links between the processes. Processes that
 share a machine share its memory and its clock: all of them compute at the same moments, and the slowest counts. Turns
-in which other programs used more than 0.3 of a core are left out.
+in which other programs used more than 0.3 of a core are made again, three times at most; --beside-others counts them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import argparse
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ import torch
 from torch import Tensor
 
 from command_line import ToolParser, check_numbers, name_ignored, run_tool
-from disturbance import BusyClock
 from megalite.comm import (
     Axis,
     Channel,
@@ -44,30 +42,26 @@ from megalite.comm import (
     TensorSpec,
     World,
     all_gather_into,
-    all_gather_json,
     all_reduce_,
-    barrier,
     reduce_scatter_into,
     share_axis,
 )
 from megalite.config import BatchRamp, Config, TrainingLength, read_unjudged
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue
+from megalite.inventory import model_layers
 from megalite.launch import launch
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
+from megalite.progress import ProgressBar, no_progress
 from megalite.train import open_run, optimizer_factory, parameter_dtype, wide_dtype, zero_options
+from quiet_turns import Bench, Tally, Work
 
 #: Blocks of the stage that is timed: with one alone a CPU would have its weights in the cache.
 BLOCKS_CPU, BLOCKS_CUDA = 4, 1
-
-#: Turns until enough of them were quiet, as a multiple of those that are wanted.
-PATIENCE = 4
-
-Work = Callable[[], dict[str, float]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,56 +73,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--micro-batches", default="1,2,4", metavar="B,...", help="sizes to time (default 1,2,4)")
     p.add_argument("--repeats", type=int, default=15, metavar="N", help="of each measurement, whose median counts")
     p.add_argument("--quick", action="store_true", help="three repeats")
+    p.add_argument("--beside-others", action="store_true", help="do not wait until other programs are quiet")
     return p
-
-
-@dataclass(frozen=True)
-class Bench:
-    """One process of those that measure together. axis: all of them."""
-
-    config: Config
-    axis: Axis
-    device: torch.device
-    repeats: int
-
-    def medians(self, work: Work) -> dict[str, float]:
-        """Name -> seconds: the median over quiet turns, of the slowest process. Collective."""
-        turns: list[dict[str, float]] = []
-        for _ in range(PATIENCE):
-            turns += [self._turn(work, counts=number > 0) for number in range(self.repeats + 1)][1:]
-            everybody = all_gather_json(turns, self.axis)
-            others = [
-                max(0.0, (everybody[0][turn]["busy"] - sum(one[turn]["own"] for one in everybody)))
-                / everybody[0][turn]["wall"]
-                for turn in range(len(turns))
-            ]
-            quiet = [turn for turn, share in enumerate(others) if share < BusyClock.QUIET]
-            if len(quiet) >= (self.repeats + 1) // 2:
-                break
-        kept = quiet if len(quiet) >= 3 else range(len(turns))
-        names = [name for name in turns[0] if name not in ("busy", "own", "wall")]
-        return {name: max(statistics.median(one[turn][name] for turn in kept) for one in everybody) for name in names}
-
-    def _turn(self, work: Work, *, counts: bool) -> dict[str, float]:
-        barrier(self.axis)
-        busy, own, begin = BusyClock.busy_seconds(), time.process_time(), time.perf_counter()
-        found = work()
-        barrier(self.axis)
-        return found | {
-            "busy": BusyClock.busy_seconds() - busy,
-            "own": time.process_time() - own,
-            "wall": time.perf_counter() - begin,
-        }
-
-    def clock(self, run: Callable[[], object]) -> float:
-        """Seconds until the device has done it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        begin = time.perf_counter()
-        run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - begin
 
 
 def profile_point(bench: Bench, tp: Axis, *, sequence_parallel: bool) -> dict[str, list[float]]:
@@ -315,24 +261,34 @@ def _there_and_back(channel: Channel, x: Tensor, rank: int) -> None:
     channel.flush()
 
 
-def measure(config: Config, world: World, micro_batches: Sequence[int], repeats: int) -> dict[str, Any]:
+def tensor_sizes(config: Config, processes: int) -> list[tuple[int, bool]]:
+    """(Tensor-parallel size, whether the sequence is split as well) of what is timed."""
+    model = config.model
+    divided = (model.num_attention_heads, model.query_groups, model.ffn_size, processes)
+    sizes = [tp for tp in range(1, processes + 1) if not any(number % tp for number in divided)]
+    return [
+        (tp, split) for tp in sizes for split in (False, True) if not split or (tp > 1 and not model.seq_length % tp)
+    ]
+
+
+def measurements(config: Config, processes: int, micro_batches: Sequence[int]) -> int:
+    """How many `measure` makes: three a point, the optimizer at two sizes, a step, two a message between processes."""
+    points = len(tensor_sizes(config, processes)) * len(micro_batches)
+    return 3 * points + min(config.model.num_layers, 2) + 1 + 2 * len(LINK_BYTES) * (processes > 1)
+
+
+def measure(bench: Bench, world: World, micro_batches: Sequence[int]) -> dict[str, Any]:
     """The content of a profile file. Collective."""
-    mesh = ParallelMesh.build(rank=world.rank, size=world.size)
-    bench = Bench(config, mesh.world, world.device, repeats)
-    model, points = config.model, []
-    for tp in [size for size in range(1, world.size + 1) if world.size % size == 0]:
-        if model.num_attention_heads % tp or model.query_groups % tp or model.ffn_size % tp:
-            continue
+    config, points = bench.config, []
+    for tp, split in tensor_sizes(config, world.size):
         axis = ParallelMesh.build(rank=world.rank, size=world.size, tp=tp)["tp"]
         if world.device.type == "cpu":
             axis = share_axis(axis, timeout=600.0)
-        splits = [False] if tp == 1 else [False, True] if model.seq_length % tp == 0 else [False]
-        for split in splits:
-            for micro in micro_batches:
-                sized = replace(config, training=replace(config.training, micro_batch_size=micro))
-                point: dict[str, object] = {"tensor_model_parallel_size": tp, "sequence_parallel": split}
-                point["micro_batch_size"] = micro
-                points.append(point | profile_point(replace(bench, config=sized), axis, sequence_parallel=split))
+        for micro in micro_batches:
+            sized = replace(config, training=replace(config.training, micro_batch_size=micro))
+            point: dict[str, object] = {"tensor_model_parallel_size": tp, "sequence_parallel": split}
+            point["micro_batch_size"] = micro
+            points.append(point | profile_point(replace(bench, config=sized), axis, sequence_parallel=split))
     sized = replace(config, training=replace(config.training, micro_batch_size=micro_batches[0]))
     return {
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
@@ -364,6 +320,7 @@ def settings(argv: list[str]) -> tuple[argparse.Namespace, Config, list[int]]:
     name_ignored(rest)
     if config.model.vocab_size == 0:
         raise ConfigError("--vocab-size=0: no tokenizer is read here; give the vocabulary's size")
+    model_layers(config.model)  # refuses a module of the user's
     return args, config, [int(size) for size in sizes]
 
 
@@ -381,10 +338,17 @@ def _run(argv: list[str]) -> int:
     repeats = 3 if args.quick else args.repeats
 
     def body(alone: Config, world: World) -> int:
-        found = measure(alone, world, sizes, repeats)
+        tally = Tally(measurements(alone, world.size, sizes))
+        everybody = ParallelMesh.build(rank=world.rank, size=world.size).world
+        bench = Bench(alone, everybody, world.device, repeats, tally, args.beside_others)
+        with ProgressBar("measuring", "measurements") as bar:
+            tally.on_progress = bar if world.is_first else no_progress
+            found = measure(bench, world, sizes)
         if world.is_first:
             Path(args.output).write_text(json.dumps(found, indent=1))
             print(f"{args.output}: {len(found['points'])} points on {found['device']}")
+            for line in tally.remarks():
+                print(line, file=sys.stderr)
         return 0
 
     return launch(replace(config, parallel=parallel), body)
