@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from megalite.config.architecture import TOKENIZER, Offer, ReadOffer, contradictions, is_left_open, offered_values
 from megalite.config.data import WITHOUT_FILE
-from megalite.config.elastic import elastic_problems, training_ranks
+from megalite.config.elastic import elastic_problems, elastic_warnings, training_ranks
 from megalite.config.files import (
     meant_for_this_host,
     missing_data,
@@ -121,7 +121,8 @@ def parse_with_origins(
     config, origins = _derive(config, origins, world)
     for name in options:
         origins.setdefault(name, "default")
-    doubts = tuple(in_flags(_as_given(line, merged)) for line in config_warnings(config, world) + elsewhere)
+    warned = [*config_warnings(config, world), *elastic_warnings(config, world), *elsewhere]
+    doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 
 

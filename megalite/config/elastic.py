@@ -15,6 +15,8 @@ from megalite.config.legal import config_problems
 from megalite.config.root import Config
 
 MOST_TRIALS = 8
+TOLERABLE = 0.9
+"""Part of the ranks that are left which should find work."""
 
 
 def training_ranks(config: Config, started: int, local_size: int) -> int:
@@ -54,10 +56,51 @@ def elastic_problems(config: Config, started: int, training: int) -> Iterator[st
         yield f"`elastic`={floor}: the global batch would grow and shrink with the ranks; add `global_batch_size`"
     replicas = config.data_parallel_size(training)
     if replicas < floor:
+        size, room = config.training.global_batch_size, started // config.parallel.model_parallel_size
+        better = "start more of them, or lower it"
+        if size is not None and room >= floor:
+            micro = config.training.micro_batch_size
+            other = _dividing(size // micro, room)
+            other = other if _most(other, room) >= floor else max(1, round(size / micro / floor)) * floor
+            better = (
+                "their number times the micro-batch size must divide "
+                f"`global_batch_size`={size}; use {other * micro}, or lower it"
+            )
         yield (
             f"`elastic`={floor}: {started} ranks give {replicas} data-parallel ranks of "
-            f"{config.parallel.model_parallel_size}; start more of them, or lower it"
+            f"{config.parallel.model_parallel_size}; {better}"
         )
+
+
+def elastic_warnings(config: Config, training: int) -> Iterator[str]:
+    """A global batch whose divisors leave many ranks without work once the first of them is lost."""
+    size, floor = config.training.global_batch_size, config.parallel.restarts.elastic
+    if floor is None or size is None:
+        return
+    micro, replicas = config.training.micro_batch_size, config.data_parallel_size(training)
+    left = replicas - 1
+    train = _most(size // micro, left) if left >= floor else left
+    if train >= TOLERABLE * left:
+        return
+    other = _dividing(size // micro, replicas)
+    hint = f"; with {other * micro} there are {_most(other, left)}" if _most(other, left) > train else ""
+    yield (
+        f"`elastic`={floor}: with one data-parallel rank fewer {train} of {left} train, since their number times the "
+        f"micro-batch size must divide `global_batch_size`={size}{hint}"
+    )
+
+
+def _dividing(microbatches: int, replicas: int) -> int:
+    """The number of micro-batches within a tenth of this one that gives so many replicas, and those that are left when
+    up to a sixteenth of them is lost, most of the work."""
+    losses = [replicas - replicas * lost // 64 for lost in range(5)]
+    near = range(max(1, microbatches * 9 // 10), microbatches * 11 // 10 + 1)
+    return max(near, key=lambda number: (sum(_most(number, left) for left in losses), -abs(number - microbatches)))
+
+
+def _most(microbatches: int, replicas: int) -> int:
+    """The largest number of replicas, of so many at most, among which micro-batches are divided evenly."""
+    return next(number for number in range(replicas, 0, -1) if microbatches % number == 0)
 
 
 def _divides(config: Config, ranks: int) -> bool:

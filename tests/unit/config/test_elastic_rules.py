@@ -85,3 +85,21 @@ def test_what_cannot_work_is_one_line(flags: str, world: int | None, line: str) 
 def test_local_ranks_without_a_place_are_not_started() -> None:
     parsed = parse_with_origins(argv(f"{ELASTIC} --nprocs 3 --tensor-model-parallel-size 2"))
     assert (parsed.ranks, parsed.config.parallel.nprocs) == (2, 2)
+
+
+def test_a_batch_that_leaves_half_of_the_ranks_idle_after_a_loss_is_named() -> None:
+    """64 hosts of one tensor-parallel group each: 1,024 samples go to 32 of 63 replicas, 960 to 60."""
+    flags = "--elastic 60 --save run --auto-resume --tensor-model-parallel-size 8 --num-attention-heads 8"
+    for batch, hosts, train, line in (
+        (1024, 64, 64, "with one data-parallel rank fewer 32 of 63 train, since"),
+        (960, 64, 64, ""),
+        (960, 63, 60, ""),
+        (960, 60, 60, ""),
+    ):
+        found = parse_with_origins(argv(f"{flags} --global-batch-size {batch}"), world_size=8 * hosts, local_size=8)
+        assert found.ranks == 8 * train
+        told = [doubt for doubt in found.warnings if "--elastic" in doubt]
+        assert len(told) == bool(line) and all(line in doubt for doubt in told)
+        assert all(doubt.endswith("--global-batch-size=1024; with 960 there are 60") for doubt in told)
+    (line,) = problems_of(argv(f"{flags} --global-batch-size 1024"), world_size=504)
+    assert line.endswith("must divide --global-batch-size=1024; use 1020, or lower it")
