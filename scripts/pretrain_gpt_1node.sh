@@ -8,8 +8,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-DATA_PATH=${1:?usage: $0 DATA_PREFIX SAVE_DIR [--flag value ...]}
-SAVE_DIR=${2:?usage: $0 DATA_PREFIX SAVE_DIR [--flag value ...]}
+if [[ $# -lt 2 || $1 == -* || $2 == -* ]]; then
+    echo "usage: $0 DATA_PREFIX SAVE_DIR [--flag value ...]" >&2
+    exit 2
+fi
+DATA_PATH=$1
+SAVE_DIR=$2
 shift 2
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 VOCAB_FILE=${VOCAB_FILE:-gpt2/vocab.json}

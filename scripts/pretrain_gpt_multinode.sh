@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# A 7 billion parameter Llama on several nodes: run this on every node. DRY_RUN=1 prints the command.
+# A training on several nodes: run this on every node. DRY_RUN=1 prints the command.
 #
+#   MASTER_ADDR=node0 NNODES=4 NODE_RANK=0 scripts/pretrain_gpt_multinode.sh SAVE_DIR --config FILE.yaml [--flag ...]
 #   MASTER_ADDR=node0 NNODES=4 NODE_RANK=0 scripts/pretrain_gpt_multinode.sh DATA_PREFIX TOKENIZER SAVE_DIR [--flag ...]
+#
+# The first trains what the file says. The second trains a Llama of 7 billion parameters, for 32 GPUs and more: model, layout and training
+# are the flags below. With --config, there too, none of them is given.
 #
 # NNODES=2:4 MAX_RESTARTS=10 ...: after a failure the ranks start again, on as many of the nodes as there are (add --elastic N); a node may
 # join at any time. MASTER_ADDR then serves the rendezvous alone: best a host that does not train, because that one must not fail.
@@ -11,11 +15,25 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-USAGE="usage: $0 DATA_PREFIX TOKENIZER SAVE_DIR [--flag value ...]"
-DATA_PATH=${1:?$USAGE}
-TOKENIZER=${2:?$USAGE}
-SAVE_DIR=${3:?$USAGE}
-shift 3
+usage() {
+    echo "usage: $0 SAVE_DIR --config FILE.yaml [--flag value ...]" >&2
+    echo "       $0 DATA_PREFIX TOKENIZER SAVE_DIR [--flag value ...] (a Llama of 7 billion parameters)" >&2
+    exit 2
+}
+names=()
+while [[ $# -gt 0 && $1 != -* ]]; do
+    names+=("$1")
+    shift
+done
+own=0
+for word in "$@"; do
+    if [[ $word == --config || $word == --config=* ]]; then own=1; fi
+done
+case ${#names[@]}:$own in
+    1:1) SAVE_DIR=${names[0]} ;;
+    3:*) DATA_PATH=${names[0]} TOKENIZER=${names[1]} SAVE_DIR=${names[2]} ;;
+    *) usage ;;
+esac
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-4}
 NODE_RANK=${NODE_RANK:-0}
@@ -72,24 +90,26 @@ TRAINING_ARGS=(
     --adam-beta2 0.95
     --clip-grad 1.0
 )
-DATA_ARGS=(
-    --data-path "$DATA_PATH"
-    --tokenizer-type HuggingFaceTokenizer
-    --tokenizer-model "$TOKENIZER"
-    --split 990,10,0
-)
 OUTPUT_ARGS=(
-    --save "$SAVE_DIR"
-    --load "$SAVE_DIR"
     --save-interval 1000
     --log-interval 10
     --eval-interval 1000
     --eval-iters 10
 )
+DATA_ARGS=()
+if [[ -n ${DATA_PATH:-} ]]; then
+    DATA_ARGS=(
+        --data-path "$DATA_PATH"
+        --tokenizer-type HuggingFaceTokenizer
+        --tokenizer-model "$TOKENIZER"
+    )
+fi
+RUN_ARGS=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" --split 990,10,0 "${OUTPUT_ARGS[@]}")
+if ((own)); then RUN_ARGS=(); fi
 
 COMMAND=(
     "${LAUNCHER[@]}" pretrain_gpt.py
-    "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
+    ${RUN_ARGS[@]+"${RUN_ARGS[@]}"} ${DATA_ARGS[@]+"${DATA_ARGS[@]}"} --save "$SAVE_DIR" --load "$SAVE_DIR" "$@"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%q ' "${COMMAND[@]}"
