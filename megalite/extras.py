@@ -6,11 +6,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
+import os
 import resource
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import unquote, urlparse
 
 from megalite.errors import ConfigError
 
@@ -43,12 +46,17 @@ CORE = {
 
 
 def install_command(extra: str) -> str:
-    """What installs an extra. Where megalite is installed pip looks for it nowhere else; no index has it."""
+    """What installs an extra. No index has megalite: the clone is named where it is known; where a wheel is installed,
+    pip looks for it nowhere else."""
     try:
-        importlib.metadata.distribution("megalite")
+        origin = importlib.metadata.distribution("megalite").read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         return f'pip install -e ".[{extra}]"'
-    return f'pip install "megalite[{extra}]"'
+    told = json.loads(origin or "{}")
+    if not told.get("dir_info", {}).get("editable"):
+        return f'pip install "megalite[{extra}]"'
+    clone = unquote(urlparse(told["url"]).path)
+    return f'pip install -e "{"." if os.path.realpath(clone) == os.getcwd() else clone}[{extra}]"'
 
 
 def optional_package(flag: str, module: str, package: str | None = None) -> Any:

@@ -26,7 +26,7 @@ try() {
     local extra=$1 command=$2 begin=$SECONDS output status=0
     output=$(bash -c "$command" 2>&1) || status=$?
     if [[ $extra == - && $status == 0 ]] ||
-        [[ $status == 2 && $output != *$'\n'* && $output == *"pip install \"megalite[$extra]\"" ]]; then
+        [[ $status == 2 && $output != *$'\n'* && $output == *"; pip install "*"[$extra]\"" ]]; then
         printf '%4d s  %s%s\n' $((SECONDS - begin)) "$command" "$([[ $extra == - ]] || echo "   asks for megalite[$extra]")"
         return
     fi

@@ -23,13 +23,13 @@ from megalite.extras import EXTRA_OF, install_command  # noqa: E402
 CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
 PURPOSES = {
     "transformers": "tools/convert_checkpoint.py --verify",
-    "jinja2": "conversations (--data-format=chat)",
+    "jinja2": "conversations (tools/preprocess_data.py --data-format chat)",
     "datasets": "preprocessing of anything that `datasets` loads",
     "pyarrow": "preprocessing of parquet files",
     "sentencepiece": "SentencePieceTokenizer",
     "zstandard": "preprocessing of .jsonl.zst files",
     "tensorboard": "--tensorboard-dir",
-    "wandb": "--wandb-project",
+    "wandb": "--wandb project=NAME",
     "matplotlib": "tools/plan.py --what-if ... --plot",
     "lm_eval": "tools/evaluate_harness.py",
     "fsspec": "runs in an object store (--save s3://...)",
@@ -72,7 +72,7 @@ def print_environment() -> None:
 def _memory() -> str:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return "memory unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB of memory"
+    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.0f} GB of memory"
 
 
 def print_packages() -> None:

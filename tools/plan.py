@@ -60,6 +60,8 @@ SIZES = (
     "expert_tensor_parallel_size",
     "micro_batch_size",
 )
+MARGIN = 0.1
+"""Of a GPU's memory: fragmentation and what libraries take beyond what the hardware's file reserves."""
 WORTH_IT = 1.03
 """Stages that differ are named as the better choice where a batch is so much faster."""
 FARTHEST = 1024
@@ -89,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
         "--explain",
         action="store_true",
         help="also the first candidate's model, data, domain and expert terms in closed form",
+    )
+    p.add_argument(
+        "--memory-margin",
+        type=float,
+        metavar="F",
+        help="part of a device's memory for tensors that no layout may need, for what is not predicted (default 0.1; "
+        "0 on CPUs and with --device-memory-budget-gb); where nothing leaves it, the fullest may",
     )
     p.add_argument("--allow-2bw", action="store_true", help="also schedules with one-step-old gradients")
     p.add_argument(
@@ -163,15 +172,18 @@ def _run(argv: list[str]) -> None:
     if args.what_if:
         _answer(args, config, hardware, source, given)
         return
-    with ProgressBar("planning", "%") as bar:
-        found = search(
-            config, args.num_devices, hardware, source,
-            given=given, stale=args.allow_2bw, top=args.top, on_progress=bar,
-        )  # fmt: skip
+    margin = args.memory_margin
+    if margin is None:
+        margin = 0.0 if hardware.on_cpu or limit is not None else MARGIN
+    found = _search(args, config, _less(hardware, margin), source, given)
+    spared = f", {margin:.0%} of them kept free (--memory-margin)" * bool(margin)
+    if margin and not found.predictions:
+        found = _search(args, config, hardware, source, given)
+        spared = f"; nothing leaves {margin:.0%} of them free (--memory-margin)"
     if not found.predictions:
         why = _why_nothing(found, config, args.num_devices, hardware, source, stale=args.allow_2bw)
         raise ConfigError(_of_a_plan(why, config, args.num_devices, given))
-    say(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top))
+    say(_json(found, args, hardware) if args.json else summary(found, args.num_devices, hardware, args.top, spared))
     kinds = [DeviceClass(number, kind, source if len(cluster) == 1 else Roofline(kind)) for number, kind in cluster]
     if args.stages_may_differ and not args.json:
         say("\n" + "\n".join(unlike_lines(found.predictions[0], kinds, args.allow_2bw)))
@@ -180,6 +192,21 @@ def _run(argv: list[str]) -> None:
         say("\n".join(states_text(found.predictions[0], hardware)))
     if args.write_config:
         _write(found.predictions[0].config, args.num_devices, args.write_config)
+
+
+def _search(
+    args: argparse.Namespace, config: Config, hardware: Hardware, source: TimeSource, given: frozenset[str]
+) -> SearchResult:
+    with ProgressBar("planning", "%") as bar:
+        return search(
+            config, args.num_devices, hardware, source,
+            given=given, stale=args.allow_2bw, top=args.top, on_progress=bar,
+        )  # fmt: skip
+
+
+def _less(hardware: Hardware, margin: float) -> Hardware:
+    """With a part of the memory for tensors reserved."""
+    return replace(hardware, reserved_bytes=hardware.reserved_bytes + margin * hardware.usable_bytes)
 
 
 def unlike_lines(alike: Prediction, cluster: Sequence[DeviceClass], stale: bool) -> Iterator[str]:
@@ -228,6 +255,8 @@ def _check(args: argparse.Namespace) -> None:
         check(args.plot)
     if args.write_config is not None and not Path(args.write_config).absolute().parent.is_dir():
         raise ConfigError(f"--write-config={args.write_config}: no such folder; make it first")
+    if args.memory_margin is not None and not 0 <= args.memory_margin < 1:
+        raise ConfigError(f"--memory-margin={args.memory_margin:g}: a part of the memory, from 0 to below 1")
     if args.host_memory_gb is not None and (args.what_if != "largest-model" or not args.host_memory_gb > 0):
         raise ConfigError(
             f"--host-memory-gb={args.host_memory_gb:g}: the room on each host, above 0, for --what-if largest-model"

@@ -24,7 +24,7 @@ from megalite.planner import (
 )
 from megalite.schedule import default_schedule, find_schedule
 
-GIB = 2**30
+GB = 1e9
 
 #: From the least intrusive change to the most.
 ORDER = (
@@ -69,11 +69,11 @@ def explain(misfit: OverBudget, world_size: int, hardware: Hardware) -> str:
     rank = misfit.memory.index(misfit.fullest)
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
     largest = max(terms, key=lambda name: terms[name])
-    needed, usable = misfit.fullest.total / GIB, hardware.usable_bytes / GIB
+    needed, usable = misfit.fullest.total / GB, hardware.usable_bytes / GB
     return (
-        f"does not fit: {layout_text(misfit.config, world_size)}: pipeline rank {rank} needs {needed:,.1f} GiB, "
-        f"{needed - usable:,.1f} GiB more than the {usable:.1f} GiB of one {hardware.name}; "
-        f"the largest term is {largest} with {terms[largest] / GIB:,.1f} GiB"
+        f"does not fit: {layout_text(misfit.config, world_size)}: pipeline rank {rank} needs {needed:,.1f} GB, "
+        f"{needed - usable:,.1f} GB more than the {usable:.1f} GB of one {hardware.name}; "
+        f"the largest term is {largest} with {terms[largest] / GB:,.1f} GB"
     )
 
 
@@ -81,7 +81,7 @@ def shortage(misfit: OverBudget, hardware: Hardware) -> str:
     """A few words: by how much it does not fit, and on which term."""
     over = misfit.fullest.total - hardware.usable_bytes
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
-    return f"does not fit: {over / GIB:,.1f} GiB too much, most of it {max(terms, key=lambda name: terms[name])}"
+    return f"does not fit: {over / GB:,.1f} GB too much, most of it {max(terms, key=lambda name: terms[name])}"
 
 
 def remedy(

@@ -56,8 +56,8 @@ def _draw(sweep: Sweep, path: str) -> None:
             _columns(right, sweep, [budget(one, sweep.hardware)[1] for one in found], "MWh")
         else:
             _line(left, sweep, [one.tokens_per_s for one in found], "tokens/s")
-            _columns(right, sweep, [one.memory_bytes / 2**30 for one in found], "GiB on the fullest device")
-            _limit(right, sweep.hardware.usable_bytes / 2**30)
+            _columns(right, sweep, [one.memory_bytes / 1e9 for one in found], "GB on the fullest device")
+            _limit(right, sweep.hardware.usable_bytes / 1e9)
     try:
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.lower().endswith(".svg") else None)
     except OSError as error:
@@ -124,7 +124,7 @@ def _columns(axes: Any, sweep: Sweep, heights: Sequence[float], unit: str) -> No
 
 
 def _limit(axes: Any, usable: float) -> None:
-    axes.axhline(usable, color=GREY, linestyle="--", linewidth=1, label=f"usable: {_short(usable)} GiB")
+    axes.axhline(usable, color=GREY, linestyle="--", linewidth=1, label=f"usable: {_short(usable)} GB")
     axes.set_ylim(0, 1.3 * usable)
     axes.legend(frameon=False, fontsize=8, loc="upper right")
 

@@ -29,7 +29,7 @@ from megalite.planner import (
     budget,
     chunk_capacity,
     energy_text,
-    gib,
+    gb,
     layout_text,
     search,
     time_text,
@@ -39,7 +39,7 @@ from megalite.progress import OnProgress, no_progress
 from plan_fit import shortage
 
 BAR = 24
-GIB = 2**30
+GB = 1e9
 
 #: Searches between the last cluster on which a model fits and the first on which it does not.
 REFINED = 3
@@ -156,7 +156,7 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
             capacity = chunk_capacity(replace(config, model=model), world_size, hardware)
             if capacity > count_parameters(model):
                 chunks, model = capacity, _wider(model)
-        title += f" with {room / GIB:,.0f} GiB on each host"
+        title += f" with {room / GB:,.0f} GB on each host"
         note = f"in chunks over devices and hosts (PatrickStar, 14 bytes a parameter): {chunks / 1e9:,.3g} G parameters"
     return Sweep("largest-model", title, "parameters", hardware, tuple(rows), note)
 
@@ -183,7 +183,7 @@ def _within(row: Row, hardware: Hardware) -> Row:
     over = ranks * max(memory.host for memory in row.found.memory) - hardware.host_memory_bytes
     if over <= 0:
         return row
-    return replace(row, found=None, why=f"does not fit: {over / GIB:,.1f} GiB too much on each host, all of it states")
+    return replace(row, found=None, why=f"does not fit: {over / GB:,.1f} GB too much on each host, all of it states")
 
 
 def _fewer_on_host(row: Row, hardware: Hardware) -> Config | None:
@@ -244,7 +244,7 @@ def table(answer: Sweep) -> str:
     fits = [row.found for row in answer.rows if row.found]
     most = max((found.tokens_per_s for found in fits), default=1.0)
     lines = [f"{answer.title} ({answer.hardware.name})"]
-    head = f"{'tokens/s':>12}  {'MFU':>6}  {'time':>13}  {'energy':>9}  {'GiB':>6}"
+    head = f"{'tokens/s':>12}  {'MFU':>6}  {'time':>13}  {'energy':>9}  {'GB':>6}"
     width = max(len(row.name) for row in answer.rows)
     lines.append(f"  {'':<{width}}  {head}")
     for row in answer.rows:
@@ -255,7 +255,7 @@ def table(answer: Sweep) -> str:
         bar = "#" * max(1, round(BAR * row.found.tokens_per_s / most))
         lines.append(
             f"  {row.name:<{width}}  {row.found.tokens_per_s:>12,.0f}  {row.found.mfu:>6.1%}  {time_text(days):>13}  "
-            f"{energy_text(energy):>9}  {gib(row.found.memory_bytes):>6}  {bar:<{BAR}}  "
+            f"{energy_text(energy):>9}  {gb(row.found.memory_bytes):>6}  {bar:<{BAR}}  "
             f"{layout_text(row.found.config, row.found.world_size, row.found.plan)}"
         )
     lines += [f"  {answer.note}"] if answer.note else []

@@ -17,8 +17,8 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_STEP = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(.+)", re.IGNORECASE)
+UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_STEP = re.compile(r"(\d+(?:\.\d+)?)([KMGBT]?):(.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def parse_steps(text: str, seq_length: int, what: str) -> tuple[tuple[int, int],
 
 
 def parse_words(text: str, seq_length: int, what: str) -> tuple[tuple[int, str], ...]:
-    """`(first sample, word)` of `TOKENS:WORD` pairs; TOKENS may end in K, M, B or T.
+    """`(first sample, word)` of `TOKENS:WORD` pairs; TOKENS may end in K, M, G (or B) or T.
 
     seq_length: tokens of a sample; a threshold counts as reached with the sample that reaches it. what: the name of the
     word. Raises ValueError where the text is not of that form, does not begin at 0, or does not rise.
@@ -153,7 +153,7 @@ def parse_words(text: str, seq_length: int, what: str) -> tuple[tuple[int, str],
         match = _STEP.fullmatch(pair)
         if match is None:
             raise ValueError(f"'{pair}' is not TOKENS:{what}")
-        tokens = int(Decimal(match[1]) * _UNITS[match[2].upper()])
+        tokens = int(Decimal(match[1]) * UNITS.get(match[2].upper(), 1))
         steps.append((-(-tokens // seq_length), match[3]))
     if not steps or steps[0][0] != 0:
         raise ValueError("the first step must begin at 0 tokens")

@@ -90,6 +90,14 @@ class DataConfig:
         unknown = kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer")
         return vocab_size or (0 if unknown else VOCABULARIES.get(str(kind), VOCABULARIES["ByteTokenizer"]))
 
+    def tokenizer_lacks(self) -> list[str]:
+        """Lines about files that a tokenizer of this type is read from, and that are not named."""
+        kind = self.tokenizer_type
+        if kind not in ("GPT2BPETokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer") or self.tokenizer_model:
+            return []
+        names = ["vocab_file", "merge_file"] if kind == "GPT2BPETokenizer" else ["tokenizer_model"]
+        return [f"`tokenizer_type`={kind}: needs `{name}`" for name in names if getattr(self, name) is None]
+
     def phases(self, seq_length: int) -> tuple[tuple[int, str], ...]:
         """(First sample, file that names the data) of each phase of `data_schedule`; empty without one.
 

@@ -103,6 +103,8 @@ def _is_number(text: str) -> bool:
 
 
 def _tokenizer_files(config: Config) -> Iterator[str]:
+    if config.data.stand_in_ids(config.model.vocab_size) is None:
+        yield from config.data.tokenizer_lacks()
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(config.data, name)
         if path is not None and not os.path.exists(path):

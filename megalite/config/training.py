@@ -41,8 +41,8 @@ class TrainingLength(OneOf):
     """Length of the whole training."""
 
     train_iters: int | None = option(None, "in iterations", ge=1, le=10**9, hint="to only evaluate use `skip_train`")
-    train_samples: int | None = option(None, "in samples", ge=1, le=10**12)
-    train_tokens: int | None = option(None, "in tokens", ge=1, le=10**17)
+    train_samples: int | None = option(None, "in samples", ge=1, le=10**12, units=True)
+    train_tokens: int | None = option(None, "in tokens, such as 300e9 or 15T", ge=1, le=10**17, units=True)
 
     def iterations(self, sizes: BatchSizeSchedule, seq_length: int) -> int:
         """The same in iterations of batches of these sizes (0: no length is given)."""

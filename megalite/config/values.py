@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation, Overflow
+from types import MappingProxyType
 from typing import Any
 
+from megalite.config.batch_size import UNITS
 from megalite.config.parallel import SCHEDULE_ALIASES
 from megalite.config.schema import Option
 from megalite.files import url_problem
@@ -56,7 +59,7 @@ def convert(option: Option, text: str) -> Any:
     if option.name == "window_size" and (pair := re.fullmatch(r"\(?(\d+),0\)?", text.replace(" ", ""))):
         return int(pair[1]) + 1  # Megatron-LM's: tokens before and after
     if option.kind is int:
-        return _integer(text)
+        return _integer(text, UNITS if option.facts.get("units") else {})
     if option.kind is float:
         return _number(text)
     if option.choices is not None:
@@ -104,14 +107,15 @@ def _boolean(text: str) -> bool:
     raise BadValue(f"expected true/false, got text '{text}'")
 
 
-def _integer(text: str) -> int:
+def _integer(text: str, units: Mapping[str, int] = MappingProxyType({})) -> int:
+    unit, more = units.get(text.strip()[-1:].upper(), 1), ", nor one that ends in K, M, G, B or T" * bool(units)
     try:
-        exact = Decimal(text.strip())
-    except InvalidOperation:
-        raise BadValue("not an integer") from None
+        exact = Decimal(text.strip()[:-1] if unit > 1 else text.strip()) * unit
+    except (InvalidOperation, Overflow):
+        raise BadValue(f"not an integer{more}") from None
     # 1e9 is a fair way to write a token count; 1e999999999 is not.
     if not exact.is_finite() or exact.adjusted() > 30 or exact != exact.to_integral_value():
-        raise BadValue("not an integer")
+        raise BadValue(f"not an integer{more}")
     return int(exact)
 
 

@@ -39,7 +39,7 @@ from megalite.launch.devices import (
     threads_of,
 )
 from megalite.launch.environment import LaunchEnvironment
-from megalite.launch.host_check import check_host, list_host
+from megalite.launch.left_out import check_host, list_host
 from megalite.launch.meeting import leave_together, open_store
 from megalite.launch.output import print_error, print_interrupted, print_lines
 from megalite.launch.rank_page import RankError, RankPage

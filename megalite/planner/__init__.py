@@ -47,7 +47,7 @@ from megalite.planner.result_table import (
     as_json,
     budget,
     energy_text,
-    gib,
+    gb,
     layout_text,
     states_text,
     summary,

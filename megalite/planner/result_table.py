@@ -17,7 +17,9 @@ from megalite.planner.search import SearchResult, pareto
 from megalite.planner.search_space import layout_of
 from megalite.planner.startup_table import budget_rows
 
-GIB = 2**30
+GB = 1e9
+DOUBTFUL = 0.1
+"""Part of a step that messages would add if computation did not hide them, from which on that is said."""
 
 
 def layout_text(config: Config, world_size: int, plan: MemoryPlan | None = None) -> str:
@@ -117,7 +119,7 @@ def _layout(prediction: Prediction) -> dict[str, Any]:
 def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
     """Ranked, one line each; `*` marks the Pareto front of time against memory."""
     front = {id(prediction) for prediction in pareto(predictions)}
-    rows = [("", "layout", "step s", "tokens/s", "TFLOP/s", "MFU", "GiB", "bubble", "limited by")]
+    rows = [("", "layout", "step s", "tokens/s", "TFLOP/s", "MFU", "GB", "bubble", "limited by")]
     for number, prediction in enumerate(predictions, 1):
         rows.append(
             (
@@ -127,7 +129,7 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
                 f"{prediction.tokens_per_s:,.0f}",
                 f"{prediction.tflops_per_device:.4g}",
                 f"{prediction.mfu:.1%}",
-                gib(prediction.memory_bytes),
+                gb(prediction.memory_bytes),
                 f"{max(prediction.bubble_over_ideal, 0.0):.1%}",  # rounding may leave less than nothing
                 limit_of(prediction, hardware),
             )
@@ -143,8 +145,8 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) -> str:
-    """The table with its legend."""
+def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int, spared: str = "") -> str:
+    """The table with its legend. spared: what is said of memory that no layout was to need."""
     shown = found.predictions[:top]
     best = shown[0]
     lines = [
@@ -154,12 +156,12 @@ def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) 
         table(shown, hardware),
         "",
         f"* Pareto front of time against memory. {FLOPS_CONVENTION}. Memory: of the fullest rank, of "
-        f"{gib(hardware.usable_bytes)} GiB that tensors may use. Bubble: idle time over work. "
+        f"{gb(hardware.usable_bytes)} GB that tensors may use{spared}. Bubble: idle time over work. "
         "Limits: shares of the step.",
     ]
     memory = best.memory[best.fullest]
-    terms = [f"{name} {gib(value)}" for name, value in memory.by_term().items() if value]
-    lines.append(f"1: GiB on pipeline rank {best.fullest}: {', '.join(terms)}")
+    terms = [f"{name} {gb(value)}" for name, value in memory.by_term().items() if value]
+    lines.append(f"1: GB on pipeline rank {best.fullest}: {', '.join(terms)}")
     if best.messages:
         lines.append(f"1: {messages_text(best)}")
     lines.append(f"1: {cost_of_training(best, hardware)}")
@@ -173,9 +175,11 @@ def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int) 
 def messages_text(prediction: Prediction) -> str:
     """What data parallelism sends, and how much of it costs time: where that is little, more ranks change little."""
     shown, whole = prediction.open_messages, prediction.messages
-    return (
-        f"data-parallel messages take {whole:.3g} s a step, {max(0.0, 1 - shown / whole):.0%} of it behind computation"
-    )
+    hidden = max(0.0, 1 - shown / whole)
+    text = f"data-parallel messages take {whole:.3g} s a step, {hidden:.0%} of it behind computation"
+    if whole - shown < DOUBTFUL * prediction.step_time:
+        return text
+    return f"{text}: an assumption; a step takes {prediction.step_time + whole - shown:.4g} s if nothing hides them"
 
 
 def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
@@ -217,14 +221,15 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
     ]
 
 
-def gib(nbytes: float) -> str:
-    """A column's number of GiB: three digits, and no more than one behind the point of ten and above."""
-    return f"{nbytes / GIB:.1f}" if nbytes >= 10 * GIB else f"{nbytes / GIB:.3g}"
+def gb(nbytes: float) -> str:
+    """A column's number of GB (1e9 bytes): three digits, and no more than one behind the point of ten and above."""
+    return f"{nbytes / GB:.1f}" if nbytes >= 10 * GB else f"{nbytes / GB:.3g}"
 
 
 def tokens_text(tokens: float) -> str:
-    """`300 G`, `49.2 k`."""
-    unit, name = next(((u, n) for u, n in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if tokens >= u), (1.0, ""))
+    """`15 T`, `300 G`, `49.2 k`."""
+    units = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"))
+    unit, name = next(((u, n) for u, n in units if round(tokens / u, 3) >= 1), (1.0, ""))
     return f"{tokens / unit:,.4g}{name}"
 
 

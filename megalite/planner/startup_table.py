@@ -18,6 +18,7 @@ from megalite.inventory import (
     flops_per_iteration,
     given_plan,
 )
+from megalite.planner.hardware import available, load_hardware
 from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
 from megalite.schedule import Program
 
@@ -64,7 +65,7 @@ def startup_rows(
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
-        ("memory", _memory_line(ranks[heaviest], heaviest, len(ranks))),
+        *_memory_rows(ranks, heaviest, device),
         *budget_rows(config, program, ranks, given_plan(config) if plan is None else plan),
     ]
 
@@ -100,7 +101,7 @@ def foreign_rows(
         ("parameters", counts),
         *_run_rows(config, world_size, device),
         ("FLOPs", f"{in_units(flops_per_sample * batch, 'FLOP')} per step (counted in the traced module, x 3)"),
-        *([("memory", _memory_line(memory[heaviest], heaviest, len(memory)))] if memory else []),
+        *(_memory_rows(memory, heaviest, device) if memory else []),
     ]
 
 
@@ -225,6 +226,16 @@ def _precision(config: Config) -> str:
         return name + detail
     gradients = name if config.parallel.grad_reduce_in_bf16 else "fp32"
     return f"{name}{detail}, master weights in fp32, gradients in {gradients}"
+
+
+def _memory_rows(ranks: Sequence[RankMemory], heaviest: int, device: str) -> list[tuple[str, str]]:
+    """What the fullest rank needs; where the GPU is not known, also how much several kinds have for tensors."""
+    rows = [("memory", _memory_line(ranks[heaviest], heaviest, len(ranks)))]
+    if device != "GPU":
+        return rows
+    known = [load_hardware(name) for name in available()]
+    rooms = [f"{each.name} {each.usable_bytes / 1e9:.3g}" for each in known if not each.on_cpu]
+    return [*rows, ("room", f"GB that tensors may use: {', '.join(rooms)}")]
 
 
 def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:

@@ -52,6 +52,7 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
     notes = [f" not checked: devices, memory, data, `load` and `save` ({world_size} ranks are not meant for this host)"]
+    notes += [f" not here    {line}" for line in missing_data(config)]
     if here:
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts, plan, foreign)
@@ -59,7 +60,7 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
     device = "cpu" if on_cpu else "GPU"
     table = rows_of(config, world_size, program, cuts, plan, foreign, memory, device)
-    parts = [dump_yaml(config, origins), format_table(table), f" tokenizer  {tokenizer.describe()}", *notes]
+    parts = [dump_yaml(config, origins), format_table(table), f" tokenizer   {tokenizer.describe()}", *notes]
     if program.num_ranks > 1:
         parts += ["", *drawn(program, programs.short_run(program))]
     return "\n".join(parts)

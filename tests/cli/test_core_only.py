@@ -57,7 +57,7 @@ def run_commands(folder: Path, commands: list[str]) -> list[tuple[int, str]]:
 def asks_for(extra: str, result: tuple[int, str], flag: str = "") -> bool:
     """Whether a command ended with the one line that it owes its user."""
     *before, line = result[1].splitlines()
-    told = rf'error: {re.escape(flag)}.*: needs the package \w+; pip install "megalite\[{extra}\]"'
+    told = rf'error: {re.escape(flag)}.*: needs the package \w+; pip install (-e )?"[^"]*\[{extra}\]"'
     quiet = not any(word in "\n".join(before) for word in ("error", "Traceback"))
     return result[0] == 2 and quiet and re.fullmatch(told, line) is not None
 
@@ -157,7 +157,7 @@ def test_what_needs_more_says_which_extra_and_what_asked_for_it(tmp_path: Path) 
         told = [line for line in output.splitlines() if "needs the package" in line]
         assert status == 0 and len(told) == 1, output
         assert f"training continues: {flag}: needs the package " in told[0]
-        assert told[0].endswith('; pip install "megalite[track]"')
+        assert "; pip install " in told[0] and told[0].endswith('[track]"')
     for (extra, flag, command), result in zip(ASKING, results[2:], strict=True):
         assert asks_for(extra, result, flag), f"{command}\n{result}"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,22 @@ from megalite.errors import ConfigError
 from megalite.extras import install_command, optional_package
 
 
-def test_where_megalite_is_installed_its_own_extra_is_enough() -> None:
-    assert install_command("plot") == 'pip install "megalite[plot]"'
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        (None, 'pip install "megalite[plot]"'),
+        ('{"url": "file:///a/megalite.whl", "archive_info": {}}', 'pip install "megalite[plot]"'),
+        ('{"url": "file:///a%20b/c", "dir_info": {"editable": true}}', 'pip install -e "/a b/c[plot]"'),
+        (f'{{"url": "file://{Path.cwd()}", "dir_info": {{"editable": true}}}}', 'pip install -e ".[plot]"'),
+    ],
+    ids=["a wheel", "a wheel's file", "a clone elsewhere", "this clone"],
+)
+def test_the_extra_of_what_is_installed_is_named(
+    origin: str | None, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = SimpleNamespace(read_text=lambda name: origin)
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: installed)
+    assert install_command("plot") == command
 
 
 def test_a_clone_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.data import WITHOUT_FILE
+from megalite.config.data import VOCABULARIES, WITHOUT_FILE
 from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
 
@@ -50,16 +50,13 @@ def _split_weights(text: str) -> Iterator[str]:
 
 def _tokenizer(config: Config) -> Iterator[str]:
     source, kind = config.data, config.data.tokenizer_type
-    stand_in = source.stand_in_ids(config.model.vocab_size)
+    stand_in, size = source.stand_in_ids(config.model.vocab_size), config.model.vocab_size
+    known = config.training.dry_run and (size >= 2 or kind in VOCABULARIES)  # then `missing_data` lists what it lacks
     if stand_in is not None:
         if stand_in < 2:
             yield f"`tokenizer_type`={kind}: its file is not given; name it by `tokenizer_model`, or give `vocab_size`"
-    elif kind == "GPT2BPETokenizer" and source.tokenizer_model is None:
-        for flag, value in (("`vocab_file`", source.vocab_file), ("`merge_file`", source.merge_file)):
-            if value is None:
-                yield f"`tokenizer_type`={kind}: needs {flag}"
-    elif kind in ("HuggingFaceTokenizer", "SentencePieceTokenizer") and source.tokenizer_model is None:
-        yield f"`tokenizer_type`={kind}: needs `tokenizer_model`"
+    elif lacks := source.tokenizer_lacks():
+        yield from [] if known else lacks
     elif kind == "NullTokenizer" and config.model.vocab_size < 2:
         yield f"`vocab_size`={config.model.vocab_size}: `tokenizer_type`={kind} needs at least 2 ids; give their number"
     for name, without in WITHOUT_FILE.items():

@@ -14,6 +14,7 @@ from megalite.config.schema import build_section, flat
 from megalite.config.values import as_typed
 from megalite.errors import ConfigError
 
+REQUIRED = [name for name, each in all_options().items() if each.facts.get("required")]
 # Spellings of one field that exclude each other, each with a value; what both need beside the base.
 RIVALS = [
     ("--train-samples 24", "--train-tokens 640", ""),
@@ -274,3 +275,21 @@ def test_sections_are_taken_apart_and_put_together() -> None:
         values = getattr(config, section)
         assert build_section(cls, flat(values)) == values
     assert (as_typed("--bf16", True), as_typed("--lr", 0.5)) == ("--bf16", "--lr=0.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("15T", 15 * 10**12), ("1.5b", 1_500_000_000), ("300G", 3 * 10**11), ("2e9", 2 * 10**9)]
+)
+def test_a_number_of_tokens_may_end_in_a_unit(text: str, tokens: int, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"training: {{train_tokens: {text}}}\n")
+    for given in (f"--train-tokens {text}", f"--config {tmp_path / 'a.yaml'}"):
+        config, _ = read_unjudged(given.split(), optional=REQUIRED)
+        assert config.training.length.train_tokens == tokens
+
+
+@pytest.mark.parametrize("text", ["15Q", "T", "TT", "1TT", "0.5", "1.23456K", "nanT", "infK", "1e99T"])
+def test_what_is_no_number_of_tokens_is_one_line(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--train-tokens={text}: not an integer, nor one that ends in K, M, G, B or"):
+        read_unjudged(f"--train-tokens {text}".split(), optional=REQUIRED)
+    with pytest.raises(ConfigError, match="--seed=1K: not an integer$"):
+        read_unjudged("--seed 1K".split(), optional=REQUIRED)

@@ -91,7 +91,7 @@ def test_the_harness_sees_its_own_interface(loaded: tuple, monkeypatch: pytest.M
 
 def test_without_the_package_the_message_says_what_to_install(loaded: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r'pip install "megalite\[eval\]"'):
+    with pytest.raises(ConfigError, match=r'pip install .*\[eval\]"'):
         harness_model(loaded[0])
 
 

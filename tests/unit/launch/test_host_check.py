@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
-from megalite.launch import host_check
+from megalite.launch import host_check, left_out
 
 
 def test_a_device_that_computes_right_passes_and_one_wrong_number_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert host_check.main(["2", "cpu"]) == 0
+    assert capsys.readouterr().out == f"host {socket.gethostname()}: cpu computes right\n"
     multiply, calls = torch.Tensor.__matmul__, []
 
     def now_and_then(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -38,4 +41,12 @@ def test_a_device_that_computes_right_passes_and_one_wrong_number_does_not(capsy
 )
 def test_what_a_host_is_left_out_for(answer: object, problem: str) -> None:
     with mock.patch.object(subprocess, "run", side_effect=[answer]):
-        assert host_check.host_problem(8, "auto") == problem
+        assert left_out.host_problem(8, "auto") == problem
+
+
+def test_asked_by_hand_it_answers_in_one_line() -> None:
+    for argv, status, text in (["2", "cpu"], 0, "cpu computes right"), (["cpu"], 2, "usage: python -m megalite"):
+        command = [sys.executable, "-m", "megalite.launch.host_check", *argv]
+        done = subprocess.run(command, capture_output=True, text=True)
+        (line,) = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+        assert done.returncode == status and text in line

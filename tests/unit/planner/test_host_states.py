@@ -108,8 +108,8 @@ def test_the_largest_model_of_a_machine(capsys: pytest.CaptureFixture[str]) -> N
     flags += "--num-devices 8 --hardware v100 --what-if largest-model"
     assert main([*flags.split(), "--host-memory-gb", "240"]) == 0
     text = capsys.readouterr().out
-    assert "largest model on 8 devices with 224 GiB on each host (V100)" in text
-    assert "GiB too much on each host, all of it states" in text
+    assert "largest model on 8 devices with 240 GB on each host (V100)" in text
+    assert "GB too much on each host, all of it states" in text
     (chunks,) = (line for line in text.splitlines() if "in chunks over devices and hosts" in line)
     assert 18 < float(chunks.split()[-3]) < 30
     assert main([*flags.split(), "--host-memory-gb", "0"]) == 2

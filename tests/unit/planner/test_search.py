@@ -131,7 +131,7 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would_help() -> None:
     assert not found.predictions
     misfit = found.rejected[0]
     text = explain(misfit, 1, hardware)
-    assert "GiB more than the 7.5 GiB of one CPU, 2 cores" in text and "the largest term is activations" in text
+    assert "GB more than the 8.0 GB of one CPU, 2 cores" in text and "the largest term is activations" in text
     change = remedy(misfit, 1, hardware, Roofline(hardware))
     assert change is not None and change.devices == 1
     fixed = replace(
