@@ -131,6 +131,9 @@ def load_causal_model(folder: Path, architecture: str, dtype: Any, flag: str) ->
     """
     transformers = optional_package(flag, "transformers")
     check_model_folder(folder, flag)
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
     try:
         return getattr(transformers, architecture).from_pretrained(
             folder,
@@ -143,6 +146,9 @@ def load_causal_model(folder: Path, architecture: str, dtype: Any, flag: str) ->
     except Exception as error:  # the package raises many kinds
         said = " ".join(str(error).split())[:160] or type(error).__name__
         raise ConfigError(f"{flag}={folder}: transformers cannot load it ({said})") from None
+    finally:
+        if shown:
+            bars.enable_progress_bar()
 
 
 def check_model_folder(folder: Path, flag: str) -> None:

@@ -19,6 +19,7 @@ they are opened only with --trust-pickle, in a process of their own, which calls
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from pathlib import Path
@@ -27,11 +28,12 @@ from typing import TYPE_CHECKING, Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool, stored
-from megalite.errors import CheckpointError, ConfigError, RuntimeFailure
+from compare_logits import verify
+from megalite.errors import CheckpointError, ConfigError
 from megalite.extras import optional_package
 from megalite.files import served_url
 from megalite.progress import OnProgress, ProgressBar
-from megalite.strangers import check_model_folder, load_causal_model
+from megalite.strangers import check_model_folder
 
 if TYPE_CHECKING:  # torch comes with what the functions import: not before the flags are known to be right
     import torch
@@ -39,9 +41,6 @@ if TYPE_CHECKING:  # torch comes with what the functions import: not before the 
     from megalite.config import ModelConfig
     from megalite.convert import AdaptedSource, KeptState, ModelSource, TrainedRun
 
-# A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
-TOLERANCE = 1e-3
-TOKENS = 64
 SIDES = ("hf", "megalite", "megatron", "dcp")
 PICKLED = {"megatron": "Megatron-LM's", "dcp": "torch.distributed's"}
 TARGET_SIDES = (*SIDES, "peft")
@@ -86,7 +85,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--use-ema", action="store_true", help="from megalite: the average of the weights of a run with --ema-decay"
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the written weights; unset: as they are stored")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(DTYPES),
+        help="of the written weights; unset: as they are stored, merged ones as the base model is",
+    )
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
     group = parser.add_argument_group("Megatron-LM")
     group.add_argument(
@@ -196,6 +199,11 @@ def main(argv: list[str]) -> None:
         state = None if run is None else Watched(run, bar, source.model)
         written = _write(flags, Watched(source, bar, source.model), save, state, kept)
     print(f"wrote {written}")
+    if flags.target == "hf" and flags.source == "megalite" and flags.dtype is None:
+        whose = "the base model" if hasattr(source, "base_model") else "the checkpoint"
+        stored = json.loads((save / "config.json").read_text(encoding="utf-8"))["dtype"]
+        short = next((word for word, name in DTYPES.items() if name == stored), stored)
+        print(f"weights written as {short}, the dtype of {whose}; --dtype chooses another")
     if run is not None:
         print(f"with the optimizer's state: a run with --load {save} continues after iteration {run.iteration:,}")
     if kept is not None:
@@ -205,7 +213,10 @@ def main(argv: list[str]) -> None:
     if flags.target == "megatron" and (words := _tokenizer_flags(save)):
         print(f"with the tokenizer; Megatron-LM reads it by {words}")
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
-        print("its base model's name on the Hub is not known, so none is written; --base-hub-id ORG/NAME writes it")
+        print(
+            "its base model's name on the Hub is not known, so none is written: load the base model, then "
+            f"PeftModel.from_pretrained(base, {str(save)!r}); AutoPeftModel needs --base-hub-id ORG/NAME"
+        )
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
@@ -322,53 +333,6 @@ def _dtype(flags: argparse.Namespace) -> torch.dtype | None:
     import torch
 
     return getattr(torch, DTYPES[flags.dtype]) if flags.dtype else None
-
-
-def verify(
-    ours: Path,
-    theirs: Path,
-    ckpt_step: int | None,
-    written: torch.dtype | None,
-    source: ModelSource,
-    *,
-    use_ema: bool = False,
-) -> None:
-    """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype, adapters merged.
-
-    Raises RuntimeFailure where they differ by more than the rounding of sums.
-    """
-    import torch
-
-    from megalite.convert import HuggingFaceSource
-    from megalite.inference import load_for_inference
-    from megalite.microbatch import Microbatch
-    from megalite.nn import Head
-
-    loaded = load_for_inference(ours, ckpt_step=ckpt_step, use_ema=use_ema, device="cpu")
-    model = loaded.config.model
-    length = min(TOKENS, model.max_positions)
-    tokens = torch.randint(0, model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    microbatch = Microbatch(
-        tokens=tokens,
-        labels=tokens,
-        positions=torch.arange(length)[None],
-        loss_mask=torch.ones(1, length),
-        sample_ids=torch.zeros(1, dtype=torch.int64),
-    )
-    with torch.no_grad():
-        dtype = next(loaded.model.parameters()).dtype
-        peer = load_causal_model(theirs, HuggingFaceSource(theirs).family.architecture, dtype, "--verify").eval()
-        for name, parameter in loaded.model.logical_parameters() if written and model.adapted_parts else []:
-            parameter.copy_(source.read(name)) if ".adapters." not in name else parameter.zero_()
-        for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:
-            parameter.copy_(parameter.to(written))
-        head = cast(Head, loaded.model.get_submodule("head"))
-        logits = head.logits(loaded.model.body(None, microbatch)).transpose(0, 1)
-        expected = peer(input_ids=tokens).logits
-    largest, difference = expected.abs().max().item(), (logits - expected).abs().max().item()
-    print(f"verify: largest difference of logits {difference:.3g}, largest logit {largest:.3g} ({dtype})")
-    if not difference <= TOLERANCE * max(largest, 1.0):
-        raise RuntimeFailure(f"--verify: logits differ by {difference:.3g}: the two models are not the same")
 
 
 if __name__ == "__main__":

@@ -140,8 +140,9 @@ def _checksum(path: Path) -> str:
 class AdaptedSource:
     """A base model and the adapters of a checkpoint: `read` gives merged weights.
 
-    base: directory of the base model; None: the one that the checkpoint names. dtype: in which weights are merged and
-    returned; None: merged in the wider of both, returned in the base model's. Raises CheckpointError.
+    base: directory of the base model; None: the one that the checkpoint names. dtype: in which weights are returned;
+    None: in the base model's. Whatever it is, they are merged in the wider of base and adapters and rounded once.
+    Raises CheckpointError.
     """
 
     def __init__(
@@ -187,15 +188,23 @@ class AdaptedSource:
         return values
 
     def read(self, name: str) -> Tensor:
+        values, exact = self._base_and_merged(name)
+        return exact.to(self._dtype or values.dtype)
+
+    def merged(self, name: str) -> Tensor:
+        """The same before it is rounded."""
+        return self._base_and_merged(name)[1]
+
+    def _base_and_merged(self, name: str) -> tuple[Tensor, Tensor]:
         values, (layer, _, kind) = self._base.read(name), name.rpartition(".")
         found = list(self.adapters(layer)) if kind == "weight" and name.startswith("layers.") else []
         if not found:
-            return values if self._dtype is None else values.to(self._dtype)
-        wide = self._dtype or torch.promote_types(values.dtype, found[0][1].dtype)
-        merged = values.to(wide, copy=True)
+            return values, values
+        wide = torch.promote_types(values.dtype, found[0][1].dtype)
+        exact = values.to(wide, copy=True)
         for adapter, a, b in found:
-            merge(merged, adapter, a.to(wide), b.to(wide), self.adapted.lora.scale)
-        return merged if self._dtype is not None else merged.to(values.dtype)
+            merge(exact, adapter, a.to(wide), b.to(wide), self.adapted.lora.scale)
+        return values, exact
 
 
 def merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, scale: float) -> None:

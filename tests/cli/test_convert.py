@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from megalite import strangers
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
-from megalite.convert import hf_files
+from megalite.convert import AdaptedSource, hf_files
 from megalite.inference.loaded_model import load_for_inference
 from megalite.inventory.layers import parameter_shapes
 from pretrain_gpt import main as pretrain
+from tests.unit.convert.chat_model import save_model
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.inference.tiny_checkpoint import tiny_model_config, write_checkpoint
 from tools.command_line import run_tool
@@ -160,6 +161,39 @@ def test_verify_of_rounded_weights_is_as_sharp(convert: Convert, tmp_path: Path)
         )  # fmt: skip
         assert status == 0, error
         assert float(out.split("difference of logits ")[1].split(",")[0]) < 1e-5
+
+
+def test_adapters_of_a_bf16_model_are_merged_and_rounded_once(convert: Convert, tmp_path: Path) -> None:
+    """--verify passes, the file is the same with and without the dtype named, and the dtype is said."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    save_model(tmp_path / "base", num_hidden_layers=2, dtype="bfloat16")
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    flags = [
+        *"--use-checkpoint-args --seq-length 16 --device cpu --num-workers 0 --bf16 --lora-rank 4".split(),
+        *RUN_FLAGS.replace("1e-3", "0.1").split(), "--data-path", str(tmp_path / "text.txt"),
+        "--data-cache-path", str(tmp_path / "cache"), "--load", str(tmp_path / "base"), "--save", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert pretrain(flags) == 0
+    sides = "--from", "megalite", "--to", "hf", "--load", tmp_path / "run", "--verify"
+    stored = []
+    for save, more in (("stored", ()), ("named", ("--dtype", "bf16")), ("wide", ("--dtype", "fp32"))):
+        status, out, error = convert(*sides, "--save", tmp_path / save, *more)
+        assert status == 0 and "Loading" not in error, error
+        assert ("written as bf16, the dtype of the base model" in out) == (save == "stored")
+        stored.append(load_file(tmp_path / save / "model.safetensors"))
+    asis, named, wide = stored
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    for name, exact in wide.items():
+        assert torch.equal(asis[name], exact.bfloat16()) and torch.equal(named[name], asis[name]), name
+    changed = [name for name in base if not torch.equal(base[name], asis[name])]
+    assert len(changed) == 14, "all linear layers"
+    status, out, _ = convert("--from", "megalite", "--to", "peft", "--load", tmp_path / "run", "--save", tmp_path / "a")
+    assert status == 0 and "then PeftModel.from_pretrained(base, " in out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptedSource, "merged", lambda source, name: 1.5 * source._base.read(name).float())
+        status, _, error = convert(*sides, "--save", tmp_path / "wrong")
+    assert status == 1 and "adapters merged and beside the base" in error, "a wrong merge is not taken for rounding"
 
 
 @pytest.mark.parametrize("target", ["hf", "megatron"])

@@ -38,7 +38,7 @@ def save_tokenizer(folder: Path, template: Any = TEMPLATE, **names: Any) -> Any:
     return fast
 
 
-def save_model(folder: Path, *, sampling: dict[str, Any] | None = None, **changes: Any) -> Any:
+def save_model(folder: Path, *, sampling: dict[str, Any] | None = None, dtype: str = "float32", **changes: Any) -> Any:
     """Llama of four layers with wide weights, whose greatest logit is no tie."""
     import transformers
 
@@ -54,5 +54,5 @@ def save_model(folder: Path, *, sampling: dict[str, Any] | None = None, **change
             parameter.add_(0.2 * torch.randn_like(parameter))
     settings = dict(eos_token_id=[298, 297], pad_token_id=298) | (SAMPLING if sampling is None else sampling)
     model.generation_config = transformers.GenerationConfig(**settings)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return model
