@@ -39,6 +39,7 @@ SHOWN = (
     ("num_tokens", "tokens", ",d"),
     ("num_passages", "passages", ",d"),
 )
+LONGEST = 1e6  # longer numbers are printed as powers of ten
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -122,9 +123,15 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
         print(json.dumps(record))
         return
     print(f" {loaded.path}, iteration {loaded.iteration}" if trained else f" {loaded.path}")
+    show(record)
+
+
+def show(record: Record) -> None:
+    """Prints what was measured."""
     for key, name, form in SHOWN:
         if key in record:
-            print(f" {name:<18} {format(record[key], form)}")
+            huge = form != ",d" and record[key] >= LONGEST  # of a model that has learnt little: digits say nothing
+            print(f" {name:<18} {format(record[key], '.3e' if huge else form)}")
 
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = no_progress) -> Record:

@@ -8,6 +8,8 @@ from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
 from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.spikes import Spikes
 
+USUAL_EVAL_ITERS = 100  # Megatron-LM's
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp(OneOf):
@@ -145,7 +147,12 @@ class TrainingConfig:
     )
 
     eval_interval: int | None = option(None, "iterations between evaluations; unset: only at the end", ge=1)
-    eval_iters: int = option(100, "global batches of one evaluation, always the same ones; 0: never evaluate", ge=0)
+    eval_iters: int | None = option(
+        None,
+        "global batches of one evaluation, always the same ones; 0: never evaluate; unset: 100, or the whole split "
+        "once where that is fewer",
+        ge=0,
+    )
     full_validation: bool = option(False, "evaluate on the whole split, without overlap, not on `eval_iters` batches")
 
     exit_interval: int | None = option(None, "stop (and save) when the iteration is a multiple of this", ge=1)
@@ -158,6 +165,16 @@ class TrainingConfig:
     dry_run: bool = option(
         False, "check everything, print the resolved configuration and the plan, and exit", saved=False
     )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.eval_iters != 0
+
+    @property
+    def most_eval_iters(self) -> int:
+        """Global batches of an evaluation that is not of a whole split."""
+        return USUAL_EVAL_ITERS if self.eval_iters is None else self.eval_iters
 
     def batch_size(self, data_parallel_size: int) -> int:
         """Samples of a full global batch (after any ramp-up)."""

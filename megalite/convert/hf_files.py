@@ -211,6 +211,7 @@ def write_huggingface(
             **special,
             "dtype": stored,
             "torch_dtype": stored,
+            **({"transformers_version": version} if (version := source.origin.transformers_version) else {}),
         }
         _write_json(staging / CONFIG, config)
         _write_json(staging / GENERATION, generation_config(source.origin, source.tokenizer))

@@ -129,7 +129,8 @@ def _read_llama(fields: Fields) -> ModelConfig:
 
 
 def _write_llama(model: ModelConfig) -> Mapping[str, Any]:
-    return write_shape(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    bias = model.add_bias_linear
+    return write_shape(model) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
 
 
 def read_window(fields: Fields) -> int | None:
@@ -193,13 +194,14 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": any(having),
         "sliding_window": model.window_size,
         "max_window_layers": first,
-        **({} if all(having[first:]) else {"layer_types": write_layer_kinds(model)}),
+        "layer_types": write_layer_kinds(model),
     }
 
 
 def write_qwen3(model: ModelConfig) -> dict[str, Any]:
     """The entries of Qwen3, whose blocks Qwen3-MoE has."""
-    return _write_qwen(model) | {"head_dim": model.head_dim}  # there an absent one is 128
+    # there an absent head_dim is 128
+    return _write_qwen(model) | {"head_dim": model.head_dim, "attention_bias": False}
 
 
 def _read_qwen2(fields: Fields) -> ModelConfig:

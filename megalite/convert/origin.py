@@ -2,7 +2,7 @@
 through training to the export.
 
     meta "converted_from"   {"model_type", "bos_token_id", "eos_token_id", "pad_token_id", "generation_config",
-                            "hub_id", "tokenizer"}
+                            "hub_id", "tokenizer", "transformers_version"}
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Origin:
     special_tokens: `eos_token_id` and others as config.json has them: a number, a list, or null. generation: the
     content of generation_config.json; None where there was none. hub_id: the name on the Hub of the model that the
     weights were first read from, where known. tokenizer: checksums of the files that decided its ids, by name.
+    transformers_version: which wrote config.json: transformers reads some tokenizers by it.
     """
 
     model_type: str | None = None
@@ -46,10 +47,12 @@ class Origin:
     generation: Mapping[str, Any] | None = None
     hub_id: str | None = None
     tokenizer: Mapping[str, str] = field(default_factory=dict)
+    transformers_version: str | None = None
 
     def to_meta(self) -> dict[str, Any]:
         """For a checkpoint's meta."""
         known = {"generation_config": self.generation, "hub_id": self.hub_id, "tokenizer": dict(self.tokenizer) or None}
+        known["transformers_version"] = self.transformers_version
         there = {name: value for name, value in known.items() if value is not None}
         return {"model_type": self.model_type, **self.special_tokens, **there}
 
@@ -65,6 +68,7 @@ class Origin:
             generation if isinstance(generation, Mapping) else None,
             hub_id if isinstance(hub_id, str) and is_hub_id(hub_id) else None,
             {name: digest for name, digest in digests if name in DEFINITIONS and isinstance(digest, str)},
+            _version(raw),
         )
 
     @classmethod
@@ -73,7 +77,7 @@ class Origin:
         files = {name: folder / name for name in DEFINITIONS if (folder / name).is_file()}
         kept = None if generation is None else {k: v for k, v in generation.items() if k != PROGRAMS}
         digests = {name: _checksum(read_limited(file, "`load`", MOST_BYTES)) for name, file in files.items()}
-        return cls(*_said(config), kept, hub_id_of(folder), digests)
+        return cls(*_said(config), kept, hub_id_of(folder), digests, _version(config))
 
     def has_tokens_of(self, tokenizer: Tokenizer) -> bool:
         """Whether the ids that it names are this tokenizer's: not where a run has chosen another one."""
@@ -87,6 +91,11 @@ def _said(raw: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
     kind = raw.get("model_type")
     ids = {name: raw[name] for name in SPECIAL_TOKENS if name in raw and _is_token(raw[name])}
     return kind if isinstance(kind, str) else None, ids
+
+
+def _version(raw: Mapping[str, Any]) -> str | None:
+    version = raw.get("transformers_version")
+    return version if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,40}", version, re.ASCII) else None
 
 
 def _is_token(value: Any) -> bool:

@@ -105,6 +105,7 @@ def build_datasets(
     earlier_phases: Sequence[Phase] = (),
     vocab_size: int | None = None,
     ranks_here: int = 1,
+    warns: bool = True,
 ) -> Datasets:
     """Open the data of a run. Raises DataError for whatever is missing, damaged, empty or too small.
 
@@ -115,6 +116,7 @@ def build_datasets(
     earlier_phases: those of its phases that have begun.
     vocab_size: ids that the model knows, if more than the tokenizer's.
     ranks_here: of this host; they share the requests that a host sends to a store at once.
+    warns: log what is remarkable about the data; one of several ranks does.
     """
     known = max(vocab_size or 0, tokenizer.vocab_size)
     opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, known, ranks_here)
@@ -141,8 +143,9 @@ def build_datasets(
             test = opener.split("test", (test_samples,))
         except UnusableSplit as error:
             # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
-            logger.warning("no final test: %s", error)
-    if cfg.reset_attention_mask:
+            if warns:
+                logger.warning("no final test: %s", error)
+    if cfg.reset_attention_mask and warns:
         opener.warn_of_long_documents()
     surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
     return Datasets(train, valid, test, requests, surveys, phases, named, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -171,8 +172,11 @@ class SequentialSource:
     def __init__(self, parts: Sequence[GPTDataset]) -> None:
         self.seq_length = parts[0].seq_length
         self._parts = list(parts)
-        self._begins = [self._begins_of(part) for part in self._parts]
         self._stops = np.cumsum([-(-(part.tokens_per_epoch - 1) // self.seq_length) for part in parts]).tolist()
+
+    @cached_property
+    def _begins(self) -> list[NDArray[np.integer]]:
+        return [self._begins_of(part) for part in self._parts]
 
     def _begins_of(self, part: GPTDataset) -> NDArray[np.integer]:
         """Where its samples begin, and the whole ones end: (document of the part, offset)."""

@@ -46,4 +46,6 @@ def bounds_of(part: tuple[float, float] | None, count: int) -> tuple[int, int]:
 
 def without(split: str) -> str:
     """Advice for a message: how a run does without a split."""
-    return "only evaluate by `skip_train`" if split == "train" else "do not evaluate, by `eval_iters` 0"
+    return {"train": "only evaluate by `skip_train`", "test": "go without a final test, as here"}.get(
+        split, "do not evaluate, by `eval_iters` 0"
+    )

@@ -107,7 +107,10 @@ class ConsoleHook(Hook):
             self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the others of its stage")
         if (stage := record.get("slowest_stage")) is not None:
             ratio, hosts = record["slowest_stage_ratio"], record["slowest_stage_hosts"]
-            self._print(f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others")
+            self._print(
+                f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others; if "
+                "nothing else runs there, give it fewer layers by --pipeline-model-parallel-layout"
+            )
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         self._print(evaluation_line(record))

@@ -83,7 +83,7 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
             batch_ramp=ramp,
             length=replace(training.length, train_iters=steps, train_samples=None, train_tokens=None),
             eval_interval=None,
-            eval_iters=min(1, training.eval_iters),
+            eval_iters=int(training.evaluates),
             full_validation=False,
             compile=False,
             exit_interval=None,

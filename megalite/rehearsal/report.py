@@ -147,7 +147,7 @@ def _memory_rows(found: Sequence[Found]) -> list[tuple[str, str]]:
 
 
 def _rows(run: Rehearsed, records: Records) -> list[tuple[str, str]]:
-    steps = f"{run.steps} steps" + (", evaluation" if run.config.training.eval_iters else "")
+    steps = f"{run.steps} steps" + (", evaluation" if run.config.training.evaluates else "")
     most = max(records.values(), key=lambda record: len(record.calls))
     messages = sum(call.peer is not None for call in most.calls)
     ranks = ", ".join(map(str, list(records)[:8])) + (", ..." if len(records) > 8 else "")

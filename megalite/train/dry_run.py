@@ -162,7 +162,7 @@ def check_whole(path: Place, *, with_state: bool) -> list[str]:
 def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
     """The data of the run, with the order of one sample each; nothing is kept."""
     training = config.training
-    one = int(training.eval_iters > 0)
+    one = int(training.evaluates)
     with tempfile.TemporaryDirectory(prefix="megalite-") as cache:
         return build_datasets(
             config.data,

@@ -65,18 +65,27 @@ class RunData:
 
     def evaluation(self, dataset: Dataset, length: int) -> Iterable[list[Microbatch]]:
         """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same tokens,
-        in sequences of `length`."""
-        samples = self.config.global_batch_size(self.mesh.size("world"))
+        in sequences of `length`. Of a number that nobody gave, a small split is read once and not several times."""
+        samples, number = self.config.global_batch_size(self.mesh.size("world")), self._partial(dataset)
         pieces = self.config.model.seq_length // length
-        if self.config.training.full_validation:
+        if number is None:
             return self._loader(dataset.sequential(), 0, lambda _: pieces, threads=False).full_pass(samples)
-        return islice(self._batches(dataset, samples, pieces), self.config.training.eval_iters)
+        return islice(self._batches(dataset, samples, pieces), number)
 
     def evaluation_batches(self, dataset: Dataset) -> int:
         """How many these are."""
-        if self.config.training.full_validation:
-            return -(-len(dataset.sequential()) // self.config.global_batch_size(self.mesh.size("world")))
-        return self.config.training.eval_iters
+        return self._partial(dataset) or self._whole(dataset)
+
+    def _partial(self, dataset: Dataset) -> int | None:
+        """Batches of an evaluation that does not read the whole split."""
+        training = self.config.training
+        whole = training.full_validation or (
+            training.eval_iters is None and self._whole(dataset) <= training.most_eval_iters
+        )
+        return None if whole else training.most_eval_iters
+
+    def _whole(self, dataset: Dataset) -> int:
+        return -(-len(dataset.sequential()) // self.config.global_batch_size(self.mesh.size("world")))
 
     @property
     def cut(self) -> Callable[[Microbatch], Microbatch]:
@@ -154,6 +163,7 @@ def open_data(
             earlier_requests=earlier_requests,
             earlier_phases=earlier_phases,
             ranks_here=world.local_size,
+            warns=mesh.world.is_first,
         )
 
     first = patiently(build if mesh.world.is_first else None, mesh.world)
@@ -187,12 +197,14 @@ def open_datasets(
     earlier_requests: Sequence[int] = (),
     earlier_phases: Sequence[Phase] = (),
     ranks_here: int = 1,
+    warns: bool = True,
 ) -> Datasets:
-    """The splits of a run of `world` ranks, each with the samples that it needs. Raises DataError."""
+    """The splits of a run of `world` ranks, each with the samples that it needs. warns: see `build_datasets`. Raises
+    DataError."""
     training = config.training
     sizes = config.batch_size_schedule(world)
-    evaluates = training.eval_iters > 0
-    per_evaluation = None if training.full_validation else training.eval_iters * sizes.final
+    evaluates = training.evaluates
+    per_evaluation = None if training.full_validation else training.most_eval_iters * sizes.final
     return build_datasets(
         config.data,
         seq_length=config.model.seq_length,
@@ -206,6 +218,7 @@ def open_datasets(
         earlier_phases=earlier_phases,
         vocab_size=config.model.vocab_size,
         ranks_here=ranks_here,
+        warns=warns,
     )
 
 

@@ -156,7 +156,7 @@ class Trainer:
             if reason is ExitReason.SAVE_FAILED and self.finish_save is not None:
                 self.finish_save()  # raises on all ranks, with the reason
             stops = reason is not None or number == self.train_iters
-            evaluates = training.eval_iters > 0 and _is_due(number, training.eval_interval)
+            evaluates = training.evaluates and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
             due = reason is None and _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)

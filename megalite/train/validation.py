@@ -57,7 +57,7 @@ class Validator:
         data = self._data.datasets
         splits = [("valid", None, data.valid), *(("valid", name, part) for name, part in data.valid_sets.items())]
         for kind, name, dataset in [*splits, ("test", None, data.test if final else None)]:
-            if dataset is None or self._data.config.training.eval_iters == 0:
+            if dataset is None or not self._data.config.training.evaluates:
                 continue
             batches = self._data.evaluation(dataset, length)
             record = self.evaluate(kind, iteration, batches, self._data.evaluation_batches(dataset))

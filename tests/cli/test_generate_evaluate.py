@@ -16,6 +16,7 @@ import pytest
 from megalite.convert import CheckpointSource, write_huggingface
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, write_checkpoint
 from tools.command_line import run_tool
+from tools.evaluate import show
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,6 +93,13 @@ def test_evaluation_as_json_and_as_text(call: Call, run_dir: Path, tmp_path: Pat
     assert same["loss"] == pytest.approx(record["loss"], rel=1e-12)
     shown = call("evaluate.py", "--load", str(run_dir), "--text-file", str(file), "--overlap", "4").stdout
     assert "bits per byte" in shown and "iteration 7" in shown
+
+
+def test_a_huge_perplexity_is_a_power_of_ten(capsys: pytest.CaptureFixture[str]) -> None:
+    show({"loss": 24.2, "word_ppl": 32825001599.411, "ppl": 999.5, "num_tokens": 12_000_000})
+    assert (
+        capsys.readouterr().out.split() == "lm loss 24.200000 ppl 999.5000 word ppl 3.283e+10 tokens 12,000,000".split()
+    )
 
 
 def test_a_hugging_face_folder_is_like_the_checkpoint_that_it_was(call: Call, run_dir: Path, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
         ("eval_interval full_validation", training.eval_iters == 0, "with `eval_iters`=0"),
         (
             "eval_iters",
-            training.full_validation and training.eval_iters > 0,
+            training.full_validation and training.eval_iters != 0,
             "with `full_validation`, which takes the whole split",
         ),
         (

@@ -180,6 +180,17 @@ def test_round_trip_is_bit_equal_and_a_step_is_theirs(case: str, tmp_path: Path)
             assert torch.equal(again.eval()(input_ids=tokens()).logits, logits)
 
 
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3"])
+def test_config_json_loses_no_entry(case: str, tmp_path: Path) -> None:
+    peer(case).save_pretrained(tmp_path / "source")
+    write_huggingface(HuggingFaceSource(tmp_path / "source"), tmp_path / "export")
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "export"))
+    assert {name: value for name, value in before.items() if after.get(name, ...) != value} in (
+        {},
+        {"max_window_layers": 28},  # of a model without windows: its number of layers says the same
+    )
+
+
 def test_many_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = peer("llama")
     model.save_pretrained(tmp_path / "there", max_shard_size="20KB")
