@@ -49,6 +49,7 @@ LONG = ("conversion.md", "experts.md", "finetuning.md", "library.md", "memory.md
 SHORTER = (
     (r'"\$\{YOUR_ARGS\[@\]\}"', "--config configs/quickstart.yaml"),
     (r'from_pretrained\("gpt2"\)', 'from_pretrained("models/gpt2")'),
+    (r'"exports/adapter"', '"made/adapter"'),
     (r"hidden_size=256", "hidden_size=16"),
     (r"configs/llama_7b.yaml(?= --seq-length)", f"configs/quickstart.yaml {TINY}"),
     (r"--seq-length 32768 --global-batch-size 128 --seq-length-schedule '0:4096 500B:32768'", 
@@ -82,6 +83,9 @@ MADE = {
     "--append-eod --tokenizer-type ByteTokenizer",
     "runs/a": f"{TRAIN} --save runs/a --log-interval 1",
     "runs/b": f"{TRAIN} --save runs/b --seed 2",
+    "made/lora": "python pretrain_gpt.py --load models/llama --use-checkpoint-args --seq-length 32 --lora rank=2 "
+    "--data-path corpus.jsonl --split 1,0,0 --eval-iters 0 --micro-batch-size 1 --train-iters 1 --lr 1 --save made/lora",
+    "made/adapter": "python tools/convert_checkpoint.py --from megalite --to peft --load made/lora --save made/adapter",
     "megatron/run": f"{CONVERT} --to megatron --save megatron/run",
 }
 MINE = """
