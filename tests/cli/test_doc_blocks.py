@@ -84,7 +84,8 @@ MADE = {
     "runs/a": f"{TRAIN} --save runs/a --log-interval 1",
     "runs/b": f"{TRAIN} --save runs/b --seed 2",
     "made/lora": "python pretrain_gpt.py --load models/llama --use-checkpoint-args --seq-length 32 --lora rank=2 "
-    "--data-path corpus.jsonl --split 1,0,0 --eval-iters 0 --micro-batch-size 1 --train-iters 1 --lr 1 --save made/lora",
+    "--data-path corpus.jsonl --split 1,0,0 --eval-iters 0 --micro-batch-size 1 --train-iters 1 --lr 1 "
+    "--save made/lora",
     "made/adapter": "python tools/convert_checkpoint.py --from megalite --to peft --load made/lora --save made/adapter",
     "megatron/run": f"{CONVERT} --to megatron --save megatron/run",
 }
