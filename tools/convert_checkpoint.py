@@ -86,9 +86,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--use-ema", action="store_true", help="from megalite: the average of the weights of a run with --ema-decay"
     )
     parser.add_argument(
-        "--dtype",
-        choices=tuple(DTYPES),
-        help="of the written weights; unset: as they are stored, merged ones as the base model is",
+        "--dtype", choices=tuple(DTYPES), help="of what is written; unset: as stored, or as the base is"
     )
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
     group = parser.add_argument_group("Megatron-LM")
