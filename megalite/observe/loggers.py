@@ -108,8 +108,8 @@ class ConsoleHook(Hook):
         if (stage := record.get("slowest_stage")) is not None:
             ratio, hosts = record["slowest_stage_ratio"], record["slowest_stage_hosts"]
             self._print(
-                f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others; if "
-                "nothing else runs there, give it fewer layers by --pipeline-model-parallel-layout"
+                f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others; if no "
+                f"other program runs there, give it fewer layers by {flag_of('pipeline_model_parallel_layout')}"
             )
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
