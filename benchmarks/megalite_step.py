@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import Place, Variant
-from megalite.comm import Channel, ParallelMesh, share_axis
+from megalite.comm import ParallelMesh, open_channel, share_axis
 from megalite.config import (
     Config,
     ContextParallelism,
@@ -22,6 +22,7 @@ from megalite.config import (
     OptimizerConfig,
     ParallelConfig,
     Precision,
+    StageLayout,
     TrainingConfig,
 )
 from megalite.engine import Hyperparameters, Updater
@@ -36,7 +37,8 @@ from megalite.train import ProgramCache, build_model
 
 @dataclass(frozen=True)
 class Layout:
-    """tp, cp, pp: sizes; what they leave of the ranks is data-parallel. batches: in a call of an asynchronous one."""
+    """tp, cp, pp: sizes; what they leave of the ranks is data-parallel. batches: in a call of an asynchronous one.
+    stages: (tp, dp) of each, where they differ. cut: as `pipeline_model_parallel_layout`."""
 
     tp: int = 1
     cp: int = 1
@@ -49,6 +51,8 @@ class Layout:
     batches: int = 1
     bf16: bool = False
     compile: bool = False
+    stages: tuple[tuple[int, int], ...] = ()
+    cut: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class TrainingStep:
         config = config_of(model, layout, update, tokens.shape[0] // self.size)
         given = config.parallel.context
         sizes: dict[str, Any] = {"tp": layout.tp, "cp": layout.cp, "cp_heads": given.traders, "pp": layout.pp}
+        if layout.stages:
+            sizes = {"stages": layout.stages}
         mesh = ParallelMesh.build(rank=place.rank, size=place.ranks, **sizes)
         if device.type == "cpu":
             mesh.adopt(share_axis(mesh["tp"]))
@@ -87,13 +93,13 @@ class TrainingStep:
             version=0,
             update_of=lambda microbatch: microbatch // self.size,
         )
-        channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), built.placement.neighbours)
+        channel = open_channel(mesh, built.placement.neighbours, split=layout.sequence_parallel)
         self.executor = Executor(mesh.coordinate("pp"), built.stages, built.placement, channel, self.updater)
         cut = SequenceCut(mesh.coordinate("cp"), layout.cp, given.ring)
         self.microbatches = [
             cut(microbatch(x, y)) for x, y in zip(tokens.chunk(self.size), labels.chunk(self.size), strict=True)
         ]
-        self.factor = torch.tensor(1.0 / (tokens.numel() * mesh.size("dp")), device=device)
+        self.factor = torch.tensor(1.0 / (tokens.numel() * mesh.size("stream")), device=device)
         self.batches = layout.batches if self.program.asynchronous else 1
         self.iteration = 0
 
@@ -129,6 +135,8 @@ def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_si
             sequence_parallel=layout.sequence_parallel,
             zero_stage=layout.zero_stage,
             pipeline_schedule=layout.schedule,
+            stage_meshes=",".join(f"{tp}x{dp}" for tp, dp in layout.stages) or None,
+            stage_layout=StageLayout(pipeline_model_parallel_layout=layout.cut),
             virtual_pipeline_model_parallel_size=resolve_chunks(layout.schedule, None),
         ),
         training=TrainingConfig(

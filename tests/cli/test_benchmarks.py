@@ -38,6 +38,7 @@ TINY = {
     "generation": "--model tiny --sequences 4 --prompt 4 --new 4",
     "tiers": "--milliseconds 8 --ratios 1",
     "waiting": "--ranks 2 --num-microbatches 2 --forward-ms 1",
+    "unlike_stages": "--unit-ms 1 --cases pair",
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {
@@ -51,6 +52,7 @@ CHEAP = {
     "generation": ("megalite-one", "megalite-pp"),
     "tiers": ("megalite", "in-turns"),
     "waiting": ("megalite-2bw", "bound"),
+    "unlike_stages": ("megalite-1+1:t|t", "plan"),
 }
 
 
