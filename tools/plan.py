@@ -33,6 +33,7 @@ from megalite.planner import (
     as_json,
     available,
     best_unlike,
+    block_text,
     closed_form,
     explain_terms,
     layout_of,
@@ -48,6 +49,7 @@ from megalite.planner import (
 from megalite.progress import ProgressBar
 from plan_fit import explain, remedy
 from plan_plot import check, draw
+from plan_sweep import OF_HARDWARE, OF_LAYOUT, check_out, draw_sweep, lines, parse_sweeps, sweep_points, write_csv
 from what_if import QUESTIONS, sweep, table
 
 MOST_DEVICES = 1_000_000
@@ -107,6 +109,14 @@ def parser() -> argparse.ArgumentParser:
         "--stages-may-differ", action="store_true", help="also pipelines whose stages have meshes of their own"
     )
     p.add_argument("--what-if", choices=sorted(QUESTIONS), help="a question about the cluster instead of a plan")
+    p.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=LOW:HIGH:xK",
+        help=f"a search at each point instead: {', '.join((*OF_HARDWARE, *OF_LAYOUT))}; may be repeated",
+    )
+    p.add_argument("--out", default="", metavar="FILE.csv,FILE.svg", help="where the answers of --sweep go")
     p.add_argument("--plot", metavar="FILE.svg|png", help="draw the answer of --what-if (needs matplotlib)")
     return p
 
@@ -172,6 +182,9 @@ def _run(argv: list[str]) -> None:
     if args.what_if:
         _answer(args, config, hardware, source, given)
         return
+    if args.sweep:
+        _sweep(args, config, hardware, given)
+        return
     margin = args.memory_margin
     if margin is None:
         margin = 0.0 if hardware.on_cpu or limit is not None else MARGIN
@@ -190,6 +203,7 @@ def _run(argv: list[str]) -> None:
     if args.explain and not args.json:
         say(f"\n{explain_terms(found.predictions[0].config, args.num_devices, hardware)}")
         say("\n".join(states_text(found.predictions[0], hardware)))
+        say(block_text(found.predictions[0].config, args.num_devices, hardware))
     if args.write_config:
         _write(found.predictions[0].config, args.num_devices, args.write_config)
 
@@ -257,6 +271,14 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--write-config={args.write_config}: no such folder; make it first")
     if args.memory_margin is not None and not 0 <= args.memory_margin < 1:
         raise ConfigError(f"--memory-margin={args.memory_margin:g}: a part of the memory, from 0 to below 1")
+    parse_sweeps(args.sweep)
+    check_out(args.out)
+    no = ("what_if", "profile", "stages_may_differ", "json", "write_config", "explain", "memory_margin")
+    other = ["--" + name.replace("_", "-") for name in no if getattr(args, name) not in (None, False)]
+    if args.sweep and other:
+        raise ConfigError(f"{other[0]}: not with --sweep, which has answers of its own; drop one")
+    if args.out and not args.sweep:
+        raise ConfigError(f"--out={args.out}: for the answers of --sweep; add one")
     if args.host_memory_gb is not None and (args.what_if != "largest-model" or not args.host_memory_gb > 0):
         raise ConfigError(
             f"--host-memory-gb={args.host_memory_gb:g}: the room on each host, above 0, for --what-if largest-model"
@@ -280,6 +302,18 @@ def _answer(
     print(table(answer))
     if args.plot is not None:
         draw(answer, args.plot)
+
+
+def _sweep(args: argparse.Namespace, config: Config, hardware: Hardware, given: frozenset[str]) -> None:
+    sweeps = parse_sweeps(args.sweep)
+    with ProgressBar("planning", "clusters") as bar:
+        points = sweep_points(
+            config, args.num_devices, hardware, sweeps, given, stale=args.allow_2bw, on_progress=bar
+        )  # fmt: skip
+        found = list(points)
+    say("\n".join(lines(found)))
+    for file in check_out(args.out):
+        (draw_sweep if file.suffix == ".svg" else write_csv)(found, file)
 
 
 def _json(found: SearchResult, args: argparse.Namespace, hardware: Hardware) -> str:

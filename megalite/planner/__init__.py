@@ -8,7 +8,7 @@
            ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
            ──> budget.py  what lies on the host under a budget of device memory
            ──> host_states.py  seconds of optimizer states off the device; chunks.py  room over devices and hosts
-           ──> inter_operator.py, unlike_stages.py  stages that may differ (Alpa's dynamic programme)
+           ──> inter_operator.py, unlike_stages.py  stages that may differ; intra_operator.py  inside a block (Alpa)
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
 Studies based on it are in tools/: plan_fit.py (why nothing fits, and the smallest change that would), what_if.py and
@@ -32,6 +32,8 @@ from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, load_cluster, load_hardware, peak_flops
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import efficiency, host_traffic
+from megalite.planner.inter_operator import StageCost, Submesh, plan_stages
+from megalite.planner.intra_operator import block_text
 from megalite.planner.memory import (
     TERMS,
     RankMemory,

@@ -38,7 +38,7 @@ TINY = {
     "generation": "--model tiny --sequences 4 --prompt 4 --new 4",
     "tiers": "--milliseconds 8 --ratios 1",
     "waiting": "--ranks 2 --num-microbatches 2 --forward-ms 1",
-    "unlike_stages": "--unit-ms 1 --cases pair",
+    "unlike_stages": "--unit-ms 1 --cases two",
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {

@@ -42,6 +42,7 @@ NOT_RUN = {
     r"benchmarks/": "measures for minutes: tests/cli/test_benchmarks.py",
     r"study_staleness": "trains for days: tests/unit/tools/test_study_staleness.py",
     r"profile_layers|--profile profile.json": "measures for minutes: tests/cli/test_plan.py",
+    r"--sweep expanded_gb": "searches for 10 s: tests/unit/tools/test_plan_sweep.py",
     r"gpt3_175b|--what-if|frontier_1t": f"searches layouts for minutes, {SEARCH}",
 }
 LONG = ("conversion.md", "experts.md", "finetuning.md", "library.md", "memory.md", "proving.md")

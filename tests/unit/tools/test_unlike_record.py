@@ -16,9 +16,9 @@ MEDIANS = {case["name"]: {name: row["median"] for name, row in case["variants"].
 
 def test_pipedreams_case() -> None:
     """(2, 1) at least 1.25 x three replicas and any pipeline of two ranks, within 8 % of the plan."""
-    three, two = MEDIANS["pipedream"], MEDIANS["pair"]
+    three, two = MEDIANS["three"], MEDIANS["two"]
     best = three["megalite-2+1:t|t"]
-    assert SETTINGS["pipedream"].best() == "2+1:t|t"
+    assert SETTINGS["three"].best() == "2+1:t|t"
     assert three["megalite-3:tt"] / best >= 1.25 and two["megalite-1+1:t|t"] / best >= 1.25
     assert best / three["plan"] <= 1.08
 

@@ -1,0 +1,212 @@
+"""How the ranks of one mesh share each operation of a block: Alpa's intra-operator choice (Zheng et al. 2022,
+arXiv:2201.12023) for the chain of a dense block, by Viterbi's algorithm.
+
+    norm > qkv > core > proj > norm > fc1 > fc2          every operation has some ways, every way a layout of its input
+                                                         and of its output
+    whole     every rank has all of a tensor             tokens    a part of the sequence
+    channels  a part of the last dimension               sums      a summand of all of it
+
+A product may be replicated (whole > whole), cut by columns (whole > channels), by rows (channels > sums) or by tokens
+(tokens > tokens, with whole weights, whose gradients are then summed). Between two ways lies a change of layout, with a
+message forward and its conjugate backward. What a way keeps for backward, and the states of its weights, cost
+`price` seconds a byte; the price is found by bisection as the least at which the block fits into its memory. Where
+memory is ample that gives Megatron-LM's column and row with two all-reduces in each direction; where it is not,
+sequence parallelism. Norms count by what they keep; their time goes with the products that they are merged into, as in
+Alpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalite.config import Config
+from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
+from megalite.planner.communication import CommGroup
+from megalite.planner.cost import precision_name
+from megalite.planner.hardware import Hardware
+
+WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
+BISECTIONS = 40
+MESSAGES = {
+    (SUMS, WHOLE): ("all_reduce", ""),
+    (TOKENS, WHOLE): ("gather", ""),
+    (CHANNELS, WHOLE): ("gather", ""),
+    (SUMS, TOKENS): ("gather", "gather"),
+    (WHOLE, TOKENS): ("", "gather"),
+    (CHANNELS, TOKENS): ("exchange", "exchange"),
+    (SUMS, CHANNELS): ("gather", "gather"),
+    (WHOLE, CHANNELS): ("", "gather"),
+    (TOKENS, CHANNELS): ("exchange", "exchange"),
+}
+"""(Layout before, behind) -> messages forward and backward. A reduce-scatter counts as a gather: the same bytes."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of an operation. seconds: of forward and backward. kept: bytes, states of weights included. partial:
+    whether each rank computes a summand of its input's gradient. again: whether an input of tokens, which alone is
+    kept, is gathered once more backward."""
+
+    name: str
+    before: str
+    behind: str
+    seconds: float
+    kept: float
+    partial: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Operation:
+    """nbytes: of its whole input."""
+
+    name: str
+    nbytes: float
+    ways: list[Way]
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """ways: (operation, how). forward, backward: the block's messages in order. kept: bytes of a rank."""
+
+    ways: tuple[tuple[str, str], ...]
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    seconds: float
+    kept: float
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether what lies between the operations is cut by tokens."""
+        return self.ways[0][1] == TOKENS
+
+    def __str__(self) -> str:
+        how = ", ".join(f"{operation} {way}" for operation, way in self.ways)
+        sent = " + ".join(f"{self.forward.count(kind)} {kind}" for kind in dict.fromkeys(self.forward)) or "none"
+        return f"{how}; messages forward: {sent}"
+
+
+def plan_block(config: Config, layer: Layer, hardware: Hardware, room: float, in_flight: int = 1) -> BlockPlan | None:
+    """The fastest ways of a dense block at the configuration's tensor-parallel size that keep at most `room` bytes a
+    rank for `in_flight` micro-batches; None: none does."""
+    chains = [block_chain(config, layer, hardware, stream, in_flight) for stream in (WHOLE, TOKENS)]
+    group = CommGroup(hardware, config.parallel.tensor_model_parallel_size)
+
+    def at(price: float) -> BlockPlan:
+        found = [cheapest(chain, group, price) for chain in chains]
+        return min(found, key=lambda plan: plan.seconds + price * plan.kept)
+
+    plan = at(0.0)
+    if plan.kept <= room:
+        return plan
+    low, high = 0.0, 1e-3  # seconds a byte: a link of a kilobyte per second
+    plan = at(high)
+    if plan.kept > room:
+        return None
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        tried = at(middle)
+        low, high, plan = (low, middle, tried) if tried.kept <= room else (middle, high, plan)
+    return plan
+
+
+def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int) -> list[Operation]:
+    """The operations of a block whose residual stream lies as `stream`, with their ways."""
+    model, t, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
+    tokens, e, rate = micro_tokens(config), size.compute, hardware.matrix_flops[precision_name(config)]
+    speed, states = rate * hardware.matrix_efficiency, size.compute + size.gradient + 3.0 * size.wide
+    reduce = CommGroup(hardware, t)
+
+    def norm() -> list[Way]:
+        part = tokens * model.hidden_size * e / (t if stream == TOKENS else 1)
+        return [Way(stream, stream, stream, 0.0, 2 * in_flight * part)]  # its input, and the stream's
+
+    def matrix(name: str) -> list[Way]:
+        product = layer.product(name)
+        flops, weights, inputs = (
+            6 * tokens * product.n * product.k,
+            product.n * product.k,
+            in_flight * tokens * product.k * e,
+        )
+        split, shared = flops / speed / t, weights * states
+        summed = split + reduce.all_reduce(weights * size.gradient)
+        return [
+            Way("replicated", WHOLE, WHOLE, flops / speed, shared + inputs),
+            Way("column", WHOLE, CHANNELS, split, shared / t + inputs, partial=True),
+            Way("column of gathered", TOKENS, CHANNELS, split, shared / t + inputs / t, partial=True, again=True),
+            Way("row", CHANNELS, SUMS, split, shared / t + inputs / t),
+            Way(TOKENS, TOKENS, TOKENS, summed, shared + inputs / t),
+        ]
+
+    work = 3.5 * tokens * layer.flops(core=True) / (rate * hardware.attention_efficiency)
+    kept = in_flight * tokens * e * (2 * model.query_size + 2 * model.kv_size)
+    keys = 3 * reduce.gather(tokens * 2 * model.kv_size * e)
+    core = [
+        Way("replicated", WHOLE, WHOLE, work, kept),
+        Way("heads", CHANNELS, CHANNELS, work / t, kept / t),
+        Way(TOKENS, TOKENS, TOKENS, work / t + keys, kept / t),
+    ]
+    ways = {
+        **{"norm": norm(), "qkv": matrix("qkv"), "core": core, "proj": matrix("proj")},
+        **{"norm of the MLP": norm(), "fc1": matrix("fc1"), "fc2": matrix("fc2")},
+        "stream": [Way(stream, stream, stream, 0.0, 0.0)],
+    }
+    width = {"core": model.query_size + 2 * model.kv_size, "proj": model.query_size, "fc2": model.ffn_size}
+    return [Operation(name, tokens * width.get(name, model.hidden_size) * e, its) for name, its in ways.items()]
+
+
+def messages(before: Way, behind: Way) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Between two ways, forward and backward."""
+    wanted = WHOLE if behind.again else behind.before
+    forward, backward = MESSAGES.get((before.behind, wanted), ("", ""))
+    if behind.partial:  # the gradient of the whole input is a sum
+        backward = "gather" if before.behind == TOKENS else "all_reduce"
+    sent = (backward, "gather" if behind.again else "")
+    return (forward,) * bool(forward), tuple(kind for kind in sent if kind)
+
+
+def extended(plan: BlockPlan | None, before: Way | None, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
+    """One operation more."""
+    plan = plan or BlockPlan((), (), (), 0.0, 0.0)
+    forward, backward = messages(before, way) if before else ((), ())
+    one = {"all_reduce": group.all_reduce(operation.nbytes), "gather": group.gather(operation.nbytes)}
+    one["exchange"] = one["gather"] / group.size
+    return BlockPlan(
+        (*plan.ways, (operation.name, way.name)),
+        (*plan.forward, *forward),
+        (*plan.backward, *backward),
+        plan.seconds + way.seconds + sum(one[kind] for kind in (*forward, *backward)),
+        plan.kept + way.kept,
+    )
+
+
+def follows(before: Way, way: Way) -> bool:
+    """An input that is gathered once more lies by tokens."""
+    return not way.again or before.behind == TOKENS
+
+
+def cheapest(chain: Sequence[Operation], group: CommGroup, price: float) -> BlockPlan:
+    """Viterbi: the least of seconds + price * bytes over all choices."""
+    best: dict[Way | None, BlockPlan] = {None: BlockPlan((), (), (), 0.0, 0.0)}
+    for operation in chain:
+        found: dict[Way | None, BlockPlan] = {}
+        for way in operation.ways:
+            pairs = [(before, plan) for before, plan in best.items() if before is None or follows(before, way)]
+            plans = [extended(plan, before, operation, way, group) for before, plan in pairs]
+            if plans:
+                found[way] = min(plans, key=lambda plan: plan.seconds + price * plan.kept)
+        best = found
+    return min(best.values(), key=lambda plan: plan.seconds + price * plan.kept)
+
+
+def block_text(config: Config, world_size: int, hardware: Hardware) -> str:
+    """A line about the blocks of a plan's first rank; empty where nothing is shared or blocks are no dense ones."""
+    parallel, layers = config.parallel, model_layers(config.model)
+    blocks = [each for each in layers if each.is_block and each.model.mixer == "attention" and not each.is_sparse]
+    stages = parallel.pipeline_model_parallel_size
+    if parallel.tensor_model_parallel_size == 1 or not blocks:
+        return ""
+    room = hardware.usable_bytes * stages / config.model.num_layers
+    found = plan_block(config, blocks[0], hardware, room, min(stages, config.num_microbatches(world_size)))
+    return f"inside a block: {found or 'no way of its operations fits by itself'}"
