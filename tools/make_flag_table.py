@@ -16,8 +16,9 @@ from megalite.config import (
     listing,
     megatron_flags,
     show,
+    shown_flag,
 )
-from megalite.errors import flag_of, in_flags
+from megalite.errors import flag_of, in_flags, spelled
 from megalite.schedule import SCHEDULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -89,7 +90,7 @@ def _becomes(flag: MegatronFlag) -> str:
         other = accepted_spellings().get(flag.name)
         return "same" if other is None else f"`{other}`"
     other_values = f"; else refused: {flag.otherwise}" if flag.otherwise and flag.otherwise != flag.reason else ""
-    return _cell(in_flags(flag.reason + other_values))
+    return _cell(spelled(flag.reason + other_values, shown_flag))
 
 
 def pages() -> dict[Path, str]:

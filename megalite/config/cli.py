@@ -36,7 +36,7 @@ from megalite.config.rules.foreign import not_with_module
 from megalite.config.schema import Option, build_section
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
-from megalite.config.worked_out import work_out, work_out_level
+from megalite.config.worked_out import other_defaults, work_out, work_out_level
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
 
@@ -121,7 +121,8 @@ def parse_with_origins(
     config, origins = _derive(config, origins, world)
     for name in options:
         origins.setdefault(name, "default")
-    warned = [*config_warnings(config, world), *elastic_warnings(config, world), *elsewhere]
+    other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
+    warned = [*config_warnings(config, world), *elastic_warnings(config, world), *elsewhere, *other]
     doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 
@@ -151,7 +152,7 @@ def without_effect(argv: Sequence[str]) -> str | None:
 
 def ignored_line(ignored: Sequence[str]) -> str | None:
     """The line about `Parsed.ignored`."""
-    return f"of Megatron-LM, without effect here (docs/megatron_flags.md): {', '.join(ignored)}" if ignored else None
+    return f"Megatron-LM flags without effect here (docs/megatron_flags.md): {', '.join(ignored)}" if ignored else None
 
 
 @dataclass(frozen=True)

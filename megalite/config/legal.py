@@ -70,7 +70,8 @@ def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: st
         other = option.facts.get(tie)
         if other is not None and values[option.name] != option.default and not values[other]:
             flag, typed = f"`{other}`", as_typed(option.marked, values[option.name])
-            yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: has no effect without {flag}; drop it"
+            idle = f"has no effect without {flag}; add that, or drop this"
+            yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: {idle}"
 
 
 def _of_another_optimizer(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:

@@ -34,6 +34,8 @@ EXTRA_OPTIONS: Mapping[str, type | None] = {
     "use_torch_fsdp2": None,
     "use_megatron_fsdp": None,
     "data_parallel_sharding_strategy": str,
+    "rotary_scaling_factor": float,
+    "rope_type": str,
 }
 
 #: What people call things elsewhere -> what to suggest.

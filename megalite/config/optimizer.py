@@ -8,6 +8,9 @@ from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
+DECOUPLED = ("embedding.word_embeddings.weight", "head.output.weight")
+"""What Megatron-LM's decoupled learning rate is of; positions are not."""
+
 _ADAM = ("adam", "muon", "soap")  # the last two leave what is no matrix to Adam
 
 
@@ -164,6 +167,12 @@ class OptimizerConfig:
     )
     lr: float = required("peak learning rate, of one update", gt=0, hint="3e-4 is common")
     min_lr: float = option(0.0, "learning rate after the decay", ge=0)
+    decoupled_lr: float | None = option(
+        None, "peak learning rate of the word embedding and the output layer; unset: `lr`. Its course is the same", gt=0
+    )
+    decoupled_min_lr: float | None = option(
+        None, "their learning rate after the decay; unset: `min_lr`", ge=0, needs="decoupled_lr"
+    )
     lr_decay_style: str = option(
         "linear",
         "shape of the decay after warm-up",
@@ -198,3 +207,12 @@ class OptimizerConfig:
     clip_grad: float = option(
         1.0, "global gradient norm above which gradients are scaled down", ge=0, hint="0 disables it"
     )
+
+    @property
+    def ends_min_lr(self) -> float:
+        """What the learning rate of `--decoupled-lr` ends at."""
+        return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
+
+    def decoupled(self, name: str) -> bool:
+        """Whether a parameter has the learning rate of `--decoupled-lr`."""
+        return self.decoupled_lr is not None and name in DECOUPLED

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.config.arguments import ARGUMENT_FLAGS, argument_words
+from megalite.config.arguments import ARGUMENT_FLAGS, argument_words, shown_flag
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, nearest
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import Scalar, YamlEntry
+from megalite.errors import spelled
 
 COMMAND_LINE = "command line"
 
@@ -302,7 +303,7 @@ class Reader:
             if known_there is not None and known_there.verdict != "same":
                 shown = what.replace("unknown flag ", "").replace("unknown key ", "")
                 drop = "drop it: " if known_there.verdict == "ignored" else ""
-                self.problems.append(f"{shown}: {drop}{known_there.reason}")
+                self.problems.append(spelled(f"{shown}: {drop}{known_there.reason}", shown_flag))
                 return
         guess = nearest(name, known_options(self.options) | ({"config"} if dashes else set()))
         shown_guess = guess.replace("_", "-") if guess and dashes else guess

@@ -126,4 +126,6 @@ def accepted_spellings() -> dict[str, str]:
         "use_torch_fsdp2": flag_of("zero_stage") + " 3",
         "use_megatron_fsdp": flag_of("zero_stage") + " 3",
         "data_parallel_sharding_strategy": flag_of("zero_stage"),
+        "rotary_scaling_factor": shown_flag("rope_scaling_factor") + ", type yarn",
+        "rope_type": shown_flag("rope_scaling_type"),
     }

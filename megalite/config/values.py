@@ -23,7 +23,7 @@ _FALSE = ("false", "no", "off", "0")
 #: Other names of choices, by field.
 _CHOICE_ALIASES = {
     "pipeline_schedule": SCHEDULE_ALIASES,
-    "optimizer": {"adamw": "adam"},
+    "optimizer": {"adamw": "adam", "dist_muon": "muon"},
     "tokenizer_type": {
         "llama2tokenizer": "SentencePieceTokenizer",
         "gptsentencepiecetokenizer": "SentencePieceTokenizer",
@@ -52,6 +52,8 @@ def as_typed(flag: str, value: Any) -> str:
 
 def convert(option: Option, text: str) -> Any:
     """Read one value (or item). Raises BadValue where it is not of the field's type, or not one of its choices."""
+    if option.name == "split":  # Megatron-LM finds its numbers whatever stands around them
+        text = text.strip("'\"")
     if text[:1] in ("'", '"'):
         raise BadValue("the quotation marks are part of the value; leave them out where the script keeps its flags")
     if option.kind is bool:

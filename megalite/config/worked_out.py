@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
+from megalite.config.megatron_flags import megatron_flags
 from megalite.config.reader import GivenOption
+from megalite.config.root import Config
 from megalite.config.stage_meshes import parse_meshes, unlike
+from megalite.config.values import show
 
 #: Megatron-LM's words for what is sharded -> ZeRO stage.
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -23,7 +27,7 @@ def work_out_level(here: dict[str, GivenOption], below: Mapping[str, GivenOption
 
 def work_out(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
     """The same for names that need other fields than those of their level. Returns what is wrong."""
-    return _meshes(merged, broken) + _chunks(merged, broken) + _positions(merged)
+    return _meshes(merged, broken) + _chunks(merged, broken) + _positions(merged) + _yarn(merged)
 
 
 def _meshes(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
@@ -109,3 +113,53 @@ def _positions(merged: dict[str, GivenOption]) -> list[str]:
     if kind is None or kind.value == "learned_absolute":
         return ["`no_position_embedding`: say which instead: `position_embedding_type` rope, or none"]
     return []
+
+
+#: What Megatron-LM's latent attention has where no flag says otherwise.
+YARN: Mapping[str, Any] = {"use_rope_scaling": True, "rope_scaling_type": "yarn", "rope_scaling_original_length": 4096}
+MSCALES: Mapping[str, float] = {"mscale": 1.0, "mscale_all_dim": 0.0}
+
+
+def _yarn(merged: dict[str, GivenOption]) -> list[str]:
+    """Megatron-LM's latent attention is scaled by YaRN unless `--rope-type rope` is given; its factor is 1 by default,
+    which changes nothing. Other attention reads neither flag."""
+    factor, kind = merged.pop("rotary_scaling_factor", None), merged.pop("rope_type", None)
+    latent = merged.get("multi_latent_attention")
+    if kind is not None and kind.value not in ("rope", "yarn"):
+        return [f"`rope_type`={kind.value}: choose rope or yarn"]
+    if latent is None or not latent.value:
+        unread = [each for each in (factor, kind) if each is not None and each.value != "rope"]
+        why = "Megatron-LM reads it for latent attention; drop it"
+        return [f"`{each.name}`={show(each.value)}: {why}" for each in unread]
+    given = [name for name in MSCALES if name in merged]
+    if all(merged[name].value == MSCALES[name] for name in given):  # the temperature that there is without them
+        for name in given:
+            del merged[name]
+    elif given == ["mscale_all_dim"]:
+        merged["mscale"] = replace(merged["mscale_all_dim"], name="mscale", value=MSCALES["mscale"])
+    if factor is None or factor.value == 1:
+        return []
+    flag = f"`rotary_scaling_factor`={show(factor.value)}"
+    if kind is not None and kind.value == "rope":
+        return [f"{flag}: contradicts `rope_type`=rope; give one of them"]
+    values = {**YARN, "rope_scaling_factor": factor.value}
+    for name in ("use_rope_scaling", "rope_scaling_type", "rope_scaling_factor"):
+        if name in merged and merged[name].value != values[name]:
+            return [f"{flag}: contradicts `{name}`={show(merged[name].value)}; give one of them"]
+    merged |= {name: replace(factor, name=name, value=value) for name, value in values.items() if name not in merged}
+    return []
+
+
+def other_defaults(config: Config, origins: Mapping[str, str], typed: Iterable[str]) -> list[str]:
+    """The line about values that were left to defaults which are others in Megatron-LM, where the flags are its own.
+
+    typed: flags as they were given; those that have no effect here tell its scripts from ours.
+    """
+    theirs, model = megatron_flags(), config.model
+    names = [name.rpartition(" ")[2].strip("-").replace("-", "_") for name in typed]
+    if not any(name in theirs and theirs[name].verdict == "ignored" for name in names):
+        return []
+    left = [f"`{name}` 0 (there 0.1)" for name in ("hidden_dropout", "attention_dropout") if origins[name] == "default"]
+    if origins["activation"] == "default" and model.add_bias_linear and "no_bias_gelu_fusion" not in names:
+        left.append("`activation` gelu, exact (there fused with the bias: gelu-tanh)")
+    return [f"not given, and otherwise in Megatron-LM: {', '.join(left)}"] if left and not model.is_foreign else []

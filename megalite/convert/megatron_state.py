@@ -27,6 +27,7 @@ from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 
 STATE = "optimizer.state."
 MASTERS, MOMENTS = ("param", "fp32_param"), ("exp_avg", "exp_avg_sq")
+TRACKERS = {"good_steps": "growth_tracker", "tolerance": "hysteresis_tracker"}  # of the loss scale: ours -> theirs
 WEIGHTS_ALONE = "`no_load_optim` takes the weights alone"
 
 
@@ -115,7 +116,8 @@ class MegatronState:
         rate, decay = schedules["learning_rate"], schedules["weight_decay"]
         settings = {"lr": rate["lr"], "min_lr": rate["min_lr"], "lr_decay_style": rate["style"]}
         ramp = {"start_weight_decay": decay["start"], "end_weight_decay": decay["end"]}
-        numbers = {name: args.number(name) for name in ("adam_beta1", "adam_beta2", "adam_eps") if args.get(name)}
+        named = ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_lr", "decoupled_min_lr")
+        numbers = {name: args.number(name) for name in named if args.get(name)}
         optimizer = {**settings, **ramp, **numbers, "weight_decay": decay["end"]}
         optimizer["weight_decay_incr_style"] = decay["style"]
         return config_around(self._source.model, build_section(OptimizerConfig, optimizer), **training)
@@ -154,12 +156,16 @@ class MegatronState:
             style=state.get("wd_incr_style", "constant"),
             ramp_samples=self._count(state, "wd_incr_steps", 0),
         )
-        return {"learning_rate": asdict(rate), "weight_decay": asdict(decay)}
+        found = {"learning_rate": asdict(rate), "weight_decay": asdict(decay)}
+        if args.get("decoupled_lr"):
+            own = {"lr": args.number("decoupled_lr"), "min_lr": _number(args, "decoupled_min_lr", rate.min_lr)}
+            found["decoupled"] = found["learning_rate"] | own
+        return found
 
     def _loss_scaler(self) -> dict[str, Any]:
         """Of a run in fp16; empty for others."""
         state = self._common.section("optimizer").section("grad_scaler")
-        names = {"scale": "scale", "good_steps": "growth_tracker", "tolerance": "hysteresis_tracker"}
+        names = {"scale": "scale", **TRACKERS}
         return {ours: state.get(theirs) for ours, theirs in names.items()} if "scale" in state.raw else {}
 
     def _count(self, fields: Fields, key: str, default: int = 0) -> int:

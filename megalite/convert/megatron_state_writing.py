@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.checkpoint import CheckpointReader, Meta
 from megalite.config import OptimizerConfig, from_dict
 from megalite.convert.megalite_files import CheckpointSource
-from megalite.convert.megatron_state import MASTERS, MOMENTS, WEIGHTS_ALONE
+from megalite.convert.megatron_state import MASTERS, MOMENTS, TRACKERS, WEIGHTS_ALONE
 from megalite.errors import CheckpointError
 
 # Megatron's Adam is torch's or Transformer Engine's; each wants its own settings in a group and ignores the others'.
@@ -73,9 +73,20 @@ class KeptState:
             "weight_decay": settings.weight_decay,
         }  # fmt: skip
         groups = [{**group, "wd_mult": 1.0}, {**group, "wd_mult": 0.0, "weight_decay": 0.0}]
+        if settings.decoupled_lr is not None:
+            own = {"max_lr": settings.decoupled_lr, "min_lr": settings.ends_min_lr, "default_config": False}
+            groups.append({**groups[0], **own, "lr": settings.decoupled_lr})
         found: dict[str, Any] = {"param_groups": groups}
-        state = {"optimizer": found, "param_state_sharding_type": "fully_reshardable"}
+        state = {"optimizer": found, "param_state_sharding_type": "fully_reshardable", **self._grad_scaler()}
         return {"iteration": self.iteration, "optimizer": state, "opt_param_scheduler": self._scheduler()}
+
+    def _grad_scaler(self) -> dict[str, Any]:
+        """The dynamic loss scale of a run in fp16; others have none."""
+        scaler = self._meta.section("loss_scaler")
+        if not scaler.raw:
+            return {}
+        state = {theirs: scaler.integer(ours, low=-(2**62)) for ours, theirs in TRACKERS.items()}
+        return {"grad_scaler": {"scale": torch.tensor([scaler.number("scale")]), **state}}
 
     def _scheduler(self) -> dict[str, Any]:
         schedules = self._meta.section("opt_param_scheduler")
@@ -92,6 +103,7 @@ class KeptState:
     def args(self) -> dict[str, Any]:
         """The entries of args that are the run's."""
         settings, training = self.config.optimizer, self.config.training
+        rate = self._meta.section("opt_param_scheduler").section("learning_rate")
         return {
             "iteration": self.iteration, "no_save_optim": False, "optimizer": settings.optimizer, "lr": settings.lr,
             "consumed_train_samples": self._meta.integer("consumed_samples"), "seed": training.seed,
@@ -99,5 +111,7 @@ class KeptState:
             "micro_batch_size": training.micro_batch_size, "weight_decay": settings.weight_decay,
             "adam_beta1": settings.args.adam_beta1, "adam_beta2": settings.args.adam_beta2,
             "adam_eps": settings.args.adam_eps, "use_distributed_optimizer": True,
-            "dist_ckpt_optim_fully_reshardable": True,
+            "dist_ckpt_optim_fully_reshardable": True, "lr_warmup_init": rate.number("warmup_init"),
+            "lr_wsd_decay_style": rate.raw["wsd_style"], "lr_wsd_decay_samples": rate.integer("wsd_decay_samples"),
+            "decoupled_lr": settings.decoupled_lr, "decoupled_min_lr": settings.decoupled_min_lr,
         }  # fmt: skip

@@ -40,6 +40,7 @@ class Hyperparameters:
     """What one update uses.
 
     weight_decay: of the parameters that decay.
+    decoupled_lr: of the parameters that have a learning rate of their own; None: the same.
     clip_grad: the largest global norm of the gradient; 0: it is not clipped.
     iteration: counted from 1.
     samples: of the iteration that this update completes; 0 for all but the last of PipeDream's updates in an iteration
@@ -52,6 +53,7 @@ class Hyperparameters:
     loss_scale: float | Tensor
     iteration: int
     samples: int
+    decoupled_lr: float | None = None
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,12 @@ class Updater(Events):
         delay = self._weights.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
+        delay.decoupled_lr = numbers.decoupled_lr
         fault_point("opt_step", update=update)
         self._weights.optimizer.step(
             lr=numbers.learning_rate,
             weight_decay=numbers.weight_decay,
+            decoupled_lr=numbers.decoupled_lr,
             grad_scale=_grad_scale(norm, found_inf, numbers),
             found_inf=found_inf,
             version=self._version + 1,

@@ -70,11 +70,13 @@ class BufferOptions:
     """How the parameters of a stage lie in memory.
 
     zero: what data-parallel ranks share. whole: (name, number of dimensions) -> whether no shard boundary may cut the
-    parameter. fill: initialises parameters that came without memory. mover: the rank's, if something else moves.
+    parameter. decoupled: (name) -> whether it has a learning rate of its own. fill: initialises parameters that came
+    without memory. mover: the rank's, if something else moves.
     """
 
     zero: ZeroOptions
     whole: Callable[[str, int], bool] | None = None
+    decoupled: Callable[[str], bool] | None = None
     fill: Fill | None = None
     mover: Mover | None = None
 
@@ -165,6 +167,7 @@ def build_weights(
                 keep_gradients=program.keeps_gradients,
                 num_gradients=program.gradient_buffers,
                 whole=options.whole,
+                decoupled=options.decoupled,
                 fill=options.fill,
             ),
             memory=memory,

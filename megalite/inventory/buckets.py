@@ -36,16 +36,18 @@ class ElementKind(NamedTuple):
 
     no_decay: no weight decay.
     sharded, partial: as in `ParameterPlacement`.
+    decoupled: it has a learning rate of its own.
     """
 
     no_decay: bool
     sharded: frozenset[str]
     partial: frozenset[str]
+    decoupled: bool = False
 
     @property
-    def order(self) -> tuple[bool, bool, list[str], list[str]]:
+    def order(self) -> tuple[bool, bool, list[str], list[str], bool]:
         """Sort key: kinds that decay come first, then those that are cut."""
-        return self.no_decay, not self.sharded, sorted(self.sharded), sorted(self.partial)
+        return self.no_decay, not self.sharded, sorted(self.sharded), sorted(self.partial), self.decoupled
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class BufferParameter:
 
     index: its position in forward order.
     whole: it must lie in one slice.
+    decoupled: as in `ElementKind`.
     """
 
     index: int
@@ -61,6 +64,7 @@ class BufferParameter:
     shape: Shape
     placement: ParameterPlacement
     whole: bool = False
+    decoupled: bool = False
 
     @property
     def numel(self) -> int:
@@ -69,7 +73,7 @@ class BufferParameter:
     @property
     def kind(self) -> ElementKind:
         place = self.placement
-        return ElementKind(not place.decay, place.sharded, place.partial)
+        return ElementKind(not place.decay, place.sharded, place.partial, self.decoupled)
 
 
 @dataclass(frozen=True)

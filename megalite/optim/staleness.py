@@ -36,7 +36,8 @@ class Delay:
 
     updates: once the pipeline never drains. flush_steps: first iterations, which run without delay. passed_over:
     iterations that make no update. of_gradient, of_weights: of the update that is being made, and of the batches that
-    will run on the weights that it writes. learning_rate, weight_decay: of the newest update.
+    will run on the weights that it writes. learning_rate, weight_decay: of the newest update; decoupled_lr: of the
+    groups that have a learning rate of their own, None: the same.
     """
 
     updates: int
@@ -46,6 +47,7 @@ class Delay:
     of_weights: int = 0
     learning_rate: float = 0.0
     weight_decay: float = 0.0
+    decoupled_lr: float | None = None
 
     def begin(self, iteration: int) -> None:
         """The update of this iteration (the first is 1) comes next."""
@@ -121,10 +123,12 @@ class Predict(Corrected):
     def write_compute_weights(self, master: Tensor, target: Tensor) -> None:
         group, delay, (own, rest) = self._group[master], self.delay, self.lookahead
         ahead = (own if group["whole"] else rest) * delay.of_weights
-        if not ahead or not delay.learning_rate:
+        lr = delay.learning_rate
+        if delay.decoupled_lr is not None and group["decoupled"]:
+            lr = delay.decoupled_lr
+        if not ahead or not lr:
             super().write_compute_weights(master, target)
             return
-        lr = delay.learning_rate * group.get("lr_scale", 1.0)
         weight_decay = delay.weight_decay if group["decay"] else 0.0
         weights, out = master.view(-1), target.view(-1)
         for piece in pieces(master):

@@ -240,7 +240,7 @@ def planned_buckets(
         shape = parameter.local(parallel)
         whole = needs_whole is not None and needs_whole(name, len(shape))
         place = parameter.place(parameter.shards(parallel), sequence_parallel=parallel.sequence_parallel, ep=ep)
-        entries.append(BufferParameter(index, name, shape, place, whole))
+        entries.append(BufferParameter(index, name, shape, place, whole, config.optimizer.decoupled(name)))
     planned = _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
     both = num_stages == 1 and model.shares_embedding
     return [bucket._replace(open=both and bucket.layer == "embedding") for bucket in planned]

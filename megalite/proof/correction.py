@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalite.config import OPTIMIZER_SPECS, Correction, OptimizerConfig
 from megalite.inventory import layer_of
+from megalite.testing.rates import Rates
 from megalite.testing.update_rules import Rule
 
 Named = dict[str, Tensor]
@@ -86,13 +87,13 @@ class Corrected(Rule):
         self.rule, self.correction = rule, correction
         self.parameters, self.decayed, self.settings = rule.parameters, rule.decayed, rule.settings
         self.unsettled, self.magnified, self.count = rule.unsettled, rule.magnified, 0
-        self.rates = (0.0, 0.0)
+        self.rates = (Rates(0.0, 0.0), 0.0)
         self.of_gradient: Delays = {}
         whole = OPTIMIZER_SPECS[self.settings.optimizer].whole
         self.whole = {name for name, p in self.parameters.items() if whole is not None and whole(name, p.dim())}
         self.last = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
 
-    def step(self, gradients: Named, lr: float, weight_decay: float) -> None:
+    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         behind = {name: delay_of(self.of_gradient, name) for name in self.parameters}
         method = self.correction.method
         feedback = behind if method == "error-feedback" else dict.fromkeys(behind, 0)
@@ -110,7 +111,7 @@ class Corrected(Rule):
             self.last[name] = p - before[name]
             p += feedback[name] * self.last[name]
 
-    def pass_over(self, lr: float, weight_decay: float) -> None:
+    def pass_over(self, lr: Rates, weight_decay: float) -> None:
         """An update that is not made: the next one will have these numbers."""
         self.rates = (lr, weight_decay)
 
@@ -147,7 +148,7 @@ class Corrected(Rule):
 
     def _numbers(self, name: str) -> Numbers:
         lr, weight_decay = self.rates
-        return Numbers(self.settings, lr, weight_decay if name in self.decayed else 0.0, self.count)
+        return Numbers(self.settings, lr.of(name), weight_decay if name in self.decayed else 0.0, self.count)
 
 
 def delay_of(delays: Delays, name: str) -> int:

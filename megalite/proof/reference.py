@@ -28,7 +28,7 @@ from megalite.proof.branches import Branches, clips, is_delayed
 from megalite.proof.correction import LAST_STEP, Corrected, Delays, delay_of
 from megalite.schedule import build_program, find_schedule
 from megalite.testing.oracle import Pupil
-from megalite.testing.update_rules import decay_of, learning_rate
+from megalite.testing.rates import decay_of, learning_rates
 
 TOLERANCE = 1e-9
 """Relative differences above it are differences, for rules that make of a rounding what AdamW makes of it."""
@@ -196,7 +196,7 @@ class _Record:
         """What an update leaves that is not made: the numbers that the next one is foreseen with, and of histories of
         float8 a zero for the gradients, which were not finite."""
         self.rule.pass_over(
-            learning_rate(pupil.config.optimizer, scheduled, pupil.samples, pupil.whole),
+            learning_rates(pupil.config.optimizer, scheduled, pupil.samples, pupil.whole),
             decay_of(pupil.config.optimizer, scheduled, pupil.whole),
         )
         pupil.experts.counts.clear()

@@ -31,7 +31,8 @@ from megalite.testing.adapters import replace_adapters
 from megalite.testing.experts import PlainExperts
 from megalite.testing.float8 import PlainFloat8
 from megalite.testing.further import plain_further
-from megalite.testing.update_rules import RULES, decay_of, learning_rate
+from megalite.testing.rates import decay_of, learning_rates
+from megalite.testing.update_rules import RULES
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
 
@@ -129,7 +130,7 @@ class Pupil:
         norm = torch.nn.utils.get_total_norm([g.double() for g in gradients.values()])
         if settings.clip_grad:
             torch._foreach_mul_(list(gradients.values()), torch.clamp(settings.clip_grad / (norm + 1e-6), max=1.0))
-        lr = learning_rate(settings, consumed, self.samples, self.whole)
+        lr = learning_rates(settings, consumed, self.samples, self.whole)
         self.rule.step(gradients, lr, decay_of(settings, consumed, self.whole))
         self.averaged += 1
         for name, average in self.averages.items():

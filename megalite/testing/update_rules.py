@@ -1,7 +1,7 @@
 """Every update rule once more, of whole logical tensors, sharing nothing with `megalite.optim`.
 
-torch.optim's AdamW, SGD and Muon, Lion and Adafactor from their papers, and Megatron's formulas for the learning rate
-and the weight decay of a step. What the product names and counts otherwise is said where it is converted.
+torch.optim's AdamW, SGD and Muon, Lion and Adafactor from their papers. What the product names and
+counts otherwise is said where it is converted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig
+from megalite.testing.rates import Rates
 
 NOISE = 1e-11
 """A number so much smaller than the largest of its tensor is what sums in another order leave of a zero."""
@@ -41,10 +42,10 @@ class Rule:
     def start(self) -> None:
         """Makes the state."""
 
-    def step(self, gradients: Named, lr: float, weight_decay: float) -> None:
+    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         self.count += 1
         for name, p in self.parameters.items():
-            self.update(name, p, gradients[name], lr, weight_decay if name in self.decayed else 0.0)
+            self.update(name, p, gradients[name], lr.of(name), weight_decay if name in self.decayed else 0.0)
 
     def update(self, name: str, p: Tensor, g: Tensor, lr: float, weight_decay: float) -> None:
         raise NotImplementedError
@@ -127,12 +128,12 @@ class Muon(FromTorch):
         eps = 1e-7 * (1 - self.momentum)
         return torch.optim.Muon([leaf], momentum=self.momentum, eps=eps, adjust_lr_fn="match_rms_adamw")
 
-    def step(self, gradients: Named, lr: float, weight_decay: float) -> None:
+    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         self.rest.step(gradients, lr, weight_decay)
         with orthogonal_in_full():
             for name in self.matrices:
                 for i, g in enumerate(matrices(gradients[name])):
-                    self.update(f"{name} {i}", self.leaves[f"{name} {i}"], g, lr, weight_decay)
+                    self.update(f"{name} {i}", self.leaves[f"{name} {i}"], g, lr.rest, weight_decay)
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         yield from self.rest.moments()
@@ -160,12 +161,12 @@ class Soap(Rule):
             for name in self.names
         }
 
-    def step(self, gradients: Named, lr: float, weight_decay: float) -> None:
+    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         self.rest.step(gradients, lr, weight_decay)
         for name in self.names:
             parts = zip(matrices(self.parameters[name]), matrices(gradients[name]), strict=True)
             for (w, g), state in zip(parts, self.of_matrix[name], strict=True):
-                self.update_matrix(w, g, state, lr, weight_decay)
+                self.update_matrix(w, g, state, lr.rest, weight_decay)
         self.count += 1
 
     def update_matrix(self, w: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
@@ -347,53 +348,3 @@ def orthogonal_in_full() -> Iterator[None]:
 
     with patch("torch.optim._muon._zeropower_via_newtonschulz", newton_schulz):
         yield
-
-
-def learning_rate(settings: OptimizerConfig, samples: int, batch: int, whole: int) -> float:
-    """Of the step after `samples` samples, as Megatron's OptimizerParamScheduler has it; `whole`: of the training."""
-    lr, low = settings.lr, settings.min_lr
-    warmup = settings.lr_warmup.lr_warmup_samples or settings.lr_warmup.lr_warmup_iters * batch
-    decay = settings.lr_decay.lr_decay_samples or (settings.lr_decay.lr_decay_iters or 0) * batch or whole
-    if warmup and samples <= warmup:
-        begin = settings.lr_warmup.lr_warmup_init
-        return begin + (lr - begin) * samples / warmup
-    if settings.lr_decay_style == "constant":
-        return lr
-    if samples > decay:
-        return low
-    if settings.lr_decay_style == "WSD":
-        return low + (lr - low) * _final(settings, samples, decay, batch)
-    part = (samples - warmup) / (decay - warmup)
-    if settings.lr_decay_style == "inverse-square-root":
-        return max(low, lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
-    if settings.lr_decay_style == "linear":
-        return low + (1 - part) * (lr - low)
-    assert settings.lr_decay_style == "cosine"
-    return low + (math.cos(math.pi * part) + 1) / 2 * (lr - low)
-
-
-def _final(settings: OptimizerConfig, samples: int, decay: int, batch: int) -> float:
-    """The part of the rate above its lowest that WSD's last decay leaves."""
-    wsd = settings.lr_wsd_decay
-    length = wsd.lr_wsd_decay_samples or (wsd.lr_wsd_decay_iters or 0) * batch
-    part = max(0.0, 1 - (decay - samples) / length)
-    forms = {
-        "linear": 1 - part,
-        "cosine": (1 + math.cos(math.pi * part)) / 2,
-        "exponential": 2 * math.exp2(-part) - 1,
-        "minus_sqrt": 1 - math.sqrt(part),
-    }
-    return forms[wsd.lr_wsd_decay_style]
-
-
-def decay_of(settings: OptimizerConfig, samples: int, whole: int) -> float:
-    """The weight decay of the step after `samples` samples."""
-    ramp = settings.weight_decay_ramp
-    if ramp.weight_decay_incr_style == "constant":
-        return settings.weight_decay
-    first, last = ramp.start_weight_decay, ramp.end_weight_decay
-    assert first is not None and last is not None
-    part = min(1.0, samples / whole)
-    if ramp.weight_decay_incr_style == "cosine":
-        part = (math.cos(math.pi * (1 - part)) + 1) / 2
-    return first + part * (last - first)

@@ -99,6 +99,7 @@ def build_model(
     options = BufferOptions(
         zero_options(config, plan),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
+        decoupled=config.optimizer.decoupled,
         fill=partial(fill, seed=config.training.seed),
         mover=mover,
     )

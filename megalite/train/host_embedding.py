@@ -100,9 +100,9 @@ class RowsOptimizer(ShardedOptimizer):
     def squares(self, device: torch.device) -> Tensor:
         return super().squares(device) + self.rows.reduce()
 
-    def step(self, *, version: int = 0, **numbers: Any) -> None:
-        super().step(**numbers, version=version)  # a device is at work meanwhile
-        self.rows.step(**numbers)
+    def step(self, *, version: int = 0, decoupled_lr: float | None = None, **numbers: Any) -> None:
+        super().step(**numbers, decoupled_lr=decoupled_lr, version=version)  # a device is at work meanwhile
+        self.rows.step(**numbers if decoupled_lr is None else numbers | {"lr": decoupled_lr})
 
     def shards(self) -> list[TensorShard]:
         return [*self.rows.shards(), *super().shards()]

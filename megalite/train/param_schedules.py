@@ -38,10 +38,12 @@ LENGTHS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ParamSchedules:
-    """Both as functions of the samples that the schedules have seen."""
+    """All as functions of the samples that the schedules have seen. decoupled: the learning rate of the word embedding
+    and the output layer, where it is another (Megatron-LM's: the same course between numbers of its own)."""
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
+    decoupled: LearningRateSchedule | None = None
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> ParamSchedules:
@@ -63,18 +65,22 @@ class ParamSchedules:
         start = settings.weight_decay if ramp.start_weight_decay is None else ramp.start_weight_decay
         end = settings.weight_decay if ramp.end_weight_decay is None else ramp.end_weight_decay
         style = cast(RampStyle, ramp.weight_decay_incr_style)
-        return cls(rate, WeightDecaySchedule(start, end, style, ramp_samples=total))
+        own = None
+        if settings.decoupled_lr is not None:
+            own = replace(rate, lr=settings.decoupled_lr, min_lr=settings.ends_min_lr)
+        return cls(rate, WeightDecaySchedule(start, end, style, ramp_samples=total), own)
 
     def to_meta(self) -> dict[str, Any]:
         """The JSON form that a checkpoint holds under `META`."""
-        return asdict(self)
+        return {name: asdict(schedule) for name, schedule in vars(self).items() if schedule is not None}
 
     @classmethod
     def from_meta(cls, raw: Mapping[str, Any], where: str) -> ParamSchedules:
         """The inverse. Raises CheckpointError."""
         meta = Meta(raw, f"{where}: {META}")
         rate, decay = meta.section("learning_rate"), meta.section("weight_decay")
-        return cls(rate.build(LearningRateSchedule), decay.build(WeightDecaySchedule))
+        own = meta.section("decoupled").build(LearningRateSchedule) if "decoupled" in meta.raw else None
+        return cls(rate.build(LearningRateSchedule), decay.build(WeightDecaySchedule), own)
 
     def facts(self) -> dict[str, Any]:
         """What has an effect, by the name of a field of the optimizer section or of `FLAGS`."""
@@ -86,6 +92,9 @@ class ParamSchedules:
             found |= {"min_lr": rate.min_lr, "decay": rate.decay_samples}
         if rate.style == "WSD":
             found |= {"lr_wsd_decay_style": rate.wsd_style, "wsd_decay": rate.wsd_decay_samples}
+        found["decoupled_lr"] = None if self.decoupled is None else self.decoupled.lr
+        if self.decoupled is not None and rate.style != "constant":
+            found["decoupled_min_lr"] = self.decoupled.min_lr
         found |= {"weight_decay_incr_style": decay.style, "end_weight_decay": decay.end}
         if decay.style != "constant":
             found |= {"start_weight_decay": decay.start, "wd_ramp": decay.ramp_samples}
@@ -141,7 +150,7 @@ def _difference(config: Config, name: str, ours: Any, theirs: Any, batches: str)
     flag = _flag(config, name)
     if name in LENGTHS:
         return f"{flag}: {LENGTHS[name]} {ours:,} samples, in the checkpoint's run {theirs:,}{batches}; {fix}"
-    return f"{flag}: the checkpoint's run has {show(theirs)}; {fix}"
+    return f"{flag}: the checkpoint's run has {'none' if theirs is None else show(theirs)}; {fix}"
 
 
 def _flag(config: Config, name: str) -> str:
@@ -152,7 +161,7 @@ def _flag(config: Config, name: str) -> str:
         candidates = (*candidates, "train_iters", "train_samples", "train_tokens")
     set_to = {field: values[field] for field in candidates if values[field] is not None}
     given = next((field for field, value in set_to.items() if value or "decay" in field), candidates[-1])
-    return f"`{given}`={show(values[given])}"
+    return f"`{given}`" if values[given] is None else f"`{given}`={show(values[given])}"
 
 
 def _adopted(config: Config, saved: Config, theirs: ParamSchedules, world_size: int) -> Config:

@@ -247,8 +247,8 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         rate, decay = schedules.learning_rate(seen), schedules.weight_decay(seen)
         completes = together is None or (update + 1) * together == batch.first + len(batch.microbatches)
         samples = batch.samples if completes else 0
-        clip = config.optimizer.clip_grad
-        return Hyperparameters(rate, decay, clip, batch.loss_scale, progress.iteration + 1, samples)
+        clip, own = config.optimizer.clip_grad, None if schedules.decoupled is None else schedules.decoupled(seen)
+        return Hyperparameters(rate, decay, clip, batch.loss_scale, progress.iteration + 1, samples, own)
 
     return Updater(
         model,

@@ -48,6 +48,7 @@ SPIKES = "spikes"
 PASSED_OVER = "passed_over"
 """Where a checkpoint keeps the ranges of samples that the run passes over."""
 NEWEST = "newest_update"
+NEWEST_NUMBERS = ("learning_rate", "weight_decay", "decoupled_lr")
 """Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
 
@@ -74,7 +75,7 @@ class RunState:
             "consumed_samples": progress.consumed_samples,
             "progress": progress_to_meta(replace(progress, microbatches=progress.microbatches // self._round)),
             "loss_scaler": self.scaler.state_dict(),
-            NEWEST: {"learning_rate": self.model.delay.learning_rate, "weight_decay": self.model.delay.weight_decay},
+            NEWEST: {name: getattr(self.model.delay, name) for name in NEWEST_NUMBERS},
             "train_requests": list(self.datasets.train_requests),
             "data": surveys_to_meta(self.datasets.surveys),
             **({"data_phases": phases_to_meta(self.datasets.phases)} if self.datasets.phases else {}),
@@ -199,7 +200,9 @@ class RunState:
         delay.begin(progress.iteration)
         if meta is not None and NEWEST in meta.raw:
             newest = meta.section(NEWEST)
-            delay.learning_rate, delay.weight_decay = newest.number("learning_rate"), newest.number("weight_decay")
+            for name in NEWEST_NUMBERS:
+                if newest.raw.get(name) is not None:
+                    setattr(delay, name, newest.number(name))
 
 
 def _spikes_to_meta(spikes: SpikeGuard) -> dict[str, Any]:

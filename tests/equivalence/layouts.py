@@ -214,7 +214,9 @@ def _draw_aids(case: Layout) -> list[str]:
     coin = random.Random(case.command)
     averages = coin.random() < 0.15 and "embedding" not in case.layout
     flags = ["--ema-decay", coin.choice(["0.5", "0.99"])] if averages else []
-    return flags + (["--z-loss-coeff", "0.03"] if coin.random() < 0.15 else [])
+    flags += ["--z-loss-coeff", "0.03"] if coin.random() < 0.15 else []
+    adapted = "--lora" in case.model
+    return flags + (["--decoupled-lr", "2e-2"] if coin.random() < 0.15 and not adapted else [])
 
 
 MESHES = ("1x2,1x1", "1x1,1x2", "2x1,1x1", "1x1,2x1", "2x1,1x2", "1x2,2x1", "1x2,1x1,1x1", "1x1,1x2,1x1", "4x1,1x2")

@@ -28,8 +28,6 @@ def experts(config: Config, world_size: int) -> Iterator[str]:
             "`moe_router_topk`=1: the softmax of one score is 1, so the router would learn nothing; add "
             "`moe_router_pre_softmax`"
         )
-    if given.moe_router_pre_softmax and given.moe_router_score_function == "sigmoid":
-        yield "`moe_router_pre_softmax`: not with `moe_router_score_function`=sigmoid; drop one of them"
     if given.moe_router_enable_expert_bias and given.moe_router_score_function != "sigmoid":
         yield "`moe_router_enable_expert_bias`: needs `moe_router_score_function`=sigmoid"
     if given.moe_router_load_balancing_type == "none" and given.moe_aux_loss_coeff > 0:

@@ -68,6 +68,8 @@ def _of_our_models(config: Config) -> Iterator[str]:
         yield f"`sample_interval`={samples.sample_interval}"
     if config.logging.eval_tasks.eval_task_files:
         yield f"`eval_task_files`={config.logging.eval_tasks.eval_task_files[0]}"
+    if config.optimizer.decoupled_lr is not None:
+        yield as_typed("`decoupled_lr`", config.optimizer.decoupled_lr)
     if config.optimizer.offload.embedding_offload is not None:
         yield f"`embedding_offload`={config.optimizer.offload.embedding_offload}"
     switches = {

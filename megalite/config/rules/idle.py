@@ -64,6 +64,12 @@ def _of_model(config: Config) -> Iterable[Idle]:
         ),
         ("kv_channels", model.mixer == "latent", "with `multi_latent_attention`, whose heads have sizes of their own"),
         (" ".join(YARN), model.rope_scaling.kind == "llama3", "with `rope_scaling_type`=llama3"),
+        ("mscale mscale_all_dim", model.rope_scaling.kind is None, "without `rope_scaling`, of type yarn"),
+        (
+            "moe_router_pre_softmax",
+            experts.moe_router_score_function == "sigmoid",
+            "with `moe_router_score_function`=sigmoid",
+        ),
         ("reset_position_ids", kind == "none", "with `position_embedding_type`=none"),
         (
             "window_size",
@@ -97,7 +103,11 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
     ramp = optimizer.weight_decay_ramp.weight_decay_incr_style
     skips = training.precision.fp16 or training.nonfinite == "skip" or training.spikes.on_spike in ("skip", "rollback")
     return (
-        ("min_lr lr_decay_iters lr_decay_samples", style == "constant", "with `lr_decay_style`=constant"),
+        (
+            "min_lr decoupled_min_lr lr_decay_iters lr_decay_samples",
+            style == "constant",
+            "with `lr_decay_style`=constant",
+        ),
         ("lr_wsd_decay_style", style != "WSD", f"with `lr_decay_style`={style}"),
         (
             "seq_length_schedule",

@@ -143,6 +143,12 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
     for flag, value in (("`min_lr`", optimizer.min_lr), ("`lr_warmup_init`", optimizer.lr_warmup.lr_warmup_init)):
         if value > optimizer.lr:
             yield f"{flag}={show(value)}: above `lr`={show(optimizer.lr)}"
+    own, low = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if own is not None and optimizer.ends_min_lr > own:
+        given = f"`min_lr`={show(optimizer.min_lr)}" if low is None else f"`decoupled_min_lr`={show(low)}"
+        yield f"{given}: above `decoupled_lr`={show(own)}; give `decoupled_min_lr` below it"
+    if own is not None and config.model.lora.lora_rank is not None:
+        yield f"`decoupled_lr`={show(own)}: not with `lora_rank`, beside which embedding and output layer do not train"
     warmup = optimizer.lr_warmup
     for unit, length in (("iters", warmup.lr_warmup_iters), ("samples", warmup.lr_warmup_samples)):
         decay, train = getattr(optimizer.lr_decay, f"lr_decay_{unit}"), getattr(training.length, f"train_{unit}")

@@ -58,7 +58,7 @@ class RowRule:
         """Updates `rows` and what is kept of them, in place; `[n, width]` each. taken: steps before this one."""
         rule = self._rule
         (group,) = rule.param_groups
-        group["params"], group["lr"] = [rows], numbers.lr * group.get("lr_scale", 1.0)
+        group["params"], group["lr"] = [rows], numbers.lr
         group["weight_decay"] = numbers.weight_decay if self._decays else 0.0
         rule.state.clear()
         if kept:
@@ -71,6 +71,5 @@ class RowRule:
 
     def decay(self, rows: Tensor, numbers: Step) -> None:
         """Weight decay alone."""
-        (group,) = self._rule.param_groups
         if self._decays and numbers.weight_decay:
-            rows.mul_(1 - numbers.lr * group.get("lr_scale", 1.0) * numbers.weight_decay)
+            rows.mul_(1 - numbers.lr * numbers.weight_decay)

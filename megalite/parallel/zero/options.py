@@ -49,6 +49,7 @@ class StageOptions:
     keep_gradients: sharded gradients stay in memory between batches. False if a batch is one micro-batch.
     num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
     whole: (name, number of dimensions) -> whether the parameter must lie in one shard (Muon's matrices).
+    decoupled: (name) -> whether it has a learning rate of its own.
     fill: initialises a parameter that came without memory ('meta') once it has memory.
     """
 
@@ -59,4 +60,5 @@ class StageOptions:
     num_gradients: int = 1
     keep_gradients: bool = True
     whole: Callable[[str, int], bool] | None = None
+    decoupled: Callable[[str], bool] | None = None
     fill: Fill | None = None

@@ -60,7 +60,12 @@ class ParameterBuffers:
         self.device = self.rank_memory.device
         entries = [
             BufferParameter(
-                i, name, tuple(p.shape), placement_of(p), stage.whole is not None and stage.whole(name, p.dim())
+                i,
+                name,
+                tuple(p.shape),
+                placement_of(p),
+                whole=stage.whole is not None and stage.whole(name, p.dim()),
+                decoupled=stage.decoupled is not None and stage.decoupled(name),
             )
             for i, (name, p) in enumerate(first)
         ]

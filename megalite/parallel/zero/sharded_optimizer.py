@@ -167,20 +167,23 @@ class ShardedOptimizer:
         *,
         lr: float,
         weight_decay: float,
+        decoupled_lr: float | None = None,
         grad_scale: float | Tensor = 1.0,
         found_inf: Tensor | None = None,
         version: int = 0,
     ) -> None:
         """Updates the masters with `grad_scale` x gradient, and writes them into the compute weights of `version`.
 
-        lr, weight_decay: of groups without `lr_scale`; of groups that decay.
+        weight_decay: of groups that decay.
+        decoupled_lr: of groups with a learning rate of their own; None: `lr`.
         grad_scale: clip coefficient / loss scale.
         found_inf: 0-dim, on the device; 1 leaves masters and moments as they are, and `count_step` is called before the
             next step.
         version: number of updates that the new weights have seen.
         """
         self._wait_for_weights()  # an all-gather that no forward has waited for may still read them
-        numbers = {"lr": lr, "weight_decay": weight_decay, "grad_scale": grad_scale, "found_inf": found_inf}
+        numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "decoupled_lr": decoupled_lr}
+        numbers |= {"grad_scale": grad_scale, "found_inf": found_inf}
         self._fetch_gradients(numbers)  # copies to the host overlap the device's update, which comes first
         self._update(self.sub_optimizers, numbers | {"steps": self._steps}, version)
         if found_inf is None:

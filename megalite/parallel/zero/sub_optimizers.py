@@ -60,16 +60,19 @@ class DeviceOptimizer:
         *,
         lr: float,
         weight_decay: float,
+        decoupled_lr: float | None = None,
         grad_scale: float | Tensor = 1.0,
         found_inf: Tensor | None = None,
         steps: int = 0,
     ) -> None:
         """Sets the rule's learning rate and weight decay, and every master's `.grad` to `grad_scale` x gradient.
 
+        decoupled_lr: of the groups that are `decoupled`; None: the same.
         steps: number of steps taken before this one.
         """
+        own = lr if decoupled_lr is None else decoupled_lr
         for group in self.rule.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["lr"] = own if group["decoupled"] else lr
             group["weight_decay"] = weight_decay if group["decay"] else 0.0
         taken = found_inf is not None and is_zero(found_inf)
         self.rule.found_inf, self.rule.steps = None if taken else found_inf, steps

@@ -390,7 +390,7 @@ def test_nothing_given_names_what_is_required() -> None:
             1,
             "--optimizer-args sgd_momentum=0.5: has no effect with --optimizer=adam",
         ),
-        ("--hysteresis 3", 1, "--hysteresis=3: has no effect without --fp16; drop it"),
+        ("--hysteresis 3", 1, "--hysteresis=3: has no effect without --fp16; add that, or drop this"),
         (f"--pipeline-schedule 2bw {PP} 4 --global-batch-size 3", 4, "--pipeline-schedule=2bw: m = p-1 = 3"),
     ],
 )

@@ -39,11 +39,6 @@ ONE_LINE = [
         "--moe-aux-loss-coeff=0.1: not with --moe-router-load-balancing-type=none; drop one of them",
     ),
     (
-        "--num-experts 4 --moe-router-pre-softmax --moe-router-score-function sigmoid",
-        1,
-        "--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",
-    ),
-    (
         "--num-experts 4 --moe-router-enable-expert-bias",
         1,
         "--moe-router-enable-expert-bias: needs --moe-router-score-function=sigmoid",

@@ -27,6 +27,11 @@ TOLD = [
     ("--float32-matmul-precision high --fp64", "--float32-matmul-precision=high: has no effect with --fp64"),
     (f"{MOE} --moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type=seq_aux_loss: has no"),
     (f"{MOE} --moe-ffn-hidden-size 64 --ffn-hidden-size 128", "--ffn-hidden-size=128: has no effect where every"),
+    (
+        f"{MOE} --moe-router-pre-softmax --moe-router-score-function sigmoid",
+        "--moe-router-pre-softmax: has no effect with --moe-router-score-function=sigmoid",
+    ),
+    (f"{ROPE} --rope-scaling-type yarn", "--rope-scaling-type=yarn: has no effect without --use-rope-scaling; add"),
     (f"{MOE} --moe-expert-capacity-factor 2", "--moe-expert-capacity-factor=2: has no effect at this size"),
     ("--lr-decay-style constant --min-lr 1e-5", "--min-lr=1e-05: has no effect with --lr-decay-style=constant"),
     ("--lr-decay-style constant --lr-decay-iters 50", "--lr-decay-iters=50: has no effect with"),

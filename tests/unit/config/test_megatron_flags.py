@@ -9,30 +9,27 @@ from config_arguments import argv
 from megatron_scripts import SCRIPTS
 
 from command_line import name_ignored
-from megalite.config import all_options, megatron_flags, parse, parse_with_origins, without_effect
+from megalite.config import all_options, megatron_flags, parse, parse_with_origins, shown_flag, without_effect
 from megalite.config.megatron_flags import MegatronFlag
 from megalite.config.reader import known_options
-from megalite.errors import SETTING, ConfigError, flag_of, in_flags
+from megalite.errors import SETTING, ConfigError, flag_of, spelled
 
 FLAGS = megatron_flags()
 WORLD = {"gpt3 175b": 128, "mixtral 8x7b": 32, "deepseek v3 fsdp": 256}
-QUOTED = "--split='99,1,0': the quotation marks are part of the value; leave them out where the script keeps its flags"
-RATES = "--decoupled-lr --decoupled-min-lr"
 # Flags of each script that are refused because the feature is not here; other lines, whole.
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     # Megatron-LM's own check refuses this one too.
     "gpt3 175b": ("", ("--global-batch-size=1536: excludes --step-batch-size-schedule; give one of them",)),
-    "llama3 8b fp8": (RATES, (QUOTED,)),
-    "llama3 8b fsdp": (RATES, (QUOTED,)),
+    "llama3 8b fp8": ("", ()),
+    "llama3 8b fsdp": ("", ()),
     "mixtral 8x7b": ("", ()),
     "deepseek v3 fsdp": (
-        "--recompute-modules --rotary-scaling-factor "
         "--moe-router-force-load-balancing --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype",
-        ("--moe-router-pre-softmax: not with --moe-router-score-function=sigmoid; drop one of them",),
+        (),
     ),
     "gpt-oss": (
         "--disable-bf16-reduced-precision-matmul",
-        (QUOTED, "--no-load-optim: needs --load", "--no-load-rng: needs --load"),
+        ("--no-load-optim: needs --load", "--no-load-rng: needs --load"),
     ),
     "sc21 figures": ("--activations-checkpoint-method", ()),
     "detoxify gpt 1.3b": ("--data-path2 --checkpoint-activations", ()),
@@ -56,13 +53,12 @@ def test_a_script_of_nvidia_parses_or_each_flag_gets_its_reason(script: str) -> 
     for line in problems:
         flag = FLAGS.get(line.partition(":")[0].partition("=")[0][2:].replace("-", "_"))
         if flag is not None and flag.verdict != "same":
-            assert line.endswith(in_flags(flag.otherwise or flag.reason))
+            assert line.endswith(spelled(flag.otherwise or flag.reason, shown_flag))
 
 
-def test_what_is_left_of_the_llama_script_is_the_run_that_it_asks_for() -> None:
-    text = " ".join(SCRIPTS["llama3 8b fsdp"].split()).replace("'", "")
-    words = text.replace("--decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5", "").split()
-    parsed = parse_with_origins(words, world_size=8, check_files=False)
+def test_the_llama_script_is_the_run_that_it_asks_for() -> None:
+    parsed = parse_with_origins(SCRIPTS["llama3 8b fsdp"].split(), world_size=8, check_files=False)
+    assert parsed.config.data.split == "99,1,0" and parsed.config.optimizer.decoupled_min_lr == 4.5e-5
     assert parsed.config.parallel.zero_stage == 3 and parsed.config.model.activation == "swiglu"
     assert parsed.ignored[:3] == ("--use-mcore-models", "--attention-backend", "--cross-entropy-loss-fusion")
     assert "--manual-gc" in parsed.ignored and "--overlap-grad-reduce" not in parsed.ignored
@@ -97,19 +93,22 @@ def test_tools_name_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> No
     """Beside their answer, which a program may read."""
     assert without_effect(argv()) is None
     name_ignored([*argv(), "--manual-gc", "--rerun-mode", "disabled"])
-    line = "of Megatron-LM, without effect here (docs/megatron_flags.md): --manual-gc, --rerun-mode\n"
+    line = "Megatron-LM flags without effect here (docs/megatron_flags.md): --manual-gc, --rerun-mode\n"
     assert capsys.readouterr() == ("", line)
 
 
 def test_every_refused_flag_gives_its_reason() -> None:
     refused = [flag for flag in FLAGS.values() if flag.verdict == "refused"]
     problems = problems_of([*argv(), *(flag_of(flag.name) for flag in refused)])
-    assert problems == [in_flags(f"{flag_of(flag.name)}: {flag.reason}") for flag in refused]
+    assert problems == [f"{flag_of(flag.name)}: {spelled(flag.reason, shown_flag)}" for flag in refused]
 
 
 WRONG = {
     "--rerun-mode validate_results": "--rerun-mode=validate_results: results are not computed twice",
-    "--recompute-modules core_attn mlp": "--recompute-modules=core_attn mlp: selective recomputation",
+    "--rope-type ring": "--rope-type=ring: choose rope or yarn",
+    "--rotary-scaling-factor 4": "--rotary-scaling-factor=4: Megatron-LM reads it for latent attention; drop it",
+    "--multi-latent-attention --rotary-scaling-factor 4 --rope-type rope": "--rotary-scaling-factor=4: contradicts",
+    "--multi-latent-attention --rotary-scaling-factor 4 --rope-scaling factor=8": "--rotary-scaling-factor=4: contradi",
     "--manual-gc yes": "unexpected argument 'yes'",
     "--bf16 '--swiglu'": "unexpected argument '--swiglu'; its quotation marks are part of it; leave them out",
     "--attention-backend": "--attention-backend: expected a value",
@@ -140,6 +139,8 @@ def test_a_flag_and_its_value_in_one_word_are_named() -> None:
     )
 
 
+MLA = "--multi-latent-attention --position-embedding-type rope"
+YARN = "--rope-scaling type=yarn factor=40 original_length=4096"
 SAME = {
     "--use-megatron-fsdp --use-distributed-optimizer": "--zero-stage 3",
     "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads": "--zero-stage 2",
@@ -148,6 +149,13 @@ SAME = {
     "--no-position-embedding --position-embedding-type rope": "--position-embedding-type rope",
     "--window-size 3,0": "--window-size 4",
     "--window-size (3,0)": "--window-size 4",
+    "--split '90,9,1'": "--split 90,9,1",
+    "--optimizer dist_muon": "--optimizer muon",
+    f"{MLA} --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 0.7": f"{MLA} {YARN} mscale=1 mscale_all_dim=0.7",
+    f"{MLA} --rotary-scaling-factor 40 --mscale-all-dim 0.7": f"{MLA} {YARN} mscale=1 mscale_all_dim=0.7",
+    f"{MLA} --rotary-scaling-factor 40 --mscale 1.0 --rope-type yarn": f"{MLA} {YARN}",
+    f"{MLA} --rotary-scaling-factor 1 --mscale 1.0": MLA,  # Megatron-LM's defaults
+    f"{MLA} --rope-type rope": MLA,
     "--persistent-save-interval 5 --save x": "--save-interval 5 --save x",
 }
 
@@ -155,6 +163,31 @@ SAME = {
 @pytest.mark.parametrize("words", SAME)
 def test_what_is_spelled_otherwise_means_the_same(words: str) -> None:
     assert parse([*argv(), *words.split()]) == parse([*argv(), *SAME[words].split()])
+
+
+OTHERWISE = "not given, and otherwise in Megatron-LM: "
+DROPOUTS = "--hidden-dropout 0 (there 0.1), --attention-dropout 0 (there 0.1)"
+GELU = "--activation gelu, exact (there fused with the bias: gelu-tanh)"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", None),
+        ("--bf16", None),  # says nothing of whose script it is
+        ("--use-flash-attn", f"{DROPOUTS}, {GELU}"),
+        ("--use-distributed-optimizer", None),
+        ("--no-bias-gelu-fusion", DROPOUTS),
+        ("--manual-gc --disable-bias-linear", DROPOUTS),  # there it fuses GELU with a bias alone
+        ("--swiglu", None),
+        ("--swiglu --manual-gc --hidden-dropout 0", "--attention-dropout 0 (there 0.1)"),
+        ("--swiglu --manual-gc --hidden-dropout 0.1 --attention-dropout 0.0", None),
+        ("--manual-gc --hidden-dropout 0 --attention-dropout 0 --activation gelu", None),
+    ],
+)
+def test_what_a_script_left_to_other_defaults_is_said(words: str, said: str | None) -> None:
+    warnings = parse_with_origins([*argv(), *words.split()]).warnings
+    assert [line for line in warnings if line.startswith(OTHERWISE)] == ([] if said is None else [OTHERWISE + said])
 
 
 def test_a_schedule_that_a_shell_took_apart_is_read() -> None:

@@ -140,7 +140,9 @@ def written_with_state(root: Path, **changes: Any) -> Path:
         max_lr=1e-3, min_lr=1e-4, lr_warmup_steps=64, num_steps=776, lr_decay_style="cosine", lr_decay_steps=8000,
         start_wd=0.01, end_wd=0.1, wd_incr_style="linear", wd_incr_steps=8000,
     )  # fmt: skip
-    common = {"optimizer": {"optimizer": {"param_groups": groups}}, "opt_param_scheduler": scheduler}
+    scaler = changes.pop("grad_scaler", None)
+    optimizer = {"optimizer": {"param_groups": groups}, **({"grad_scaler": scaler} if scaler else {})}
+    common = {"optimizer": optimizer, "opt_param_scheduler": scheduler}
     args = dict(
         seed=5, global_batch_size=8, micro_batch_size=2, consumed_train_samples=800, bf16=True, optimizer="adam"
     )
@@ -188,7 +190,9 @@ def test_masters_and_moments_come_along(tmp_path: Path) -> None:
 
 
 def test_masters_and_moments_go_there_and_back(tmp_path: Path) -> None:
-    written_with_state(tmp_path / "megatron", bf16=False)
+    scaler = {"scale": torch.tensor([2.0**21]), "growth_tracker": 311, "hysteresis_tracker": 1}
+    rate = dict(lr_warmup_init=1e-7, lr_wsd_decay_style="linear", lr_wsd_decay_samples=16, decoupled_lr=2e-3)
+    written_with_state(tmp_path / "megatron", bf16=False, fp16=True, grad_scaler=scaler, **rate)
     source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
     assert isinstance(source, MegatronDistSource)
     first = write_checkpoint(source, tmp_path / "ours", run=state_of(source))
@@ -201,8 +205,18 @@ def test_masters_and_moments_go_there_and_back(tmp_path: Path) -> None:
     one, other = (CheckpointReader(path).manifest.meta for path in (first, second))
     assert one["progress"] == other["progress"]
     assert one["opt_param_scheduler"] == other["opt_param_scheduler"]
+    assert one["loss_scaler"] == other["loss_scaler"] == {"scale": 2.0**21, "good_steps": 311, "tolerance": 1}
+    there = torch.load(back.directory / "common.pt", weights_only=False)["optimizer"]["grad_scaler"]
+    groups = torch.load(back.directory / "common.pt", weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [(g["wd_mult"], g["max_lr"], g["min_lr"]) for g in groups] == [
+        (1, 1e-3, 1e-4),
+        (0, 1e-3, 1e-4),
+        (1, 2e-3, 1e-4),
+    ]
+    assert other["opt_param_scheduler"]["decoupled"]["lr"] == 2e-3
+    assert there == scaler and there["scale"].shape == (1,)
     assert CheckpointReader(second).read("optimizer/step").item() == 97
-    assert KeptState.of(ours).dtype == torch.float32  # type: ignore[union-attr]
+    assert KeptState.of(ours).dtype == torch.float16  # type: ignore[union-attr]
     write_checkpoint(source, tmp_path / "weights")
     assert KeptState.of(CheckpointSource(tmp_path / "weights")) is None
 

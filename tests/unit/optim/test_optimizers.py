@@ -20,6 +20,7 @@ from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.observe.live_memory import LiveBytes
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay
 from megalite.optim.muon import orthogonalise
+from megalite.testing.rates import Rates
 from megalite.testing.update_rules import RULES
 
 
@@ -126,7 +127,7 @@ def test_soap_is_the_papers(shape: tuple[int, ...], max_dim: int) -> None:
         g = torch.randn(shape, generator=generator, dtype=torch.float64)
         mine.grad = g.clone()
         rule.step()
-        paper.step({name: g}, 0.1, 0.01)
+        paper.step({name: g}, Rates(0.1, 0.1), 0.01)
         assert torch.equal(mine, start) == (step == 0)  # the first gradient makes the bases
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-9), step
 
@@ -189,6 +190,21 @@ def test_the_last_step_is_kept_without_a_copy_of_the_masters(correction: str, mo
     step = corrected.state[p]["last_step"].clone()
     step_of(corrected)
     assert torch.equal(p, before) and torch.equal(corrected.state[p]["last_step"], step)
+
+
+def test_weights_are_foreseen_with_the_rate_of_their_group() -> None:
+    own, rest = torch.ones(8), torch.ones(8)
+    groups = [{"params": [p], "decay": False, "whole": False, "decoupled": p is own} for p in (own, rest)]
+    rule = OPTIMIZERS["sgd"](groups, OptimizerConfig(lr=1.0))
+    delay = Delay(1, of_gradient=1, of_weights=1, learning_rate=0.1, decoupled_lr=0.5)
+    corrected = CORRECTIONS["predict"](rule, delay, (1.0, 1.0))
+    for group in rule.param_groups:
+        group["lr"] = 0.0
+        group["params"][0].grad = torch.ones(8)
+    corrected.step()
+    for p, lr in ((own, 0.5), (rest, 0.1)):
+        corrected.write_compute_weights(p, foreseen := torch.empty(8))
+        assert torch.allclose(foreseen, 1 - lr * torch.ones(8))
 
 
 def test_sgd_is_torch_sgd() -> None:
