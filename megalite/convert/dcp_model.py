@@ -26,7 +26,8 @@ from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.llama import LLAMA
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
-from megalite.convert.registry import family_of, read_model
+from megalite.convert.plain_norms import source_and_family
+from megalite.convert.registry import read_model
 from megalite.convert.source import ModelSource, converted, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
@@ -130,7 +131,7 @@ def write_dcp(source: ModelSource, directory: Path, *, dtype: torch.dtype | None
     """
     from megalite.convert.dcp_writing import write_rectangles  # with it comes torch.distributed.checkpoint
 
-    family = family_of(source.model, source.origin.model_type)
+    source, family = source_and_family(source)
     with staged(directory, model=source.model, dtype=dtype) as staging:
         write_rectangles(staging, list(_rectangles(source, family, dtype)), {})
         config = {"architectures": [family.architecture], "model_type": family.name, **family.write(source.model)}

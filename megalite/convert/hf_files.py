@@ -26,8 +26,9 @@ from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import Origin
+from megalite.convert.plain_norms import source_and_family
 from megalite.convert.quantized import Quantized, quantized_tensors
-from megalite.convert.registry import config_of_weights, family_of, read_model
+from megalite.convert.registry import config_of_weights, read_model
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
@@ -199,8 +200,8 @@ def write_huggingface(
     None: the one that is recorded, if any. Raises ConfigError where no family is this model,
     CheckpointError where it cannot be written.
     """
+    source, family = source_and_family(source)
     model = source.model
-    family = family_of(model, source.origin.model_type)
     special = special_tokens(source.origin, source.tokenizer)
     with staged(directory, model=model, dtype=dtype) as staging:
         stored = _write_weights(source, family, staging, dtype)

@@ -242,11 +242,12 @@ def test_settings_that_megatron_has_come_back(tmp_path: Path) -> None:
         ),
         window_size=5, window_attn_skip_freq="2", no_rope_freq="[1]+[0]",
         normalization="RMSNorm", norm_epsilon=1e-6, activation="squared-relu", add_bias_linear=False,
-        add_qkv_bias=True, qk_layernorm=True, ffn_hidden_size=40,
+        add_qkv_bias=True, qk_layernorm=True, ffn_hidden_size=40, apply_layernorm_1p=True,
     )  # fmt: skip
     source: Any = Fixed(model)
     write_megatron(source, tmp_path / "x", tensor_parallel=2, pipeline_parallel=2, dtype=torch.bfloat16)
     back = MegatronSource(tmp_path / "x")
+    assert back.model.apply_layernorm_1p
     for name in ("kv_channels", "rotary_base", "rotary_percent", "window_size", "norm_epsilon", "activation"):
         assert getattr(back.model, name) == getattr(model, name), name
     assert_same(all_tensors(back), {name: t.bfloat16() for name, t in source.tensors.items()})

@@ -204,7 +204,6 @@ def test_ranks_that_do_not_belong_together(directory: Path) -> None:
     ("changes", "line"),
     [
         (dict(num_experts=8), "tensors are missing: layers.0.mlp.experts.fc1"),
-        (dict(apply_layernorm_1p=True), "args: apply_layernorm_1p 'True' not supported (only False)"),
         (dict(position_embedding_type="yarn"), "args: position_embedding_type 'yarn' not supported"),
         (dict(num_layers=2), "tensors are missing: layers.1."),
         (dict(num_layers="1"), "args: num_layers '1' is not a positive integer"),
