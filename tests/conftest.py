@@ -96,6 +96,12 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
+def landing(request: pytest.FixtureRequest) -> bool:
+    """Whether more was asked for than by default: tests that sample draw more then."""
+    return bool(request.config.getoption("--landing") or request.config.getoption("--full"))
+
+
+@pytest.fixture
 def fresh(request: pytest.FixtureRequest) -> int:
     """The seed of random tests."""
     return int(request.config.getoption("--seed"))

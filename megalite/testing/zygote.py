@@ -1,8 +1,9 @@
 """The warm process from which every rank of every test is forked.
 
-Started once per pytest process as `python -m megalite.testing.zygote FD`. It pays for the imports once (torch, and
-torch._dynamo, which the first optimizer would otherwise import in every rank), and never runs a tensor operation: a
-process that has computed with several OpenMP threads cannot be forked safely.
+Started once per pytest process as `python -m megalite.testing.zygote FD`. It pays for the imports once (torch,
+torch._dynamo, which the first optimizer would otherwise import in every rank, and pytest, which every test module
+imports), and never runs a tensor operation: a process that has computed with several OpenMP threads cannot be forked
+safely.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SHARED_PACKAGES = (
     "torch.export._trace",
     "safetensors.torch",
     "megalite.testing.wire",
+    "pytest",
 )
 
 

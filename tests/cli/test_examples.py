@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import megalite
+from tests.cli.typed import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -31,7 +32,9 @@ LONG = ["pipeline_my_model", "train_from_python", "resnet_pipeline", "huggingfac
 
 @pytest.mark.parametrize("name", ["custom_schedule", *(pytest.param(name, marks=pytest.mark.full) for name in LONG)])
 def test_an_example_learns(name: str) -> None:
-    lines = [line for line in run(f"examples/{name}.py").splitlines() if line.startswith("step")]
+    done = run_warm(f"examples/{name}.py")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
     assert len(losses) == 4 and losses[-1] < (0.75 if name in SMALL else 0.8) * losses[0]
     if name != "resnet_pipeline":  # its batches differ by more than its last steps gain

@@ -56,18 +56,26 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_generation_prints_prompt_and_continuation(run_dir: Path, tmp_path: Path) -> None:
+GREEDY = ("--prompt", "Hi", "--max-new-tokens", "8", "--greedy")
+
+
+def test_generation_prints_prompt_and_continuation(call: Call, run_dir: Path, tmp_path: Path) -> None:
     _, stack = write_checkpoint(tmp_path / "same")
     ids = list(b"Hi")
     for _ in range(8):
         ids.append(int(all_logits(stack, ids)[-1].argmax()))
-    flags = ("--load", str(run_dir), "--prompt", "Hi", "--max-new-tokens", "8", "--greedy")
-    command = [sys.executable, str(ROOT / "tools" / "generate_text.py"), *flags]
-    # from anywhere, without being installed
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    result = call("generate_text.py", "--load", str(run_dir), *GREEDY)
     assert result.returncode == 0, result.stderr
     end = ids.index(256) if 256 in ids else None
     assert result.stdout == bytes(ids[:end]).decode("utf-8", "replace") + "\n"
+
+
+@pytest.mark.landing
+def test_generation_from_any_folder(call: Call, run_dir: Path, tmp_path: Path) -> None:
+    flags = ("--load", str(run_dir), *GREEDY)
+    command = [sys.executable, str(ROOT / "tools" / "generate_text.py"), *flags]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (result.returncode, result.stdout) == (0, call("generate_text.py", *flags).stdout), result.stderr
 
 
 def test_samples_differ_and_repeat(call: Call, run_dir: Path) -> None:

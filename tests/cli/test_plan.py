@@ -17,7 +17,7 @@ from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
 from megalite.testing import run_single
-from tests.cli.typed import body_command
+from tests.cli.typed import body_command, run_warm
 from tools.plan import main
 from tools.plan_plot import check, draw
 from tools.what_if import sweep, table
@@ -30,8 +30,7 @@ SMALL = (
 
 
 def _plan(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "plan.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    return run_warm("tools/plan.py", *argv)
 
 
 def test_json_has_the_promised_keys() -> None:
@@ -70,8 +69,7 @@ def test_the_written_configuration_passes_a_dry_run(tmp_path: Path) -> None:
     assert done.returncode == 0 and not done.stderr
     assert "Pareto front" in done.stdout and "limited by" in done.stdout
     assert "recompute_num_layers: [1, 0]" in path.read_text()
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--config", str(path), "--dry-run"]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    run = run_warm("pretrain_gpt.py", "--config", str(path), "--dry-run")
     assert run.returncode == 0, run.stderr
     assert "pipeline_model_parallel_size: 2" in run.stdout
 
@@ -194,9 +192,8 @@ def test_a_picture_without_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.landing
 def test_a_profile_of_this_machine_replaces_the_roofline(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    tool = [sys.executable, str(ROOT / "tools" / "profile_layers.py"), *SMALL]
     flags = ["--quick", "--micro-batches", "1,2", "--output", str(path)]
-    done = subprocess.run([*tool, *flags], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = run_warm("tools/profile_layers.py", *SMALL, *flags)
     assert done.returncode == 0, done.stderr
     profile = json.loads(path.read_text())
     assert [point["micro_batch_size"] for point in profile["points"]] == [1, 2]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
@@ -28,6 +26,7 @@ from megalite.proof.replay import Replay
 from megalite.proof.replay_config import again
 from megalite.testing import RanksFailed, run_single
 from megalite.train import run_training
+from tests.cli.typed import run_warm
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = (25, 90, 155, 210)
@@ -37,10 +36,6 @@ MODEL = (
     "--eval-iters 0 --fp64 --device cpu --tokenizer-type NullTokenizer --vocab-size 32 --split 1,0,0 --num-workers 0 "
     "--seed 3"
 ).split()
-
-
-def run(tool: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, tool, *flags], cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +56,7 @@ def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
         "--data-cache-path",
         str(folder / "c"),
     ]
-    done = run("pretrain_gpt.py", *MODEL, *flags)
+    done = run_warm("pretrain_gpt.py", *MODEL, *flags)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     losses = {one["iteration"]: one["lm_loss"] for one in records if one["kind"] == "train"}
@@ -73,7 +68,7 @@ def spiked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def test_the_documents_of_a_spike_are_named_at_another_layout(spiked: tuple[Path, int]) -> None:
     directory, iteration = spiked
     layout = ["--nprocs", "2", "--pipeline-model-parallel-size", "2"]
-    done = run("tools/replay.py", "--load", str(directory), "--iteration", str(iteration), *layout)
+    done = run_warm("tools/replay.py", "--load", str(directory), "--iteration", str(iteration), *layout)
     assert done.returncode == 0, done.stdout + done.stderr
     verdict = done.stdout.splitlines()[-1]
     assert verdict.startswith("verdict: data: ") and "the numbers are the run's" in verdict
@@ -91,10 +86,10 @@ def test_a_run_with_delay_is_replayed_with_its_delay(schedule: str, tmp_path: Pa
     """Two stages again, of two ranks each: older weights come out of the checkpoint, the loss is the logged one."""
     data = ["--mock-data", "--untie-embeddings-and-output-weights", "--clip-grad", "0"]
     layout = ["--nprocs", "2", "--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
-    done = run("pretrain_gpt.py", *MODEL, *data, *layout, "--save", str(tmp_path / "run"))
+    done = run_warm("pretrain_gpt.py", *MODEL, *data, *layout, "--save", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     wider = ["--nprocs", "4", "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2"]
-    done = run("tools/replay.py", "--load", str(tmp_path / "run"), "--iteration", "15", *wider)
+    done = run_warm("tools/replay.py", "--load", str(tmp_path / "run"), "--iteration", "15", *wider)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("verdict: the numbers are the run's")
 
@@ -127,7 +122,7 @@ def test_wrong_numbers_and_wrong_hardware_are_told_apart(spiked: tuple[Path, int
         if record.get("iteration") == iteration and record["kind"] == "train":
             record["grad_norm"] *= 1.001
     (copy / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
-    done = run("tools/replay.py", "--load", str(copy), "--iteration", str(iteration), "--once", "--nprocs", "2")
+    done = run_warm("tools/replay.py", "--load", str(copy), "--iteration", str(iteration), "--once", "--nprocs", "2")
     account = done.stdout + done.stderr
     assert done.returncode == 1 and not done.stderr, account
     assert re.match(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import runpy
 import shlex
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from megalite.comm import World
+from megalite.testing import run_single
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,3 +53,25 @@ def body_command(world: World, folder: str, command: str) -> tuple[int, str]:
     """`run_command` in a folder: a case for `run_single`."""
     os.chdir(folder)
     return run_command(command)
+
+
+def body_apart(world: World, path: str, argv: list[str]) -> tuple[int, str, str]:
+    """`run_file` in the repository's root: status, standard output, standard error."""
+    os.chdir(ROOT)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as error:
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        for number, file in ((1, output), (2, error)):
+            os.dup2(file.fileno(), number)
+        status = run_file(path, argv)
+        texts = []
+        for stream, file in ((sys.stdout, output), (sys.stderr, error)):
+            stream.flush()
+            file.seek(0)
+            texts.append(file.read())
+    return status, texts[0], texts[1]
+
+
+def run_warm(path: str, *argv: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """What `python path *argv` does, in a process that is forked where torch is imported already."""
+    status, output, error = run_single(body_apart, path, [*argv], timeout=timeout)
+    return subprocess.CompletedProcess([path, *argv], status, output, error)
