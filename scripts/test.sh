@@ -6,9 +6,9 @@
 #   scripts/test.sh --full     all of the large matrices; run before a large change is called done
 #   scripts/test.sh --coverage     which lines of the product the unit tests run
 #
-# Further arguments go to pytest. All steps run even if one fails; the last line of either half is pytest's. --landing also
-# measures coverage of inventory/ and schedule/ (tracing doubles the time of a test, so CI does not measure the others;
-# what forked ranks run is not seen).
+# Further arguments go to pytest. All steps run even if one fails. The tests that start ranks run beside all others and are
+# shown after them; the last line of either half says what it left out. --landing also measures coverage of inventory/ and
+# schedule/ (tracing doubles the time of a test, so CI does not measure the others; what forked ranks run is not seen).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

@@ -71,13 +71,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"runs with scripts/test.sh --turn={turn} or --full"))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Says in one line how much was left out, and what runs it."""
-    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr]
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Says in the last line of all how much was left out, and what runs it."""
+    yield
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = [] if terminal is None else terminal.stats.get("skipped", [])
+    reasons = [report.longrepr[2] for report in skipped if report.longrepr]
     ways = Counter(way for reason in reasons for way in re.findall(r"--(?:full|landing|turn=\d)", reason)[:1])
     if ways:
         counts = ", ".join(f"{count} with {way}" for way, count in sorted(ways.items()))
-        terminalreporter.write_line(f"left out of this run: {counts}")
+        terminal.write_line(f"left out of this run: {counts}")
 
 
 @pytest.fixture(autouse=True)

@@ -42,12 +42,12 @@ TINY = {
 }
 # What a warm process measures in tenths of a second: variants of the first case.
 CHEAP = {
-    "single": ("megalite", "plain"),
+    "attention": ("megalite", "sdpa", "plain"),
     "tensor": ("megalite-tp", "megalite-one"),
-    "data": ("megalite-zero1", "plain"),
+    "single": ("megalite", "plain"),
     "pipeline": ("megalite-2bw", "ideal"),
     "checkpoint": ("megalite",),
-    "attention": ("megalite", "sdpa", "plain"),
+    "data": ("megalite-zero1", "plain"),
     "context": ("megalite-one", "megalite-p2p", "torch"),
     "generation": ("megalite-one", "megalite-pp"),
     "tiers": ("megalite", "in-turns"),

@@ -90,7 +90,10 @@ def test_corner(name: str) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [*(pytest.param(name, marks=pytest.mark.full) for name in ("sgd", "lion", "muon", "soap")), "adafactor"],
+    [
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("sgd", "lion", "muon", "soap")),
+        pytest.param("adafactor", marks=pytest.mark.landing),
+    ],
 )
 def test_other_optimizers(optimizer: str) -> None:
     rng = random.Random(f"experts {optimizer}")

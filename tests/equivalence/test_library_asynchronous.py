@@ -100,7 +100,7 @@ def compare(tmp_path: Path, schedule: str, optimizer: str, ranks: int, *, flags:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.landing), "muon"])
 def test_2bw_of_the_library_is_that_of_a_run(tmp_path: Path, optimizer: str) -> None:
     compare(tmp_path, "2bw", optimizer, 2)
 

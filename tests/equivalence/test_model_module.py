@@ -138,7 +138,7 @@ THEIRS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full if n != "olmo2" else pytest.mark.in_turn]) for n in THEIRS]
+    "name", [pytest.param(n, marks=[pytest.mark.full if n != "olmo2" else pytest.mark.landing]) for n in THEIRS]
 )
 def test_models_of_transformers_are_the_plain_loop(tmp_path: Path, name: str) -> None:
     check(tmp_path, name, "--pipeline-model-parallel-size 2", 2, close=THEIRS[name])

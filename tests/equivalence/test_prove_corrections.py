@@ -172,6 +172,7 @@ def off_by(world: World, config_file: str, steps: int, *seed: int) -> number_for
         return number_format.losses(world, config_file, steps, *seed)
 
 
+@pytest.mark.landing
 def test_a_norm_off_by_a_hundred_thousandth_is_seen_in_fp32(capsys: pytest.CaptureFixture[str]) -> None:
     with patch.object(certificate, "losses", off_by):
         assert certificate.prove(small_form([], 2), STEPS, print) == 1

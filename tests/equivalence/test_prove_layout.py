@@ -137,6 +137,7 @@ def certify(flags: list[str], ranks: int) -> None:
     assert certificate.prove(small_form(flags, ranks), STEPS, print) == 0, f"{' '.join(flags)} on {ranks} ranks"
 
 
+@pytest.mark.landing
 def test_a_curriculum_of_lengths_passes() -> None:
     """Also layers that differ; the small form keeps both."""
     unlike = "--position-embedding-type rope --window-size 5 --skip-freq window=2 rope=2".split()

@@ -164,6 +164,7 @@ def test_a_run_has_no_race(layout: str) -> None:
     assert losses == pytest.approx(train(layout, 2, watched=False)[0], rel=rel) and len(losses) >= 4
 
 
+@pytest.mark.landing
 @pytest.mark.in_turn
 @pytest.mark.parametrize("layout", ["--zero-stage 1 --overlap-param-gather", "--zero-stage 3", ZERO_1])
 def test_owners_of_unequal_slices_have_no_race(layout: str) -> None:

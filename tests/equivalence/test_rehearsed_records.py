@@ -44,7 +44,8 @@ def body(world: World, argv: list[str], rows: bool) -> list[tuple[object, ...]]:
 
 CUBE = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"
 LAYOUTS = [
-    pytest.param("--tensor-model-parallel-size 2 --zero-stage 1", 4),
+    pytest.param("--tensor-model-parallel-size 2", 2),
+    pytest.param("--tensor-model-parallel-size 2 --zero-stage 1", 4, marks=pytest.mark.landing),
     *(pytest.param(f"{CUBE} --zero-stage {stage}", 8, marks=pytest.mark.full) for stage in range(4)),
     pytest.param("--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2", 4, marks=pytest.mark.full),
     pytest.param("--context-parallel-size 2 --zero-stage 1", 4, marks=pytest.mark.full),

@@ -29,7 +29,10 @@ SPIKES = (7, 9)
 
 @pytest.mark.parametrize(
     ("layout", "kills"),
-    [("dp2", 2), *(pytest.param(name, 20, marks=pytest.mark.full) for name in LAYOUTS)],
+    [
+        pytest.param("dp2", 2, marks=pytest.mark.landing),
+        *(pytest.param(name, 20, marks=pytest.mark.full) for name in LAYOUTS),
+    ],
 )
 def test_killed_anywhere_it_keeps_window_average_ranges_and_count(layout: str, kills: int, tmp_path: Path) -> None:
     flags = (*ROLLBACK, *LAYOUTS[layout])

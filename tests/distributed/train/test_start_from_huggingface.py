@@ -98,15 +98,19 @@ def two_steps(world: World, argv: list[str]) -> list[float]:
     return losses
 
 
-# Half of them run each time, all of them with --full.
+BY_DEFAULT = {("GPT2", 2, 2), ("Llama", 1, 2)}
+
+
+def marks(case: str, tp: int, pp: int) -> list[pytest.MarkDecorator]:
+    """Half of them run with --landing, all of them with --full."""
+    if (case, tp, pp) in BY_DEFAULT:
+        return []
+    return [pytest.mark.landing if (case == "GPT2") == (tp == pp) else pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("case", "tp", "pp"),
-    [
-        pytest.param(case, tp, pp, marks=[] if (case == "GPT2") == (tp == pp) else pytest.mark.full)
-        for case in CASES
-        for tp in (1, 2)
-        for pp in (1, 2)
-    ],
+    [pytest.param(case, tp, pp, marks=marks(case, tp, pp)) for case in CASES for tp in (1, 2) for pp in (1, 2)],
 )
 def test_losses_are_those_of_transformers(case: str, tp: int, pp: int, models: Path) -> None:
     layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}".split()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +13,9 @@ from megalite.observe.hooks import Hooks
 from megalite.observe.observers import ProfileHook
 from megalite.parallel.pipeline import Events, Executor
 from megalite.schedule import Action, BatchRange, build_program, lower
+from tests.cli.typed import run_warm
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
-ROOT = Path(__file__).parents[3]
 RUN = "--nprocs 2 --pipeline-model-parallel-size 2 --num-layers 2 --micro-batch-size 2 --lr-warmup-iters 0"
 NAMES = {"F": "forward", "B": "backward", "SEND_F": "send forward", "RECV_F": "receive forward"}
 NAMES |= {"SEND_B": "send backward", "RECV_B": "receive backward", "REDUCE": "reduce", "NORM": "norm", "STEP": "step"}
@@ -29,9 +26,7 @@ def test_the_trace_of_a_pipeline_names_every_action_of_the_program(tmp_path: Pat
     tiny = [*TINY]
     tiny[tiny.index("--train-iters") + 1] = "3"
     profile = ["--profile", "step_start=2", "step_end=4", "ranks=0", "1", "--save", str(tmp_path)]
-    command = [sys.executable, "pretrain_gpt.py", *tiny, *RUN.split(), *profile]
-    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_warm("pretrain_gpt.py", *tiny, *RUN.split(), *profile)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" and "profiler_start" not in done.stdout
     program = lower(build_program("1f1b", 2, 4))

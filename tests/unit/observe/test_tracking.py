@@ -89,6 +89,7 @@ def test_tensorboard_on_a_full_disk_is_one_line(
     assert printed == []
 
 
+@pytest.mark.landing
 def test_wandb_without_a_key_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):

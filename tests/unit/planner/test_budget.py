@@ -171,7 +171,7 @@ def by_brute_force(config: Config, budget: float) -> tuple[int, tuple[int, ...]]
     return next(fits), beside
 
 
-@pytest.mark.parametrize("bucket", ["", "--ddp-bucket-size 20000"])
+@pytest.mark.parametrize("bucket", ["", pytest.param("--ddp-bucket-size 20000", marks=pytest.mark.landing)])
 def test_auto_recomputes_and_moves_no_more_than_it_takes(bucket: str) -> None:
     """Also where no number of recomputed layers is enough by itself: then masters move, and often nothing need be
     recomputed."""

@@ -121,6 +121,7 @@ def test_the_largest_model_of_a_machine(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
+@pytest.mark.landing
 def test_weights_on_the_host_make_room_for_a_larger_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One GPU of 24 GB, 64 GB of RAM: the host full of weights, gradients and states, the device of the other states;
     with states in a file the host's 4 bytes a parameter bind."""

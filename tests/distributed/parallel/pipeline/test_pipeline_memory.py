@@ -13,7 +13,7 @@ from megalite.config.cli import parse
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 
-PHASES = (12, 12, 30)
+PHASES = (8, 8, 16)
 
 
 def storages_after(world: World, argv: list[str]) -> list[int]:
@@ -38,6 +38,6 @@ def bytes_alive() -> int:
 def test_nothing_is_kept(schedule: str) -> None:
     layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule, "--micro-batch-size", "1"]
     argv = [*TINY, "--num-layers", "4", *layout]
-    argv[argv.index("--train-iters") + 1] = "60"
+    argv[argv.index("--train-iters") + 1] = "40"
     for _, early, late in run_ranks(storages_after, 2, argv, timeout=90):
         assert late <= early * 1.02

@@ -176,6 +176,7 @@ def test_recomputation_under_sequence_parallelism(granularity: str) -> None:
     assert_same(single, run_ranks(body_model, 2, again, True, True))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "sequence", [pytest.param(False, marks=pytest.mark.full, id="tp"), pytest.param(True, id="sp")]

@@ -152,7 +152,7 @@ def test_stage_equals_plain_torch(stage: int, size: int) -> None:
             assert norm < 1e-12 and weight < 1e-12, case
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [s if s in (1, 3) else pytest.param(s, marks=pytest.mark.landing) for s in range(4)])
 def test_hybrid_sharding_equals_plain_torch(stage: int) -> None:
     for errors in run_ranks(body_equality, 4, [Case(stage, replicate=2), Case(stage, replicate=2, overlap=False)]):
         assert all(norm < 1e-12 and weight < 1e-12 for norm, weight in errors)
@@ -162,7 +162,9 @@ def body_weights(world: World, cases: list[Case], dtype: torch.dtype) -> list[di
     return [train(world, case, dtype)[1] for case in cases]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.landing), torch.bfloat16]
+)
 def test_sharding_changes_no_bit_at_two_ranks(dtype: torch.dtype) -> None:
     """One sum of two numbers per element whatever the stage; stages 2 and 3 with one micro-batch (rulings 9)."""
     cases = [Case(0), Case(1), Case(1, bucket_size=300)]

@@ -269,8 +269,8 @@ SHAPES: dict[str, tuple[list[tuple[int, int]], int | None]] = {
 }
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.landing
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_two_pieces_of_scratch_and_three_layers_are_all_that_comes_and_goes(stage: int) -> None:
     """However the backward is cut: one bucket fills, one travels; a layer is used, one comes and one is going."""
     plain = run_ranks(body_scratch, 2, 0, *SHAPES["one chunk"])[0][2]
