@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from layout_flags import ToolSettings, add_layout_flags, run_on_ranks
-from megalite.config import DeviceOptions, ParallelConfig
+from megalite.config import DeviceOptions, ParallelConfig, parse_meshes
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.launch import launch
 from megalite.planner import Hardware, available, load_hardware
@@ -52,10 +52,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = ", ".join(available())
     parser.add_argument("--hardware", metavar="NAME|FILE", help=f"compare with {names}, or a YAML file like theirs")
-    add_layout_flags(parser)
+    add_layout_flags(parser, "stage_meshes")
     flags = parser.parse_args(argv)
+    if flags.stage_meshes is not None:
+        _read_meshes(flags)
     flags.expected = load_hardware(flags.hardware) if flags.hardware is not None else None
     return flags
+
+
+def _read_meshes(flags: argparse.Namespace) -> None:
+    """Meshes that are alike are another spelling of two sizes. Raises ConfigError."""
+    given = f"--stage-meshes={flags.stage_meshes}"
+    try:
+        meshes = parse_meshes(flags.stage_meshes)
+    except ValueError as error:
+        raise ConfigError(f"{given}: {error}") from None
+    for name, size in vars(flags).items():
+        if name.endswith("parallel_size") and size not in (None, 1):
+            raise ConfigError(f"{given}: says the sizes of each stage; drop --{name.replace('_', '-')}")
+    if len(set(meshes)) == 1:
+        flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size = meshes[0].tp, len(meshes)
+        flags.stage_meshes = None
 
 
 def measure_local(size: int, device: str) -> None:
@@ -90,27 +107,31 @@ def _test(parallel: ParallelConfig, world: World, expected: Hardware | None) -> 
     mesh = make_mesh(parallel, world)
     bench = Bench(world, mesh.world)
     hosts = all_gather_json(world.host, mesh.world)
-    groups = _groups(mesh)
+    kinds = _groups(mesh)
     node, between = _links(hosts, world.rank)
     bench.say(f"{world.size} ranks on {_hosts(hosts)}, {world.device.type}; {mesh}")
     bench.say(f"\n{'group':<7}{'ranks':<16}{'operation':<16}{'4 KiB':>12}{'32 MiB, bus':>14}   slowest group")
-    for name, axis in groups.items():
+    for name, (axis, groups) in kinds.items():
         for operation in OPERATIONS:
             world.report_phase(f"{operation} of {name}")
             _check(name, axis, operation, world.device, hosts)
-            _row(bench, name, axis, operation)
+            _row(bench, name, axis, operation, groups)
     bench.say("")
     _compare(bench, "intra_node", "inside a node", node, expected, hosts)
     _compare(bench, "inter_node", "between nodes", between, expected, hosts)
 
 
-def _groups(mesh: ParallelMesh) -> dict[str, Axis]:
-    """The groups that a run of this layout has, of kinds of different ranks."""
-    kinds: dict[str, Axis] = {}
+def _groups(mesh: ParallelMesh) -> dict[str, tuple[Axis, list[tuple[int, ...]]]]:
+    """The kinds of groups that a run of this layout has: this rank's axis, and all groups. A rank may be alone in its
+    own, where stages differ."""
+    from megalite.comm import all_gather_json
+
+    kinds: dict[str, tuple[Axis, list[tuple[int, ...]]]] = {}
     for name in KINDS:
         axis = mesh[name]
-        if axis.size > 1 and axis.ranks not in [other.ranks for other in kinds.values()]:
-            kinds[name] = axis
+        groups = sorted({tuple(ranks) for ranks in all_gather_json(list(axis.ranks), mesh.world) if len(ranks) > 1})
+        if groups and groups not in [other for _, other in kinds.values()]:
+            kinds[name] = axis, groups
     return kinds
 
 
@@ -174,14 +195,15 @@ class Bench:
         return Slowest(seconds, tuple(ranks))
 
 
-def _row(bench: Bench, name: str, axis: Axis, operation: str) -> None:
+def _row(bench: Bench, name: str, axis: Axis, operation: str, groups: Sequence[tuple[int, ...]]) -> None:
     """One line of the table: of groups of one kind."""
     found = []
     for nbytes in (SMALL, LARGE):
         found.append(bench.slowest(_action(axis, operation, nbytes, bench.world.device), axis))
-    sent = (2 if operation == "all-reduce" else 1) * (axis.size - 1) / axis.size * LARGE
-    count = bench.world.size // axis.size
-    of = f"{count} x {axis.size}" if count > 1 else str(axis.size)
+    size, sizes, count = len(found[1].ranks), {len(group) for group in groups}, len(groups)
+    sent = (2 if operation == "all-reduce" else 1) * (size - 1) / size * LARGE
+    of = f"{count} x {size}" if count > 1 else str(size)
+    of = of if len(sizes) == 1 else ",".join(str(len(group)) for group in groups)
     slow = f"ranks {_listed(found[1].ranks)}" if count > 1 else ""
     small, rate = f"{found[0].seconds * 1e3:.3f} ms", f"{sent / found[1].seconds / 1e9:.2f} GB/s"
     bench.say(f"{name:<7}{of:<16}{operation:<16}{small:>12}{rate:>14}   {slow}".rstrip())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,9 @@ LAYOUT = (
     "distributed_timeout_minutes",
 )
 
+MORE = ("stage_meshes",)
+"""Fields that some tools know."""
+
 Body = Callable[[argparse.Namespace, "World"], None]
 """What every rank runs."""
 
@@ -43,10 +46,11 @@ class ToolSettings:
     flags: tuple[str, ...]
 
 
-def add_layout_flags(parser: ToolParser) -> None:
-    """The flags of the layout, with the words and bounds of the configuration."""
+def add_layout_flags(parser: ToolParser, *more: str) -> None:
+    """The flags of the layout, with the words and bounds of the configuration. more: fields that this tool knows,
+    too."""
     group = parser.add_argument_group("ranks that hold the model; those beyond one copy of it are replicas")
-    for option in _options():
+    for option in _options(more):
         group.add_argument(
             option.flag,
             type=option.kind,
@@ -59,8 +63,9 @@ def add_layout_flags(parser: ToolParser) -> None:
 
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     """Starts the ranks that the flags ask for, or is one of them; the exit status. Raises ConfigError."""
-    values = {option.name: getattr(flags, option.name) for option in _options()}
-    for option in _options():
+    options = _options([name for name in MORE if hasattr(flags, name)])
+    values = {option.name: getattr(flags, option.name) for option in options}
+    for option in options:
         value, least = values[option.name], option.facts.get("ge", option.facts.get("gt"))
         numbers = value if isinstance(value, list) else [value]
         if least is not None and any(number is not None and number < least for number in numbers):
@@ -81,6 +86,6 @@ def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     return launch(ToolSettings(parallel, given), rank, place)
 
 
-def _options() -> list[ConfigOption]:
+def _options(more: Sequence[str] = ()) -> list[ConfigOption]:
     found = {option.name: option for option in options_of("parallel", SECTIONS["parallel"])}
-    return [found[name] for name in LAYOUT]
+    return [found[name] for name in (*LAYOUT, *more)]

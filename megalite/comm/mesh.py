@@ -158,11 +158,14 @@ class ParallelMesh:
         first = grid.first + tp * (pipeline_rank - grid.pipeline)
         return range(first, first + tp)
 
-    def crosses_hosts(self, one: int, other: int) -> bool:
-        """Whether two pipeline ranks are on hosts of their own, so that the link between them is slower than the one
-        among the tensor-parallel ranks of each."""
-        here, there = ({self.hosts[rank] for rank in self.ranks_of(each)} for each in (one, other))
-        return len(here) == len(there) == 1 and here != there
+    def gathers_between(self, sender: int, receiver: int) -> bool:
+        """Whether copies that go from one pipeline rank to another on other hosts go there in parts that are gathered.
+
+        Of B copies from a hosts to b the busiest host's link carries max(B / a, B / b). In parts it carries 1 / min(a,
+        b), and (b - 1) / b while the parts go round the receiving hosts, as a broadcast in B chunks would."""
+        here, there = ({self.hosts[rank] for rank in self.ranks_of(each)} for each in (sender, receiver))
+        a, b, copies = len(here), len(there), len(self.ranks_of(receiver))
+        return here.isdisjoint(there) and 1 / min(a, b) + (b - 1) / b < copies / min(a, b)
 
     def _grid(self, rank: int) -> StageGrid:
         return self._grids[bisect_right(self._grids, rank, key=lambda grid: grid.first) - 1]

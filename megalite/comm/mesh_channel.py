@@ -126,6 +126,6 @@ def open_channel(
     down, up = (mesh.over(axis, apart=direction) for direction in ("down", "up"))
     if not (mesh.takes_turns or gathers):
         return Channel(down, up, neighbours, headers=headers)
-    crosses = mesh.crosses_hosts if mesh.hosts else lambda sender, receiver: False
+    crosses = mesh.gathers_between if mesh.hosts else lambda sender, receiver: False
     routes = Routes(mesh.coordinate("pp"), mesh.ranks_of, split, crosses)
     return MeshChannel(down, up, neighbours, routes=routes, tp=mesh["tp"], headers=headers)

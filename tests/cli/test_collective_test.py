@@ -14,6 +14,7 @@ import collective_test
 from megalite.comm import World
 from megalite.config import ParallelConfig
 from megalite.config.parallel import ExpertParallelism
+from megalite.errors import ConfigError
 from megalite.planner import load_hardware
 from megalite.testing import run_ranks, run_single
 from tests.cli.typed import body_command
@@ -48,6 +49,31 @@ def test_every_group_and_both_kinds_of_links_are_measured() -> None:
     assert re.search(r"^  inside a node: .* of the 370 of H100; .*slowest: ranks (0 1|2 3) on 1 host", text, re.M)
     between = r"^  between nodes: .* \d+% of the 45 of H100; .*slowest: ranks (0 2|1 3) on 2 hosts \(node0, node1\)$"
     assert re.search(between, text, re.M)
+
+
+def test_groups_of_stages_that_differ() -> None:
+    text = run_ranks(body_test, 4, ParallelConfig(stage_meshes="2x1,1x2"), 2)[0]
+    assert text.startswith("4 ranks on 2 hosts (node0, node1), cpu; 2x1,1x2\n")
+    rows = re.findall(r"^(\w+) +(\S+) +all-reduce +[\d.]+ ms", text, re.M)
+    assert rows == [("world", "4"), ("tp", "2"), ("dp", "2")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--stage-meshes 2y1", "--stage-meshes=2y1: '2y1' is not TPxREPLICAS"),
+        ("--stage-meshes 2x1,1x1 --tensor-model-parallel-size 2", "drop --tensor-model-parallel-size"),
+    ],
+)
+def test_bad_meshes(flags: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        collective_test.parse(flags.split())
+    assert said in str(caught.value)
+
+
+def test_meshes_that_are_alike_are_two_sizes() -> None:
+    flags = collective_test.parse(["--stage-meshes", "2x2,2x2"])
+    assert (flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.stage_meshes) == (2, 2, None)
 
 
 def test_groups_of_experts_and_nodes_of_different_sizes() -> None:

@@ -107,16 +107,18 @@ def test_vertical_sync_is_another_training_on_uniform_stages(full: bool) -> None
             compare(Layout(model, (*flags, "--pipedream-vertical-sync"), 3, stages=3))
 
 
-def two_hosts_body(world: World, argv: list[str], steps: int, counted: str | None = None) -> tuple:
-    """The first half of the ranks on one host, the others on another; with `counted` the elements that go from one to
-    the other are written there."""
-    half, sent = world.size // 2, 0
-    there = replace(world, local_size=half, host=f"host {world.rank // half}")
-    real = dist.isend
+def two_hosts_body(
+    world: World, argv: list[str], steps: int, counted: str | None = None, size: int | None = None
+) -> tuple:
+    """`size` ranks a host, half of all if not given; with `counted` the elements that go from one host to another,
+    point to point, are written there."""
+    size = size or world.size // 2
+    sent, real = 0, dist.isend
+    there = replace(world, local_size=size, host=f"host {world.rank // size}")
 
     def isend(x: torch.Tensor, rank: int, **how) -> Any:
         nonlocal sent
-        sent += x.numel() * (rank // half != world.rank // half)
+        sent += x.numel() * (rank // size != world.rank // size)
         return real(x, rank, **how)
 
     with patch.object(dist, "isend", isend):
@@ -135,6 +137,14 @@ def test_copies_cross_the_link_between_hosts_once(size: int, tmp_path: Path) -> 
     boundary = 16 * 1 * 32
     microbatches = 8 * 3
     assert sum(int(path.read_text()) for path in tmp_path.iterdir()) == 2 * microbatches * boundary
+
+
+@pytest.mark.full
+def test_copies_for_many_hosts_are_sent_in_parts(tmp_path: Path) -> None:
+    """One rank to four on hosts of their own: 1 x the tensor in each direction, and the parts go round."""
+    case = case_of(ASYNCHRONOUS, "1x1,4x1", "", {})
+    compare(case, body=two_hosts_body, more=(str(tmp_path), 1))
+    assert sum(int(path.read_text()) for path in tmp_path.iterdir()) == 2 * 8 * 3 * 16 * 32
 
 
 @pytest.mark.full

@@ -201,3 +201,21 @@ def test_pipeline_ranks_connect_to_their_neighbours_alone(size: int) -> None:
     assert set(lines) == {(a, b) for a in range(size) for b in (a - 1, a + 1) if 0 <= b < size}
     assert set(lines.values()) == {2}, "once for messages down, once for messages up"
     assert max(Counter(rank for rank, _ in used).values()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("stages", "hosts", "wanted"),
+    [
+        ([(4, 1), (4, 1)], "aaaabbbb", True),  # Megatron-LM's scatter/gather: 4 copies or 1
+        ([(1, 1), (4, 1)], "abcde", True),  # to four hosts: 4 copies leave one, or 1 and 3/4 go round
+        ([(1, 1), (2, 1)], "abb", True),
+        ([(2, 1), (2, 1)], "abcd", False),  # each host sends one copy and receives one
+        ([(4, 1), (1, 1)], "aaaab", False),  # there is one copy
+        ([(2, 1), (2, 1)], "aaaa", False),
+        ([(2, 1), (2, 1)], "aaab", False),  # some need no link
+    ],
+)
+def test_where_copies_travel_in_parts(stages: list[tuple[int, int]], hosts: str, wanted: bool) -> None:
+    mesh = ParallelMesh.build(rank=0, size=len(hosts), stages=stages)
+    mesh.hosts = list(hosts)
+    assert mesh.gathers_between(0, 1) == wanted
