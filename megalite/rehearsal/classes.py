@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from megalite.comm import ParallelMesh, World
-from megalite.config import Config
 from megalite.rehearsal.rank import Rehearsed
 from megalite.train import make_mesh
 
@@ -28,19 +27,57 @@ def distinct_ranks(run: Rehearsed) -> list[int]:
     mesh = mesh_of(run)
     if run.size <= MOST or mesh.takes_turns:
         return list(range(run.size))
+    inside, firsts = _stages(run, mesh)
+    chosen = _chosen(mesh, inside)
+    stages = range(0, run.size, inside)
+    return [first + rank for first in stages for rank in (chosen if first in firsts else [0])]
+
+
+def more_members(run: Rehearsed) -> list[int]:
+    """Two more ranks of the kind of each, which must do what it does."""
+    mesh = mesh_of(run)
+    if run.size <= MOST or mesh.takes_turns:
+        return []
+    inside, firsts = _stages(run, mesh)
+    chosen, more = _chosen(mesh, inside), set[int]()
+    for kind in {_place(mesh, rank) for rank in chosen}:
+        others = [rank for rank in range(inside) if rank not in chosen and _place(mesh, rank) == kind]
+        more |= {others[0], others[len(others) // 2]} if others else set()
+    return [first + rank for first in firsts for rank in sorted(more)]
+
+
+def class_of(run: Rehearsed, rank: int) -> tuple[int, tuple[bool, ...]]:
+    """(Place on the pipeline, on which of the other axes it is not the first)."""
+    mesh = mesh_of(run)
+    if mesh.takes_turns:
+        return rank, ()
+    inside = run.size // mesh.size("pp")
+    return rank // inside, _place(mesh, rank % inside)
+
+
+def _place(mesh: ParallelMesh, rank: int) -> tuple[bool, ...]:
+    found = []
+    for view in VIEWS:
+        rest = rank
+        for axis in view:
+            rest, coordinate = divmod(rest, mesh.size(axis))
+            found.append(coordinate > 0)
+    return tuple(found)
+
+
+def _stages(run: Rehearsed, mesh: ParallelMesh) -> tuple[int, list[int]]:
+    """(Ranks of a stage; the first rank of one stage of each kind: the ends, and one between them)."""
     stages = mesh.size("pp")
     inside = run.size // stages
+    return inside, [stage * inside for stage in sorted({0, min(1, stages - 1), stages - 1})]
+
+
+def _chosen(mesh: ParallelMesh, inside: int) -> list[int]:
+    """Of a stage the first rank of all axes, for each axis its last, and the last of all."""
     chosen = {0, inside - 1}
     for view in VIEWS:
         stride = 1
         for axis in view:
             chosen.add((mesh.size(axis) - 1) * stride)
             stride *= mesh.size(axis)
-    kinds = [_kind(run.config, stage, stages) for stage in range(stages)]
-    firsts = {kinds.index(kind) for kind in kinds}
-    return [stage * inside + rank for stage in range(stages) for rank in (sorted(chosen) if stage in firsts else [0])]
-
-
-def _kind(config: Config, stage: int, stages: int) -> tuple[bool, bool]:
-    """What tells the stages of a rank from those of another, beside their layers, which each runs: its ends."""
-    return stage == 0, stage == stages - 1
+    return sorted(chosen)

@@ -72,7 +72,7 @@ def match(records: Records) -> list[Fault]:
     return list(dict.fromkeys(faults))
 
 
-def _differ(one: Sequence[Any], other: Sequence[Any], key: Callable[[Any], Any] = lambda x: x) -> int | None:
+def differ(one: Sequence[Any], other: Sequence[Any], key: Callable[[Any], Any] = lambda x: x) -> int | None:
     """Where the two begin to differ."""
     same = [key(a) == key(b) for a, b in zip(one, other, strict=False)]
     at = same.index(False) if False in same else len(same)
@@ -84,7 +84,7 @@ def _communicators(records: Records) -> Iterable[Fault]:
     first, *others = records
     for rank in others:
         one, other = records[first].made, records[rank].made
-        if (at := _differ(one, other)) is not None:
+        if (at := differ(one, other)) is not None:
             told = [_made(made, at) for made in (one, other)]
             text = f"rank {first} {told[0]}, and rank {rank} {told[1]}: every rank makes every communicator, in one"
             yield Fault("match", f"{text} order; make it on all of them")
@@ -101,8 +101,8 @@ def _made(made: Sequence[tuple[str, int, int]], at: int) -> str:
 def _collectives(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> Iterable[Fault]:
     first, *others = calls
     for rank in others:
-        if (at := _differ(calls[first], calls[rank], lambda call: call.what)) is not None:
-            told = [_or_nothing(calls[each], at) for each in (first, rank)]
+        if (at := differ(calls[first], calls[rank], lambda call: call.what)) is not None:
+            told = [or_nothing(calls[each], at) for each in (first, rank)]
             yield Fault(
                 "match",
                 f"collective {at + 1} of {members}: rank {first} starts {told[0]}\n    and rank {rank} starts "
@@ -111,7 +111,7 @@ def _collectives(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> 
             return
 
 
-def _or_nothing(calls: Sequence[Call], at: int) -> str:
+def or_nothing(calls: Sequence[Call], at: int) -> str:
     if at < len(calls):
         return f"{calls[at]}, in {calls[at].phase}"
     last = f" after {calls[-1]}" if calls else ""
@@ -138,12 +138,12 @@ def _tables(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> Itera
 
 def _messages(pair: Pair, out: Sequence[Call], into: Sequence[Call]) -> Iterable[Fault]:
     members, source, target = pair
-    if (at := _differ(out, into, lambda call: call.message)) is not None:
+    if (at := differ(out, into, lambda call: call.message)) is not None:
         yield Fault(
             "match",
             f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
-            f"{members}): rank {source} starts {_or_nothing(out, at)}\n    and rank {target} starts "
-            f"{_or_nothing(into, at)}\n    each send needs its receive, of the same bytes and type",
+            f"{members}): rank {source} starts {or_nothing(out, at)}\n    and rank {target} starts "
+            f"{or_nothing(into, at)}\n    each send needs its receive, of the same bytes and type",
         )
 
 

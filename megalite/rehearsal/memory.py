@@ -28,13 +28,17 @@ TOLD = 20
 WORTH = 256 << 20
 """Bytes below which a difference from the plan is not told."""
 APART, TORN = 0.10, 1.3
+A_PAIR = 2 * (4 << 20)
+"""Bytes that NCCL keeps for messages in one direction between two ranks: two channels, NCCL_BUFFSIZE each."""
 NUMBER = re.compile(r" (?:mb|update |batch )(\d+)")
 
 
 @dataclass(frozen=True)
 class Found:
     """Bytes of one rank. allocated, reserved: at most. states: what is there from step to step. at_peak: (place, bytes)
-    of what is alive when most is, the largest first. kept: (place, bytes) of what each iteration leaves behind."""
+    of what is alive when most is, the largest first. kept: (place, bytes) of what each iteration leaves behind.
+    last_segment: where the allocator asked the device for more at last. pairs: where a message first goes from or to
+    another rank, each of which costs NCCL buffers."""
 
     rank: int
     allocated: int
@@ -43,6 +47,8 @@ class Found:
     at_peak: Sequence[tuple[str, int]]
     kept: Sequence[tuple[str, int]]
     planned: RankMemory
+    last_segment: str
+    pairs: Sequence[str]
 
 
 def memory(run: Rehearsed, records: Records) -> list[Found]:
@@ -69,12 +75,16 @@ def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory) -> Fou
     allocator = Allocator()
     alive: dict[object, tuple[int, str, int]] = {}
     peak: dict[str, int] = {}
-    iteration, highest = 0, 0
+    iteration, highest, grown = 0, 0, ""
     states, ends = 0, [alive]
     for kind, number, nbytes, stream, place in log:
         if kind == "alloc":
             alive[number] = nbytes, place, iteration
-            if allocator.alloc(number, nbytes, stream) and allocator.allocated > highest:
+            before = allocator.reserved
+            most = allocator.alloc(number, nbytes, stream)
+            if allocator.reserved > before:
+                grown = place
+            if most and allocator.allocated > highest:
                 highest = allocator.allocated * 1.001  # type: ignore[assignment]  # the sums below cost more
                 peak = _by_place(alive.values())
         elif kind == "free":
@@ -87,8 +97,10 @@ def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory) -> Fou
     ended = ends[3] if len(ends) > 3 else {}
     left = [Counter(_by_place(each for each in ended.values() if each[2] == n)) for n in (1, 2)]
     kept = [(place, size) for place, size in left[1].items() if place in left[0] and place]
+    pairs = {(c.communicator, c.peer, c.kind): c.place for c in reversed(record.calls) if c.peer is not None}
     largest = sorted(peak.items(), key=lambda each: -each[1])[:TOLD]
-    return Found(record.rank, allocator.peak_allocated, allocator.peak_reserved, states, largest, kept, planned)
+    peaks = allocator.peak_allocated, allocator.peak_reserved
+    return Found(record.rank, *peaks, states, largest, kept, planned, grown, [*pairs.values()])
 
 
 def _by_place(alive: Iterable[tuple[int, str, int]]) -> dict[str, int]:
@@ -194,7 +206,13 @@ def memory_faults(found: Sequence[Found], device_bytes: float | None) -> Iterato
             yield Fault("memory", f"{text}{largest}\n    tools/plan.py --free all looks for a layout that fits")
         if each.reserved > TORN * each.allocated and each.allocated > WORTH:
             text = f"{who} reserves {each.reserved / 2**30:.1f} GiB for {each.allocated / 2**30:.1f} that are allocated"
-            yield Fault("memory", f"{text}; PYTORCH_ALLOC_CONF=expandable_segments:True", warns=True)
+            text += f"; the last segment is for {each.last_segment}"
+            yield Fault("memory", f"{text}\n    PYTORCH_ALLOC_CONF=expandable_segments:True", warns=True)
+        buffers = len(each.pairs) * A_PAIR
+        if device_bytes is not None and each.reserved <= device_bytes < each.reserved + buffers:
+            text = f"{who} needs {each.reserved / 2**30:.2f} GiB, and NCCL {buffers / 2**30:.2f} for messages that it"
+            text += f" exchanges with others in {len(each.pairs)} directions; {device_bytes / 2**30:.2f} are there"
+            yield Fault("memory", f"{text}; the last of them at {each.pairs[0]}\n    send to fewer ranks, or gather")
         yield from _unplanned(each, who)
 
 

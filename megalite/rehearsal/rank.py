@@ -25,6 +25,7 @@ from megalite.errors import ConfigError
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import shown
+from megalite.rehearsal.pieces import pieces_of
 from megalite.rehearsal.record import Communicators, RankRecord
 from megalite.rehearsal.short import WHOLE, once_for_all_ranks, shortened, shortest
 from megalite.rehearsal.streams import DEVICE, Gpu
@@ -99,7 +100,7 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
     with once_for_all_ranks(run.worked_out), alone(groups) as gpu:
         host, inside = f"node{rank // A_NODE}", min(A_NODE, run.size)
         world = World(rank, run.size, DEVICE, rank % A_NODE, inside, host=host, report_phase=_phases(gpu))
-        problem = None
+        problem, pieces = None, []
         try:
             with open_run(run.config, world) as opened:
                 _name_communicators(opened)
@@ -108,13 +109,14 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
                     opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
                 opened.trainer.executor.mark = gpu.calls.mark
                 opened.trainer.train()
+                pieces = pieces_of(opened)
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
             problem = f"{type(error).__name__}: {str(error).splitlines()[0]} (at {_product_line(error)})"
         # What the last iteration has started, the next one would wait for.
         last = f"iteration {run.steps}"
         unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
-        ledger = gpu.ledger
-        return RankRecord(rank, gpu.calls, ledger.log, unwaited, groups.made, gpu.races, ledger.launches, problem)
+        log, launches = gpu.ledger.log, gpu.ledger.launches
+        return RankRecord(rank, gpu.calls, log, unwaited, groups.made, gpu.races, launches, problem, pieces)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megalite.rehearsal.order import Ledger, Line
+    from megalite.rehearsal.pieces import Piece
 
 START_UP = "start-up"
 SEND, RECV = "send", "recv"
@@ -88,6 +89,10 @@ class Call:
         """What both ends of a message must agree on: bytes, type, and of which micro-batch it is what."""
         return self.nbytes, self.dtype, " ".join(LABEL.findall(self.action))
 
+    def canonical(self) -> tuple[object, ...]:
+        """What it has in common with that of another rank of the same kind."""
+        return *self.what, self.communicator.name, self.phase, self.peer is not None and self.action
+
     def __str__(self) -> str:
         rows = f" of {sum(self.sent)} rows" if self.sent else f" of {self.nbytes:,} bytes"
         end = f" {'to' if self.kind == SEND else 'from'} rank {self.peer}" if self.peer is not None else ""
@@ -148,6 +153,7 @@ class RankRecord:
     races: Sequence[str] = ()
     launches: int = 0
     problem: str | None = None
+    pieces: Sequence[Piece] = ()
 
     @property
     def phase(self) -> str:

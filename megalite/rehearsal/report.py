@@ -6,12 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megalite.rehearsal.classes import distinct_ranks
-from megalite.rehearsal.match import Fault, Records, deadlock, match
+from megalite.rehearsal.classes import class_of, distinct_ranks, more_members
+from megalite.rehearsal.match import Fault, Records, deadlock, differ, match, or_nothing
 from megalite.rehearsal.memory import Found, memory, memory_faults
+from megalite.rehearsal.pieces import pieces
 from megalite.rehearsal.rank import Rehearsed, rehearse_rank
-from megalite.rehearsal.record import RankRecord
+from megalite.rehearsal.record import Call, RankRecord
 
 ONLY_A_GPU = (
     "only a GPU tells: errors and numbers of kernels, NCCL's channels, protocols and memory, workspaces of cuBLAS and "
@@ -43,7 +45,7 @@ def rehearse(
 ) -> Report:
     """Rehearses ranks (None: the distinct ones) and checks them against each other. device_bytes: what a run may use of
     a device."""
-    chosen = list(distinct_ranks(run) if ranks is None else dict.fromkeys([0, *ranks]))
+    chosen = [*distinct_ranks(run), *more_members(run)] if ranks is None else list(dict.fromkeys([0, *ranks]))
     records: Records = {}
     for number, rank in enumerate(chosen):
         on_rank(number, len(chosen))
@@ -56,7 +58,8 @@ def rehearse(
     found: list[Found] = []
     if not faults:
         found = memory(run, records)
-        faults += [*match(records), *deadlock(records), *races(records), *syncs(records)]
+        faults += [*match(records), *alike(run, records), *deadlock(records), *races(records), *pieces(records)]
+        faults += syncs(records)
         faults += memory_faults(found, device_bytes)
     faults = _once(faults)
     return Report(faults, [*_rows(run, records), *_memory_rows(found)], records, found)
@@ -72,6 +75,18 @@ def _once(faults: Sequence[Fault]) -> list[Fault]:
         counts[what] += 1
     more = {what: f"\n    ({n - 1} more of the rehearsed ranks do)" if n > 1 else "" for what, n in counts.items()}
     return [replace(fault, text=fault.text + more[what]) for what, fault in first.items()]
+
+
+def alike(run: Rehearsed, records: Records) -> list[Fault]:
+    """Ranks of one class start the same, each towards its own neighbours."""
+    first: dict[Any, int] = {}
+    for rank, record in records.items():
+        other = first.setdefault(class_of(run, rank), rank)
+        if (at := differ(records[other].calls, record.calls, Call.canonical)) is not None:
+            told = [or_nothing(each.calls, at) for each in (records[other], record)]
+            text = f"call {at + 1} of rank {other} is {told[0]}\n    and of rank {rank}, of the same kind, {told[1]}"
+            return [Fault("match", f"{text}\n    what only some ranks do belongs on an axis")]
+    return []
 
 
 def races(records: Records) -> list[Fault]:

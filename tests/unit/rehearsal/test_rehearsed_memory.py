@@ -1,15 +1,26 @@
-"""The allocator's arithmetic against worked examples, and a composed batch against the same batch rehearsed whole."""
+"""The allocator's arithmetic against worked examples, a composed batch against the same batch rehearsed whole, and the
+peak of a rank against that of the tensors that are alive in a real run."""
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.comm import World
+from megalite.config import parse
+from megalite.rehearsal import DEVICE, rehearse, rehearsed, short, watched_gpu
 from megalite.rehearsal import memory as room
 from megalite.rehearsal import rank as ranks
-from megalite.rehearsal import rehearse, rehearsed, short
 from megalite.rehearsal.allocator import Allocator
+from megalite.rehearsal.order import tensors_in
+from megalite.testing import run_ranks
+from megalite.train import open_run
 
 MIB = 1 << 20
 SMALL = (
@@ -59,8 +70,8 @@ TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 
     "layout, size",
     [
         (TWO, 2),
-        pytest.param(f"{TWO} --num-layers-per-virtual-pipeline-stage 2", 2, marks=pytest.mark.full),
-        pytest.param(f"{FOUR} --pipeline-schedule zb-h1", 4, marks=pytest.mark.full),
+        pytest.param(f"{TWO} --num-layers 4 --num-layers-per-virtual-pipeline-stage 1", 2, marks=pytest.mark.full),
+        pytest.param(f"{FOUR} --num-layers 4 --pipeline-schedule zb-h1", 4, marks=pytest.mark.full),
         pytest.param(f"{TWO} --zero-stage 1 --recompute-granularity full", 4, marks=pytest.mark.full),
     ],
 )
@@ -77,3 +88,49 @@ def test_a_composed_batch_is_the_whole_one(layout: str, size: int) -> None:
         tokens = 24 * 6 * 512
         assert one.allocated == pytest.approx(other.allocated, abs=tokens), one.rank
         assert one.states == pytest.approx(other.states, rel=1e-4)
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes of tensors on the device that are alive at one time, in the allocator's units."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for x in tensors_in(out):
+            if x.is_cuda:
+                self._storages[x.untyped_storage()._cdata] = weakref.ref(x.untyped_storage())
+        alive = {key: there for key, of in self._storages.items() if (there := of()) is not None}
+        self._storages = {key: self._storages[key] for key in alive}
+        self.most = max(self.most, sum(-(-storage.nbytes() // 512) * 512 for storage in alive.values()))
+        return out
+
+
+def real_peak(world: World, argv: list[str]) -> int:
+    with watched_gpu(), Alive() as alive:
+        with open_run(parse(argv, world_size=world.size), replace(world, device=DEVICE)) as run:
+            run.trainer.train()
+        return alive.most
+
+
+LARGER = "--hidden-size 128 --seq-length 128 --global-batch-size 4 --vocab-size 500".split()
+LATER = pytest.mark.full
+REAL = [
+    ("--zero-stage 1", 2),
+    pytest.param("--zero-stage 0", 1, marks=LATER),
+    pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", 2, marks=LATER),
+    pytest.param(TWO, 2, marks=LATER),
+    pytest.param("--zero-stage 3", 2, marks=LATER),
+    pytest.param("--zero-stage 0 --recompute-granularity full --recompute-method uniform", 1, marks=LATER),
+]
+
+
+@pytest.mark.parametrize("layout, size", REAL)
+def test_a_peak_is_that_of_a_real_run(layout: str, size: int) -> None:
+    argv = [*SMALL, *LARGER, *layout.split()]
+    real = run_ranks(real_peak, size, argv)
+    for one, peak in zip(rehearse(rehearsed(argv, size)).memory, real, strict=True):
+        assert peak > 4 * MIB and one.allocated == pytest.approx(peak, rel=0.05), one.rank

@@ -1,0 +1,66 @@
+"""What each rank would write of a checkpoint: together every piece once, and nobody what another writes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from megalite.checkpoint import Checkpointer
+from megalite.comm import TensorShard
+from megalite.rehearsal.match import Fault
+from megalite.rehearsal.order import where
+from megalite.rehearsal.record import RankRecord
+from megalite.train import OpenRun
+
+
+class Piece(NamedTuple):
+    """A rectangle of a logical tensor that is no copy of another rank's. place: the line that says so."""
+
+    name: str
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    place: str
+
+    def meets(self, other: Piece) -> bool:
+        sides = zip(self.begin, other.begin, self.end, other.end, strict=True)
+        return all(max(a, b) < min(c, d) for a, b, c, d in sides)
+
+    def __str__(self) -> str:
+        rectangle = ", ".join(f"{a}:{b}" for a, b in zip(self.begin, self.end, strict=True))
+        return f"{self.name}[{rectangle}] at {self.place}"
+
+
+def pieces_of(opened: OpenRun) -> list[Piece]:
+    """Lists a checkpoint of the run as its state is saved; nothing is written."""
+    made, places, listed = TensorShard.__post_init__, dict[int, str](), list[TensorShard]()
+
+    def noted(shard: TensorShard) -> None:
+        made(shard)
+        places[id(shard)] = where()
+
+    def save(_: Any, __: int, shards: Sequence[TensorShard], *more: Any, **named: Any) -> str:
+        listed.extend(shards)
+        return ""
+
+    with patch.object(TensorShard, "__post_init__", noted), patch.object(Checkpointer, "save", save):
+        opened.state.save(opened.trainer.progress)
+    own = [x for x in listed if not x.replica and x.local.numel()]
+    ends = [tuple(a + n for a, n in zip(x.offset, x.local.shape, strict=True)) for x in own]
+    return [Piece(x.name, x.offset, end, places.get(id(x), "")) for x, end in zip(own, ends, strict=True)]
+
+
+def pieces(records: Mapping[int, RankRecord]) -> Iterable[Fault]:
+    """Pieces that two ranks would write, one of each pair of lines."""
+    by_name: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    found: dict[tuple[str, str], Fault] = {}
+    for rank, record in records.items():
+        for piece in record.pieces:
+            for other, theirs in by_name[piece.name]:
+                if other != rank and piece.meets(theirs):
+                    text = f"rank {other} saves {theirs}\n    and rank {rank} saves {piece}"
+                    fault = Fault("save", f"{text}\n    one of them holds a copy: give it a replica's number")
+                    found.setdefault((theirs.place, piece.place), fault)
+            by_name[piece.name].append((rank, piece))
+    return found.values()
