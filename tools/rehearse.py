@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -33,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks", metavar="R,...", help="rehearse these only; unset: every distinct rank")
     p.add_argument("--steps", type=int, default=2, metavar="N", help="iterations (default 2)")
     p.add_argument("--hardware", metavar="NAME|FILE", help="whether it fits on these devices (as tools/plan.py)")
+    p.add_argument("--values", action="store_true", help="also train a small layout on real values, streams being late")
     p.add_argument("--explain", choices=("memory", "communicators", "syncs"), help="more of what was found")
     return p
 
@@ -54,6 +56,7 @@ def _run(argv: list[str]) -> int:
         explain,
         rehearse,
         rehearsed,
+        with_values,
     )
 
     hardware = None if args.hardware is None else load_hardware(args.hardware)
@@ -62,6 +65,9 @@ def _run(argv: list[str]) -> int:
     name_ignored(rest)
     with ProgressBar("rehearsing", "ranks") as bar:
         report = rehearse(run, ranks, device_bytes=room, on_rank=bar)
+    if args.values:
+        faults, row = with_values(run)
+        report = replace(report, faults=[*report.faults, *faults], rows=[*report.rows, row])
     for fault in report.faults:
         print(f"{fault}\n")
     if args.explain is not None:

@@ -20,6 +20,9 @@
     short.py        a few micro-batches in the place of hundreds
     allocator.py    torch's caching allocator, in numbers
     memory.py       the memory of the whole batch, composed; leaks, and what differs from the plan
+    pieces.py       what each rank would write of a checkpoint
+    late.py         streams that work as late as they may, on real values
+    witness.py      a small layout of the run with such streams
     report.py       the whole of it, and where the host waits
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
@@ -35,3 +38,4 @@ from megalite.rehearsal.match import Fault
 from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed
 from megalite.rehearsal.report import ONLY_A_GPU, explain, rehearse
 from megalite.rehearsal.streams import DEVICE, Gpu
+from megalite.rehearsal.witness import with_values

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.rehearsal.fake_groups import FakeGroups
+from megalite.rehearsal.late import COMPUTE, Late
 from megalite.rehearsal.messages import messages
 from megalite.rehearsal.order import Clock, where
 from megalite.rehearsal.streams import DEVICE, Event, Gpu, Stream
@@ -31,17 +33,20 @@ CONSTANTS: Mapping[str, Any] = MappingProxyType({
     "reset_peak_memory_stats": None,
 })  # fmt: skip
 """What functions of torch.cuda return."""
+A_WHILE = 0.05
+"""Seconds after which a thread's work begins that nobody asks for, where work is put off."""
 _DATA_PTR = torch.UntypedStorage.data_ptr
 
 
 @contextmanager
-def watched_gpu(fake: FakeGroups | None = None) -> Iterator[Gpu]:
+def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> Iterator[Gpu]:
     """A GPU that finds races. Process groups are made before or inside; they say nccl.
 
-    fake: of a rank that is alone: its device has no values (`values.py`), and nobody answers its messages.
+    fake: of a rank that is alone: its device has no values (`values.py`), and nobody answers its messages. late: which
+    streams work as late as they may (`late.py`).
     """
     gpu = Gpu("cpu" if fake is None else "meta")
-    gpu.kernels = Computed() if fake is None else Shapes(gpu)
+    gpu.kernels = Shapes(gpu) if fake is not None else Computed() if late is None else Late(gpu, late=late == COMPUTE)
     with ExitStack() as stack:
         for owner, names in (
             (torch.cuda, _cuda(gpu)),
@@ -119,6 +124,7 @@ def _tensor(gpu: Gpu) -> dict[str, Any]:
 
     def record_stream(x: Tensor, stream: Stream) -> None:
         gpu.ledger.of(x).recorded.add(stream.line.number)
+        gpu.kernels.keep(x, stream.line)
 
     return {
         "device": property(device),
@@ -168,8 +174,12 @@ def _storage(gpu: Gpu) -> dict[str, Any]:
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         memory = gpu.ledger.find(storage)
         if memory is not None and not gpu.quiet:
+            gpu.kernels.settle(gpu.current.line.clock)
             gpu.ledger.resized(memory, gpu.current.line, nbytes)
-        return resize(storage, nbytes)
+        out = resize(storage, nbytes)
+        if memory is not None:
+            gpu.kernels.changes([memory])
+        return out
 
     def there(storage: torch.UntypedStorage) -> bool:
         memory = gpu.ledger.find(storage)
@@ -208,8 +218,9 @@ def _submit(gpu: Gpu) -> Callable[..., Any]:
     """Work of a thread of the host begins with what its caller knows; who asks for its end knows what it knew."""
     real = ThreadPoolExecutor.submit
 
-    def learning(ask: Callable[..., Any], known: Clock) -> Callable[..., Any]:
+    def learning(ask: Callable[..., Any], known: Clock, asked_for: threading.Event) -> Callable[..., Any]:
         def asked(*args: Any, **kwargs: Any) -> Any:
+            asked_for.set()
             answer = ask(*args, **kwargs)
             gpu.ledger.host.learn(known)
             return answer
@@ -227,9 +238,10 @@ def _submit(gpu: Gpu) -> Callable[..., Any]:
                 finally:
                     known.update(gpu.ledger.host.clock)
 
-        future = real(pool, run)
+        asked = threading.Event()
+        future = real(pool, lambda: (asked.wait(gpu.kernels.puts_off * A_WHILE), run())[1])
         for name in ("result", "exception", "done"):
-            setattr(future, name, learning(getattr(future, name), known))
+            setattr(future, name, learning(getattr(future, name), known, asked))
         return future
 
     return submit

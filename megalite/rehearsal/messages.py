@@ -108,9 +108,12 @@ class _Messages:
         copies: Sequence[Tensor] = ()
         if self._fake is None:
             with self._gpu.state(quiet=True):
+                self._gpu.kernels.provide(reads, self._gpu.current.line.clock)
                 carried, copies = carry()
         self._gpu.ledger.work(stream.line, call.kind, reads, writes)
         self._gpu.calls.begin(call, stream.line)
+        if carried is not None:
+            carried, copies = self._gpu.kernels.arrival(stream.line, carried, copies, reads, writes)
         if self._fake is not None:
             said = self._fake.said(call)
             for x in writes:
@@ -129,8 +132,9 @@ class _Messages:
             more, (members, stream) = args[len(tensors) :], self._of(group, async_op)
 
             def carry() -> tuple[Any, Sequence[Tensor]]:
-                copies = [x.detach().clone() if async_op else x for x in tensors]
-                return real(*copies, *more, group=group, async_op=async_op, **kwargs), copies
+                later = async_op or self._gpu.kernels.puts_off
+                copies = [x.detach().clone() if later else x for x in tensors]
+                return real(*copies, *more, group=group, async_op=later, **kwargs), copies
 
             noted = self._noted(kind, members, stream, tensors, more, kwargs)
             work = self._begin(noted, stream, tensors[1:] if name in APART else tensors, tensors[:1], carry)

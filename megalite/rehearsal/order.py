@@ -191,7 +191,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._numbers, self._lock = count(), threading.RLock()
+        self._numbers, self.lock = count(), threading.RLock()
         self._memories = count(1)
         self.log: list[Event] = []
         self.launches = 0
@@ -210,7 +210,7 @@ class Ledger:
 
     def line(self, name: str) -> Line:
         """A new line."""
-        with self._lock:
+        with self.lock:
             self.lines.append(Line(name, next(self._numbers)))
             return self.lines[-1]
 
@@ -240,14 +240,14 @@ class Ledger:
     def enter(self, storage: torch.UntypedStorage, line: Line | None, *, pinned: bool = False) -> Memory:
         """New memory, of the pool of `line` (None: on the host)."""
         key = storage._cdata
-        with self._lock:
+        with self.lock:
             memory = self._memory[key] = Memory(line, pinned, storage.nbytes(), next(self._memories))
             self._allocated(memory)
         weakref.finalize(storage, self._gone, key, memory).atexit = False
         return memory
 
     def _gone(self, key: int, memory: Memory) -> None:
-        with self._lock:
+        with self.lock:
             self.free(memory)
             if self._memory.get(key) is memory:
                 del self._memory[key]
@@ -278,7 +278,7 @@ class Ledger:
 
     def resized(self, memory: Memory, line: Line, nbytes: int) -> None:
         """Its bytes go, and where there are new ones they come from the pool of `line`."""
-        with self._lock:
+        with self.lock:
             self.free(memory)
             if nbytes:
                 memory.line, memory.nbytes = line if memory.on_device else None, nbytes
@@ -298,7 +298,7 @@ class Ledger:
 
     def work(self, line: Line, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """A piece of work of a line: of a stream, one that this thread launches."""
-        with self._lock:
+        with self.lock:
             self.launches += 1
             line.learn(self.host.clock)
             time, place = line.tick(), where()

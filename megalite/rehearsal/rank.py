@@ -111,7 +111,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
                 opened.trainer.train()
                 pieces = pieces_of(opened)
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0]} (at {_product_line(error)})"
+            said = str(error).partition("\n")[0]
+            problem = f"{type(error).__name__}: {said} (at {_product_line(error)})"
         # What the last iteration has started, the next one would wait for.
         last = f"iteration {run.steps}"
         unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]

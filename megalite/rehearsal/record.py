@@ -90,8 +90,8 @@ class Call:
         return self.nbytes, self.dtype, " ".join(LABEL.findall(self.action))
 
     def canonical(self) -> tuple[object, ...]:
-        """What it has in common with that of another rank of the same kind."""
-        return *self.what, self.communicator.name, self.phase, self.peer is not None and self.action
+        """What it has in common with that of another rank of the same kind: shards need not be of one size."""
+        return self.kind, self.dtype, self.op, self.communicator.name, self.phase, self.peer is not None and self.action
 
     def __str__(self) -> str:
         rows = f" of {sum(self.sent)} rows" if self.sent else f" of {self.nbytes:,} bytes"

@@ -64,9 +64,16 @@ class Gpu:
 
     def host_waits(self) -> None:
         """For all that any stream has been given."""
+        clock = Clock()
         for line in list(self.ledger.lines):
-            self.ledger.host.learn(line.clock)
-        self.ledger.synced("synchronize()")
+            clock |= {number: max(time, clock.get(number, 0)) for number, time in line.clock.items()}
+        self.host_knows(clock, "synchronize()")
+
+    def host_knows(self, clock: Clock, why: str) -> None:
+        """The host has waited for all of this."""
+        self.ledger.host.learn(clock)
+        self.kernels.settle(clock)
+        self.ledger.synced(why)
 
 
 class Stream:
@@ -84,13 +91,14 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         self.line.learn(event.clock)
+        self._gpu.kernels.waited(self.line)
 
     def wait_stream(self, other: Stream) -> None:
         self.line.learn(other.line.clock)
+        self._gpu.kernels.waited(self.line)
 
     def synchronize(self, why: str = "synchronize() of a stream") -> None:
-        self._gpu.ledger.host.learn(self.line.clock)
-        self._gpu.ledger.synced(why)
+        self._gpu.host_knows(self.line.clock, why)
 
     def query(self) -> bool:
         """Whether all its work is over: never, as long as nobody has waited."""
@@ -111,8 +119,7 @@ class Event:
         (stream or self._gpu.current).wait_event(self)
 
     def synchronize(self) -> None:
-        self._gpu.ledger.host.learn(self.clock)
-        self._gpu.ledger.synced("synchronize() of an event")
+        self._gpu.host_knows(self.clock, "synchronize() of an event")
 
     def query(self) -> bool:
         return not self.clock

@@ -11,7 +11,7 @@ returned is remembered. Small tensors whose values the host has put there, or th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalite.rehearsal.fake_groups import Said
-from megalite.rehearsal.order import tensors_in
+from megalite.rehearsal.order import Clock, Line, Memory, tensors_in
 from megalite.rehearsal.record import Call
 from megalite.rehearsal.streams import Gpu
 
@@ -44,7 +44,9 @@ _SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 class Computed:
-    """Computes in the memory of a CPU."""
+    """Computes in the memory of a CPU. puts_off: whether work of streams may be done later."""
+
+    puts_off = False
 
     def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
         """Products with sums in a wider dtype exist on CUDA alone."""
@@ -57,8 +59,27 @@ class Computed:
     def follow(self, *_: Any) -> None:
         """Everything is computed."""
 
+    def settle(self, clock: Clock) -> None:
+        """Somebody knows that all of this is over."""
 
-class Shapes:
+    def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
+        """They are needed now, by somebody who knows that all of this is over."""
+
+    def changes(self, memories: Iterable[Memory]) -> None:
+        """They were written at once, or have become others."""
+
+    def waited(self, line: Line) -> None:
+        """A stream has waited for another."""
+
+    def keep(self, x: Tensor, line: Line) -> None:
+        """The memory of x stays until what `line` was given is over."""
+
+    def arrival(self, line: Line, carried: Any, copies: Sequence[Tensor], reads: Any, writes: Any) -> Any:
+        """A handle of gloo's, and what it delivers to what is written, as `Work` takes them."""
+        return carried, copies
+
+
+class Shapes(Computed):
     """Computes for a device whose memory is `meta`."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -82,7 +103,7 @@ class Shapes:
     @staticmethod
     def _unchanged(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What a kernel that writes its arguments returns, without running it."""
-        out = _written_first(function, args, kwargs) if function._schema.is_mutable else MISSING
+        out = written_first(function, args, kwargs) if function._schema.is_mutable else MISSING
         return function(*args, **kwargs) if out is MISSING else out
 
     def _device(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -105,9 +126,9 @@ class Shapes:
             return function(*args, **kwargs)
         if made is None:
             out = function(*args, **kwargs)
-            if isinstance(out, Tensor):
+            if isinstance(out, Tensor) and out.is_meta:
                 self._made[key] = _form(out)
-            elif isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) for x in out):
+            elif isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) and x.is_meta for x in out):
                 self._made[key] = [_form(x) for x in out]
             return out
         return _new(made) if isinstance(made, tuple) else tuple(map(_new, made))
@@ -272,7 +293,7 @@ def _balanced(counts: Tensor, things: int) -> Tensor:
     return torch.tensor(row, dtype=counts.dtype).expand(counts.shape)
 
 
-def _written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a kernel that writes its arguments returns, without running it; MISSING where that is something new."""
     schema = function._schema
     values = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]

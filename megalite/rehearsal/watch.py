@@ -10,7 +10,7 @@ Copies between the places, as torch makes them (aten/src/ATen/native/cuda/Copy.c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -105,11 +105,9 @@ class Watch(TorchDispatchMode):
             free = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
             self._copy(name, target, source, free=free)
         else:
-            self._kernel(name, args, reads, writes)
-            if name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) == 1:
-                self._gpu.current.synchronize(SYNC_NAMES.get(name, name))
+            self._kernel(name, reads, writes, waits=waits_for_values(name, args, kwargs))
 
-    def _kernel(self, name: str, args: Sequence[Any], reads: list[Tensor], writes: list[Tensor]) -> None:
+    def _kernel(self, name: str, reads: list[Tensor], writes: list[Tensor], *, waits: bool) -> None:
         """Of the device; numbers that are on the host are read when it is launched."""
         at_launch = [x for x in reads if not self._gpu.on_device(x)]
         if any(x.dim() for x in at_launch) and name not in MAY_MIX:
@@ -119,8 +117,7 @@ class Watch(TorchDispatchMode):
         on_host = [x for x in writes if not self._gpu.on_device(x)]
         stream = self._gpu.current
         self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes)
-        bools = name in MAY_MIX and any(x.dtype == torch.bool for x in reads) and name == "index"
-        if name in HOST_WAITS or on_host or bools:
+        if waits or on_host:
             stream.synchronize(SYNC_NAMES.get(name, name))
 
     def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:
@@ -145,6 +142,13 @@ class Watch(TorchDispatchMode):
             ledger.work(ledger.host, f"{name}, unpacking on the host,", [], [target])
         if not free or (not to.on_device and not to.pinned):
             stream.synchronize("a copy from the host" if to.on_device else "a copy to the host")
+
+
+def waits_for_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host waits for what a kernel finds."""
+    masks = name == "index" and any(x.dtype == torch.bool for x in tensors_in(args[1:]))
+    counts = name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) == 1
+    return name in HOST_WAITS or masks or counts
 
 
 def _says_cuda(device: Any) -> bool:

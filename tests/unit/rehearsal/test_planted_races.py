@@ -18,6 +18,7 @@ from torch import Tensor
 from megalite.comm import Axis, World, all_gather_into, all_reduce_, start_all_to_all_rows, start_shift
 from megalite.page_locked import host_bytes
 from megalite.rehearsal import DEVICE, watched_gpu
+from megalite.rehearsal.late import COMPUTE, OTHERS
 from megalite.testing import run_ranks
 
 Scene = Callable[..., Any]
@@ -39,7 +40,7 @@ def compute() -> Any:
     return torch.cuda.current_stream()
 
 
-def reads_before_it_is_computed(right: bool) -> None:
+def reads_before_it_is_computed(right: bool) -> Tensor:
     side, home = torch.cuda.Stream(), locked()
     x = new() * 2  # one
     if right:
@@ -48,6 +49,7 @@ def reads_before_it_is_computed(right: bool) -> None:
         home.copy_(x, non_blocking=True)  # other
     compute().wait_stream(side)
     side.synchronize()
+    return home
 
 
 def reads_before_it_has_arrived(right: bool) -> Tensor:
@@ -90,7 +92,7 @@ def another_stream_waits(right: bool) -> Tensor:
     return x * 2  # other
 
 
-def overwrites_what_is_read(right: bool) -> None:
+def overwrites_what_is_read(right: bool) -> Tensor:
     side, x, home = torch.cuda.Stream(), new(), locked()
     side.wait_stream(compute())
     with on(side):
@@ -98,18 +100,20 @@ def overwrites_what_is_read(right: bool) -> None:
     if right:
         compute().wait_stream(side)
     x.zero_()  # other
+    return home
 
 
-def two_streams_write(right: bool) -> None:
+def two_streams_write(right: bool) -> Tensor:
     side, x = torch.cuda.Stream(), torch.empty(8, device=DEVICE)
     with on(side):
         x.fill_(1)  # one
     if right:
         compute().wait_stream(side)
     x.fill_(2)  # other
+    return x
 
 
-def frees_what_another_stream_uses(right: bool) -> None:
+def frees_what_another_stream_uses(right: bool) -> Tensor:
     side, x, home = torch.cuda.Stream(), new(), locked()
     side.wait_stream(compute())
     with on(side):
@@ -118,9 +122,10 @@ def frees_what_another_stream_uses(right: bool) -> None:
         x.record_stream(side)
     del x
     new()  # other
+    return home
 
 
-def frees_before_it_waits(right: bool) -> None:
+def frees_before_it_waits(right: bool) -> Tensor:
     """The block goes back at once; what it becomes next is written behind the wait, or not."""
     side, x, home = torch.cuda.Stream(), new(), locked()
     side.wait_stream(compute())
@@ -130,6 +135,7 @@ def frees_before_it_waits(right: bool) -> None:
     if right:
         compute().wait_stream(side)
     new()  # other
+    return home
 
 
 def shrinks_what_another_stream_uses(right: bool) -> Tensor:
@@ -140,7 +146,8 @@ def shrinks_what_another_stream_uses(right: bool) -> Tensor:
     if right:
         compute().wait_stream(side)
     x.untyped_storage().resize_(0)
-    return new()  # other
+    new()  # other
+    return home
 
 
 def memory_of_another_pool(right: bool) -> Tensor:
@@ -156,12 +163,13 @@ def memory_of_another_pool(right: bool) -> Tensor:
     return y
 
 
-def rewrites_staging(right: bool) -> None:
+def rewrites_staging(right: bool) -> Tensor:
     x, home = new(), locked()
     x.copy_(home, non_blocking=True)  # one
     if right:
         compute().synchronize()
     home.fill_(3)  # other
+    return x
 
 
 def reads_on_the_host_too_early(right: bool) -> list[float]:
@@ -191,7 +199,7 @@ def packs_rows_that_have_not_arrived(right: bool) -> Tensor:
     return home[:, :4].to(DEVICE, non_blocking=True)  # other
 
 
-def a_sum_that_is_read_orders_its_own_stream(right: bool) -> None:
+def a_sum_that_is_read_orders_its_own_stream(right: bool) -> Tensor:
     side, x, home = torch.cuda.Stream(), new(), locked()
     side.wait_stream(compute())
     with on(side):
@@ -200,9 +208,10 @@ def a_sum_that_is_read_orders_its_own_stream(right: bool) -> None:
         compute().wait_stream(side)
     new().sum().item()
     home.fill_(3)  # other
+    return x
 
 
-def a_thread_does_not_wait(right: bool) -> None:
+def a_thread_does_not_wait(right: bool) -> Tensor:
     x, home = new(), locked()
     home.copy_(x, non_blocking=True)  # one
     event = compute().record_event()
@@ -214,9 +223,10 @@ def a_thread_does_not_wait(right: bool) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(step).result()
+    return home
 
 
-def nobody_waits_for_the_thread(right: bool) -> None:
+def nobody_waits_for_the_thread(right: bool) -> Tensor:
     home = torch.zeros(8)
 
     def step() -> None:
@@ -226,7 +236,8 @@ def nobody_waits_for_the_thread(right: bool) -> None:
         future = pool.submit(step)
         if right:
             future.result()
-    home.mul_(2)  # other
+        home.mul_(2)  # other
+    return home
 
 
 def unlocks_pages_under_a_copy(right: bool) -> None:
@@ -272,6 +283,30 @@ def check(scene: Scene, right: bool, races: list[str]) -> None:
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_planted_race_is_found(scene: Scene, right: bool) -> None:
     judged(scene, right)
+
+
+CHECKER_ALONE = {memory_of_another_pool}
+"""No value tells: here each stream has memory of its own."""
+
+
+def outcome(scene: Scene, right: bool, late: str | None, *more: Any) -> tuple[Any, list[str]]:
+    """The values it ends with, and what went wrong without any."""
+    with watched_gpu(late=late) as gpu:
+        found = scene(right, *more)
+        gc.collect()
+        torch.cuda.synchronize()
+        with gpu.state(quiet=True, true_device=True):
+            values = found.detach().clone().tolist() if isinstance(found, Tensor) else found
+    return str(values), getattr(gpu.kernels, "wrong", [])
+
+
+@pytest.mark.parametrize("right", [True, False], ids=["right", "planted"])
+@pytest.mark.parametrize(
+    "scene", [scene for scene in SCENES if scene not in CHECKER_ALONE], ids=lambda scene: scene.__name__
+)
+def test_values_agree_with_the_checker(scene: Scene, right: bool) -> None:
+    expected = outcome(scene, True, None)
+    assert all(outcome(scene, right, late) == expected for late in (COMPUTE, OTHERS)) is right
 
 
 # ---- messages: two ranks ------------------------------------------------------------------------------------------
@@ -356,6 +391,25 @@ def exchange(world: World) -> list[list[str]]:
                 gc.collect()
             found.append(gpu.races)
     return found
+
+
+def witness(world: World) -> list[bool]:
+    """Whether the values are those of a device on which nothing is late, of each scene, right and planted."""
+    axis = Axis("dp", 2, world.rank, (0, 1), dist.group.WORLD)
+    found = []
+    for scene in MESSAGES:
+        expected = outcome(scene, True, None, axis)
+        found += [
+            all(outcome(scene, right, late, axis) == expected for late in (COMPUTE, OTHERS)) for right in (True, False)
+        ]
+    return found
+
+
+def test_values_of_messages_agree_with_the_checker() -> None:
+    for found in run_ranks(witness, 2):
+        assert [(scene.__name__, found[2 * i : 2 * i + 2]) for i, scene in enumerate(MESSAGES)] == [
+            (scene.__name__, [True, False]) for scene in MESSAGES
+        ]
 
 
 def test_a_planted_race_of_messages_is_found() -> None:
