@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from megalite.checkpoint import without_gc
 from megalite.comm import ParallelMesh
@@ -28,7 +27,6 @@ from megalite.rehearsal import DEVICE, FakeGroups, Gpu, alone
 
 BY_ARITHMETIC = ("mm", "addmm", "bmm", "attention", "_flash", "_efficient")
 """How the names of kernels begin or what they contain whose time is not that of memory."""
-BLOCK = 128
 
 
 class LayerCost(NamedTuple):
@@ -45,11 +43,9 @@ class LayerCost(NamedTuple):
 def cost_of_layer(config: Config, index: int) -> LayerCost:
     """Of layer `index` of [embedding, block 0, ..., head], on the first rank of its tensor-parallel group."""
     tp = config.parallel.tensor_model_parallel_size
-    flex = "megalite.nn.attention.masked._flex"
     with (
         alone(FakeGroups(0, tp)) as gpu,
         patch.object(RowCounts, "on_host", _balanced(config)),
-        patch(flex, lambda: (compiled_attention, compiled_blocks)),
     ):
         run = _layer(config, index, tp)
         run()  # kernels are tried
@@ -64,38 +60,6 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
         waits, moved = counts["waits"], counts["moved"]
         assert gpu.races == [], gpu.races
         return LayerCost(forward, counts["launches"] - forward, waits, moved, gpu.ledger.peak - before)
-
-
-class CompiledAttention(torch.autograd.Function):
-    """In the place of compiled flex attention, a launch forward and one backward."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(query, key, value)
-        return a_product(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        query, key, value = ctx.saved_tensors
-        return a_product(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def compiled_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
-    """As `flex_attention`."""
-    return CompiledAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch's has no type
-
-
-def a_product(x: Tensor) -> Tensor:
-    """A launch whose result is like x."""
-    rows = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], x.shape[-1])).view(x.shape)
-
-
-def compiled_blocks(first: Tensor) -> tuple[Tensor, ...]:
-    """In the place of a compiled mask's blocks, a launch."""
-    b, n = len(first), -(-first.shape[1] // BLOCK)
-    shapes = [(b, 1, n), (b, 1, n, n)] * 2
-    return first.new_zeros(shapes[0], dtype=torch.int32), *(first.new_empty(x, dtype=torch.int32) for x in shapes[1:])
 
 
 def _balanced(config: Config) -> tuple[int, ...]:

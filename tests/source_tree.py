@@ -61,10 +61,10 @@ FLOORS = {
     "megalite.train": 9,
     "megalite.inference": 10,
     "megalite.proof": 10,
-    "megalite.rehearsal": 10,
-    "pretrain_gpt": 11,
-    "tools": 11,
-    "benchmarks": 12,
+    "megalite.rehearsal": 11,
+    "pretrain_gpt": 12,
+    "tools": 12,
+    "benchmarks": 13,
 }
 TESTING = "megalite.testing"
 

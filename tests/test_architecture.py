@@ -17,7 +17,7 @@ from draw_architecture import PICTURE, draw
 from make_reading_pages import PAGE, room_page
 
 # A proof on the user's machine is the tests' own: the same oracle, and ranks forked by the same harness.
-MAY_TEST = "megalite.proof."
+MAY_TEST = ("megalite.proof.", "megalite.rehearsal.witness")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 # Flags by section, as `--help` lists them; 197 with --config, five of them for what OLMo 2 and 3 and Gemma 3 have of

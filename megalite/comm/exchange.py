@@ -98,6 +98,13 @@ def _peers(axis: Axis) -> list[int]:
 def start_swap(sending: Sequence[tuple[int, Tensor]], receiving: Sequence[tuple[int, Tensor]], axis: Axis) -> Exchange:
     """Starts to send tensors to world ranks and to receive others from them, one each way between two ranks; the same
     pairs swap in the same order everywhere. What is sent is read until `wait` returns."""
-    arriving = [dist.irecv(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in receiving]
+    own = axis.ranks[axis.rank]
+
+    def received(there: Sequence[tuple[int, Tensor]]) -> list[Any]:
+        return [dist.irecv(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in there]
+
+    # NCCL runs what two ranks exchange in order, on one stream: of two that both received first neither would send.
+    arriving = received([each for each in receiving if each[0] < own])
     leaving = [dist.isend(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in sending]
+    arriving += received([each for each in receiving if each[0] > own])
     return Exchange(arriving, leaving, lambda: None)

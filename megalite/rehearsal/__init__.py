@@ -12,6 +12,7 @@
     watch.py        every kernel: where it runs, what it reads and writes, whether the host waits
     values.py       what kernels return where there are no values, and what the host finds where it reads
     messages.py     collectives and messages as NCCL orders them, carried by gloo or by nobody
+    stand_ins.py    kernels that a GPU would choose
     fake_groups.py  process groups of a rank that is alone
     record.py       what a rank starts, and what each call is behind
     rank.py         one rank of a run, from its start to its end

@@ -20,8 +20,9 @@ from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.late import COMPUTE, Late
 from megalite.rehearsal.messages import messages
 from megalite.rehearsal.order import Clock, where
+from megalite.rehearsal.stand_ins import flash_attention, fused_rms_norm
 from megalite.rehearsal.streams import DEVICE, Event, Gpu, Stream
-from megalite.rehearsal.values import Computed, Shapes, flash_attention, fused_rms_norm
+from megalite.rehearsal.values import Computed, Shapes
 from megalite.rehearsal.watch import Watch
 
 CHOSEN = MappingProxyType({"scaled_dot_product_attention": flash_attention, "rms_norm": fused_rms_norm})
@@ -34,7 +35,7 @@ CONSTANTS: Mapping[str, Any] = MappingProxyType({
 })  # fmt: skip
 """What functions of torch.cuda return."""
 A_WHILE = 0.05
-"""Seconds after which a thread's work begins that nobody asks for, where work is put off."""
+"""Seconds after which a thread begins by itself, where work is put off."""
 _DATA_PTR = torch.UntypedStorage.data_ptr
 
 

@@ -11,10 +11,10 @@ returned is remembered. Small tensors whose values the host has put there, or th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import zip_longest
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Nothing(Enum):
 
 
 MISSING = Nothing.MISSING
-_SDPA = torch.nn.functional.scaled_dot_product_attention
 
 
 class Computed:
@@ -217,47 +216,6 @@ class Shapes(Computed):
         there = {key: (torch.device("cpu") if key == "device" else value) for key, value in kwargs.items()}
         real, named = torch.utils._pytree.tree_map_only(Tensor, lambda x: values[id(x)], (tuple(args), there))
         return tensors_in(function(*real, **named))
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """The kernel that a GPU chooses, where it can; without memory torch would choose the one that keeps all weights."""
-    out: Tensor
-    if attn_mask is not None or q.dtype == torch.float64:
-        return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if q.dtype in (torch.bfloat16, torch.float16):
-        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
-        return out
-    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) if enable_gqa else x for x in (k, v))
-    out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
-    return out
-
-
-class _RmsNorm(torch.autograd.Function):
-    """Reads, writes and keeps what the kernel of a GPU does; torch's own, without memory, keeps three times as much."""
-
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.sum(-1, keepdim=True, dtype=torch.float32))
-        return x.clone() if weight is None else x * weight
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight, _ = ctx.saved_tensors
-        if weight is None:
-            return dy * x, None
-        return dy * weight, dy.reshape(-1, x.shape[-1]).sum(0, dtype=weight.dtype)
-
-
-def fused_rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """In the place of `torch.nn.functional.rms_norm`."""
-    return _RmsNorm.apply(x, weight)
 
 
 def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, said: Said | None = None) -> None:

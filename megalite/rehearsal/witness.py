@@ -6,11 +6,11 @@ A race that the clocks have found gives other numbers here, and numbers that dif
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from megalite.comm import World
-from megalite.config import dump_yaml, parse
+from megalite.config import from_dict, to_dict
 from megalite.errors import RuntimeFailure
 from megalite.proof import shrink
 from megalite.rehearsal.device import watched_gpu
@@ -27,13 +27,12 @@ Seen = tuple[list[str], list[str], list[str]]
 """(Loss and norm of each iteration, races, what else went wrong)"""
 
 
-def trained(world: World, file: str, late: str | None) -> Seen:
+def trained(world: World, settings: dict[str, Any], late: str | None) -> Seen:
     """A few iterations on a device of which some streams are late."""
     numbers = []
     with watched_gpu(late=late) as gpu:
-        config = parse(["--config", file], world_size=world.size)
         try:
-            with open_run(config, replace(world, device=DEVICE)) as run:
+            with open_run(from_dict(settings), replace(world, device=DEVICE)) as run:
                 for step in range(STEPS):
                     stats = run.trainer.train_step(drain=step + 1 == STEPS)
                     loss, norm = (None if x is None else float(x).hex() for x in (stats.lm_loss, stats.grad_norm))
@@ -47,10 +46,8 @@ def with_values(run: Rehearsed) -> tuple[list[Fault], tuple[str, str]]:
     """(What differs, a line of what was run). Raises ConfigError where no small layout is like this one."""
     small = shrink(run.full, run.size, steps=STEPS, most_ranks=MOST_RANKS)
     with TemporaryDirectory() as folder:
-        file = Path(folder) / "small.yaml"
-        config = replace(small.config, data=replace(small.config.data, data_cache_path=folder))
-        file.write_text(dump_yaml(config), encoding="utf-8")
-        runs = {late: run_ranks(trained, small.world_size, str(file), late) for late in (None, *NAMES)}
+        settings = to_dict(replace(small.config, data=replace(small.config.data, data_cache_path=folder)))
+        runs = {late: run_ranks(trained, small.world_size, settings, late) for late in (None, *NAMES)}
     faults = []
     for late, name in NAMES.items():
         for rank, (numbers, races, wrong) in enumerate(runs[late]):

@@ -3,6 +3,8 @@ planted race does not."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from equivalence.test_races import PLANTED, ZERO_1, ZERO_3
@@ -16,9 +18,9 @@ SMALL = (
 OWN = witness.trained
 
 
-def planted(world: World, file: str, late: str | None) -> witness.Seen:
+def planted(world: World, settings: dict[str, Any], late: str | None) -> witness.Seen:
     with PLANTED["gather"][1]():
-        return OWN(world, file, late)
+        return OWN(world, settings, late)
 
 
 def found(layout: str, ranks: int = 2) -> list[Fault]:

@@ -30,11 +30,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     s, b, g, r, d = q.shape
-    assert sight.starts is not None or sight.window is not None
-    starts = torch.zeros(1, s, dtype=torch.int64, device=q.device) if sight.starts is None else sight.starts
-    begins = (starts.expand(b, s) == sight.queries).flatten().nonzero()[:, 0]
-    bounds = torch.cat((begins, begins.new_tensor([b * s]))).to(torch.int32)
-    longest = int(bounds.diff().max())
+    if sight.starts is None:  # a sample is one document: the host needs nothing from the device
+        bounds, longest = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=q.device), s
+    else:
+        begins = (sight.starts.expand(b, s) == sight.queries).flatten().nonzero()[:, 0]
+        bounds = torch.cat((begins, begins.new_tensor([b * s]))).to(torch.int32)
+        longest = int(bounds.diff().max())
     query, key, value = (
         x.transpose(0, 1).reshape(b * s, -1, d) for x in (q, k.repeat_interleave(r, 2), v.repeat_interleave(r, 2))
     )

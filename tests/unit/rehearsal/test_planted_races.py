@@ -18,7 +18,6 @@ from torch import Tensor
 from megalite.comm import Axis, World, all_gather_into, all_reduce_, start_all_to_all_rows, start_shift
 from megalite.page_locked import host_bytes
 from megalite.rehearsal import DEVICE, watched_gpu
-from megalite.rehearsal.late import COMPUTE, OTHERS
 from megalite.testing import run_ranks
 
 Scene = Callable[..., Any]
@@ -285,30 +284,6 @@ def test_a_planted_race_is_found(scene: Scene, right: bool) -> None:
     judged(scene, right)
 
 
-CHECKER_ALONE = {memory_of_another_pool}
-"""No value tells: here each stream has memory of its own."""
-
-
-def outcome(scene: Scene, right: bool, late: str | None, *more: Any) -> tuple[Any, list[str]]:
-    """The values it ends with, and what went wrong without any."""
-    with watched_gpu(late=late) as gpu:
-        found = scene(right, *more)
-        gc.collect()
-        torch.cuda.synchronize()
-        with gpu.state(quiet=True, true_device=True):
-            values = found.detach().clone().tolist() if isinstance(found, Tensor) else found
-    return str(values), getattr(gpu.kernels, "wrong", [])
-
-
-@pytest.mark.parametrize("right", [True, False], ids=["right", "planted"])
-@pytest.mark.parametrize(
-    "scene", [scene for scene in SCENES if scene not in CHECKER_ALONE], ids=lambda scene: scene.__name__
-)
-def test_values_agree_with_the_checker(scene: Scene, right: bool) -> None:
-    expected = outcome(scene, True, None)
-    assert all(outcome(scene, right, late) == expected for late in (COMPUTE, OTHERS)) is right
-
-
 # ---- messages: two ranks ------------------------------------------------------------------------------------------
 
 
@@ -391,25 +366,6 @@ def exchange(world: World) -> list[list[str]]:
                 gc.collect()
             found.append(gpu.races)
     return found
-
-
-def witness(world: World) -> list[bool]:
-    """Whether the values are those of a device on which nothing is late, of each scene, right and planted."""
-    axis = Axis("dp", 2, world.rank, (0, 1), dist.group.WORLD)
-    found = []
-    for scene in MESSAGES:
-        expected = outcome(scene, True, None, axis)
-        found += [
-            all(outcome(scene, right, late, axis) == expected for late in (COMPUTE, OTHERS)) for right in (True, False)
-        ]
-    return found
-
-
-def test_values_of_messages_agree_with_the_checker() -> None:
-    for found in run_ranks(witness, 2):
-        assert [(scene.__name__, found[2 * i : 2 * i + 2]) for i, scene in enumerate(MESSAGES)] == [
-            (scene.__name__, [True, False]) for scene in MESSAGES
-        ]
 
 
 def test_a_planted_race_of_messages_is_found() -> None:

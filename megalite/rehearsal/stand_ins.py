@@ -1,0 +1,86 @@
+"""Kernels that a GPU would choose, in the place of those that torch chooses where there is no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+aten = torch.ops.aten
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """The kernel that a GPU chooses, where it can; without memory torch would choose the one that keeps all weights."""
+    out: Tensor
+    if attn_mask is not None or q.dtype == torch.float64:
+        return _SDPA(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if q.dtype in (torch.bfloat16, torch.float16):
+        out = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)[0]
+        return out
+    k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) if enable_gqa else x for x in (k, v))
+    out = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout_p, is_causal, scale=scale)[0]
+    return out
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Reads, writes and keeps what the kernel of a GPU does; torch's own, without memory, keeps three times as much."""
+
+    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.sum(-1, keepdim=True, dtype=torch.float32))
+        return x.clone() if weight is None else x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        if weight is None:
+            return dy * x, None
+        return dy * weight, dy.reshape(-1, x.shape[-1]).sum(0, dtype=weight.dtype)
+
+
+def fused_rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """In the place of `torch.nn.functional.rms_norm`."""
+    return _RmsNorm.apply(x, weight)
+
+
+class CompiledAttention(torch.autograd.Function):
+    """In the place of compiled flex attention, a launch forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(query, key, value)
+        return a_product(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = ctx.saved_tensors
+        return a_product(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def compiled_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
+    """As `flex_attention`."""
+    return CompiledAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch's has no type
+
+
+def a_product(x: Tensor) -> Tensor:
+    """A launch whose result is like x."""
+    rows = x.reshape(-1, *x.shape[-2:])
+    return torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], x.shape[-1])).view(x.shape)
+
+
+def compiled_blocks(first: Tensor) -> tuple[Tensor, ...]:
+    """In the place of a compiled mask's blocks, a launch."""
+    b, n = len(first), -(-first.shape[1] // BLOCK)
+    shapes = [(b, 1, n), (b, 1, n, n)] * 2
+    return first.new_zeros(shapes[0], dtype=torch.int32), *(first.new_empty(x, dtype=torch.int32) for x in shapes[1:])

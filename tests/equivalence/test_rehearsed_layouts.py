@@ -1,0 +1,32 @@
+"""Nothing is reported of random sound layouts, rehearsed whole."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from equivalence.layouts import TINY, Layout, draw
+from megalite.rehearsal import rehearse, rehearsed
+
+COUNT, LANDING = 40, 2
+OF_DOCUMENTS = "_varlen < attention/core.py"
+"""How many documents a sample has only the device knows: the host waits, and a rehearsal says so."""
+
+
+def fit(case: Layout) -> bool:
+    """Float8 has widths of its own on a GPU."""
+    return "--fp8-format" not in case.model and case.world_size <= 4
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.landing if n < LANDING else pytest.mark.full) for n in range(COUNT)]
+)
+def test_a_random_layout_has_no_fault(number: int) -> None:
+    case = draw(random.Random(f"rehearsal {number}"), want=fit)
+    argv = [*TINY, *case.model, *case.layout]
+    if number % 2:
+        argv = ["--bf16" if word == "--fp64" else word for word in argv]
+    print(case.world_size, " ".join(argv))
+    told = [str(fault) for fault in rehearse(rehearsed(argv, case.world_size)).faults]
+    assert [each for each in told if not (each.startswith("warning: sync") and OF_DOCUMENTS in each)] == []
