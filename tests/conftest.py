@@ -84,6 +84,16 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
         terminal.write_line(f"left out of this run: {counts}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_objects() -> Iterator[None]:
+    """What a file of tests has imported (transformers: a million objects) is set aside too: every run in this process
+    and some tests collect garbage, half a second each time among that many."""
+    yield
+    if len(gc.get_objects()) > 200_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_handler_survives() -> Iterator[None]:
     """A handler that the entry script sets up in a test writes to captured output, which is closed after the test."""

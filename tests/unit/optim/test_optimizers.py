@@ -165,7 +165,7 @@ def test_soap_with_no_basis_is_adam_one_step_late() -> None:
     assert torch.allclose(got, p, atol=1e-5)
 
 
-@pytest.mark.parametrize("correction", ["predict", pytest.param("error-feedback", marks=pytest.mark.landing)])
+@pytest.mark.parametrize("correction", ["predict", "error-feedback"])
 def test_the_last_step_is_kept_without_a_copy_of_the_masters(correction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.optim.rule.STEP_PIECE", 1000)
     p = torch.randn(64_000)

@@ -166,9 +166,7 @@ def _temporary(optimizer: ShardedOptimizer) -> int:
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=() if rule == "--optimizer muon" else pytest.mark.landing) for rule in RULES]
-)
+@pytest.mark.parametrize("rule", RULES)
 def test_every_rule_at_every_stage_with_versions_and_places(rule: str, tmp_path: Path) -> None:
     """States to the byte, and what a step needs beside them: on the device, part of them on the host or in a file."""
     remainders = "remainders" in rule
