@@ -161,6 +161,19 @@ def test_what_a_ring_sends_hides_behind_attention() -> None:
     assert times["all_gather", 0.0] == times["all_gather", 1.0]
 
 
+def test_sums_of_a_backward_hide_behind_the_weights_gradients() -> None:
+    """All of them where a link is fast: a whole backward takes as long as over a link that costs nothing."""
+    config = _gpt(1, 4096, 32, 8, 1, 64, "--micro-batch-size 2", 8)
+
+    def backward(bandwidth: float, overlap: float) -> float:
+        hardware = replace(load_hardware("h100"), intra_node=Link(bandwidth, 0.0), overlap=overlap)
+        return Roofline(hardware).layers(config)[1].backward
+
+    assert backward(1e12, 1.0) == pytest.approx(backward(1e30, 0.0)) and backward(1e12, 0.0) > 1.01 * backward(
+        1e12, 1.0
+    )
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_half_batches_hide_messages_behind_each_other(sequence: bool) -> None:
     """What sticks out of a block's forward is the messages less the products that run meanwhile: nothing over a fast

@@ -21,6 +21,7 @@ from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
 from megalite.stores import StoreUrl, merged, place
 from megalite.stores import store as store_module
+from megalite.stores.s3 import S3Store
 from megalite.stores.store import Again, Store, StoreError, Tagged
 
 pytest.importorskip("fsspec", reason="stores are not tested: fsspec is not installed")
@@ -66,6 +67,20 @@ def test_conditions_and_ranges(url: StoreUrl) -> None:
     assert merged([(0, 4), (4, 6), (9, 10)]) == [(0, 6), (9, 10)]
     assert merged([(0, 4), (4, 6), (9, 10)], gap=3) == [(0, 10)]
     assert merged([(0, 4), (4, 6), (9, 10)], gap=3, most=8) == [(0, 6), (9, 10)]
+
+
+def test_s3_is_asked_for_the_bytes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def call(self: S3Store, method: str, **arguments: Any) -> dict[str, Any]:
+        asked.append(arguments.get("Range"))
+        return {"Body": b"", "ContentLength": 0, "ETag": ""}
+
+    monkeypatch.setattr(S3Store, "_call", call)
+    store = S3Store.__new__(S3Store)
+    for start, stop in ((0, None), (1, 3), (2, None)):
+        store._read("a", start, stop)
+    assert asked == [None, "bytes=1-2", "bytes=2-"]
 
 
 class Failing(Store):
