@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from megalite.comm import ParallelMesh, World
     from megalite.errors import ConfigError, MegaliteError, RuntimeFailure, ScheduleError
-    from megalite.library import Pipeline, ShardedOptimizer, layers_from_module, read_weights, run
+    from megalite.library import Pipeline, ShardedOptimizer, layers_from_module, read_weights, run, time_layers
     from megalite.schedule import (
         SCHEDULES,
         Program,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "comm": ("ParallelMesh", "World"),
     "errors": ("ConfigError", "MegaliteError", "RuntimeFailure", "ScheduleError"),
-    "library": ("Pipeline", "ShardedOptimizer", "layers_from_module", "read_weights", "run"),
+    "library": ("Pipeline", "ShardedOptimizer", "layers_from_module", "read_weights", "run", "time_layers"),
     "schedule": (
         "SCHEDULES", "Program", "build_program", "load_program", "parse_program", "render_svg", "render_text",
         "simulate", "validate",

@@ -5,15 +5,21 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import re
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
 from megalite.errors import MegaliteError, PeerLost
 
+LAUNCHER = (str(Path(__file__).parent) + os.sep, str(Path(__file__).parents[1] / "library" / "ranks.py"))
+CALLERS = ("_run_rank", "_run_alone", "begin")
+"""Functions of these files that call what every rank runs."""
 BEAT_SECONDS = 0.25
 PAGE_BYTES = 256 * 1024  # 28,000 characters of an error, escaped; what is not written to takes no memory
 PHASE_START = 64  # after the header
@@ -68,12 +74,20 @@ class RankError:
         return cls(
             type=type(error).__name__,
             text=ASIDES.sub("", str(error))[:8000],
-            traceback="".join(traceback.format_exception(error))[-20000:],
+            traceback="".join(traceback.format_exception(type(error), error, _below_us(error)))[-20000:],
             exit_code=error.exit_code if isinstance(error, MegaliteError) else 1,
             for_user=isinstance(error, MegaliteError),
             communication=_is_communication(error),
             seconds=time.monotonic(),
         )
+
+
+def _below_us(error: BaseException) -> TracebackType | None:
+    """The traceback from where the launcher has called what a rank runs; all of it where the launcher has failed."""
+    frame, caller = error.__traceback__, ""
+    while frame is not None and (code := frame.tb_frame.f_code).co_filename.startswith(LAUNCHER):
+        frame, caller = frame.tb_next, code.co_name
+    return frame if frame is not None and caller in CALLERS else error.__traceback__
 
 
 class RankPage:

@@ -148,6 +148,7 @@ class RankWatch:
         """Looks for ranks that are lost; ends this rank some seconds after another one has ended, unless it does so by
         itself."""
         assert self._store is not None and self._answered is not None
+        stacks = False
         try:
             while not self._leaving.wait(LISTEN_SECONDS):
                 lost = watched.lost()
@@ -156,6 +157,7 @@ class RankWatch:
                     self._tell_lost(lost)
                 if self._store.check([OVER]):
                     reason = " though another rank has ended"
+                    stacks = not self._store.check([CAUSE])  # where the cause is told they would only bury it
                     break
         except (
             RuntimeError,
@@ -165,7 +167,7 @@ class RankWatch:
         if self._leaving.wait(GRACE_SECONDS):
             return
         line = f"{self._me} did not finish{self._where()}{reason}"
-        self._end(line, stacks=True)
+        self._end(line, stacks=stacks)
 
     def _tell_lost(self, lost: str) -> None:
         """Names who is lost, unless somebody has, and has all ranks end."""

@@ -21,6 +21,7 @@
     tensor_cut.py  linear layers of such a module over tensor-parallel ranks, by a table of names; tensor_check.py: is
                    what lies between them right on parts
     modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
+    timing.py      `time_layers`; what watches a step
     ranks.py       `run`: processes without a configuration; returned.py: what rank 0 returns
     factory.py     a module by its name, for `--model-module` (megalite/train/foreign.py)
 
@@ -37,4 +38,5 @@ from megalite.library.parts import Parts
 from megalite.library.pipeline import Pipeline
 from megalite.library.ranks import run
 from megalite.library.sequences import Sequences
+from megalite.library.timing import LayerTime, time_layers
 from megalite.library.traced_layer import TracedLayer, draws, layers_from_module, layers_over

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
+from megalite.comm import Axis, all_gather_json
 from megalite.errors import ConfigError, ScheduleError
 from megalite.inventory import recomputed_layers
 from megalite.library.traced_layer import BODY
 from megalite.schedule import SCHEDULES, find_schedule
 
+OPERATIONS, PARAMETERS = "operations", "parameters"
+FINE = 1e9
+"""What all weights add up to: they are cut as whole operations."""
 TAKEN = "of_a_pipeline"
 """An attribute of layers and parameters that a pipeline has."""
 
@@ -42,6 +47,19 @@ def check_schedule(name: str) -> None:
         near = get_close_matches(str(name).lower(), SCHEDULES, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ScheduleError(f"schedule={name!r}: no such schedule{hint}; one of {', '.join(SCHEDULES)}") from None
+
+
+def weighed(balance: str | Sequence[float], count: int, world: Axis) -> str | list[float]:
+    """What the layers weigh, the same on all ranks. Collective where these are numbers. Raises ConfigError."""
+    if isinstance(balance, str):
+        if balance in (OPERATIONS, PARAMETERS):
+            return balance
+        raise ConfigError(f"balance={balance!r}: {OPERATIONS!r}, {PARAMETERS!r}, or a number for each layer")
+    numbers = [float(number) for number in balance]
+    if len(numbers) != count or not all(0 <= number < math.inf for number in numbers) or not sum(numbers):
+        raise ConfigError(f"balance: {len(numbers)} numbers; one from 0 on for each of the {count} layers is wanted")
+    largest = [max(each) for each in zip(*all_gather_json(numbers, world), strict=True)]
+    return [number / sum(largest) * FINE for number in largest]
 
 
 def check_memory(layers: int | None, method: str, offloaded: int) -> None:

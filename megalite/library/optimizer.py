@@ -158,7 +158,9 @@ class ShardedOptimizer:
     def begin_batch(self) -> None:
         """Raises ConfigError if the batch before has not been followed by a `step`."""
         if not self._stepped:
-            raise ConfigError("Pipeline.step was called twice: call ShardedOptimizer.step in between")
+            norm = self._pipeline.base_program.asynchronous  # the update is made, the norm not yet taken
+            why = ", which here returns the norm of the update that is made already" * norm
+            raise ConfigError(f"Pipeline.step was called twice: call ShardedOptimizer.step in between{why}")
         self._check_numbers()
         self._stepped = False
 

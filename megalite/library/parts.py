@@ -12,13 +12,12 @@ from megalite.comm import TensorSpec
 from megalite.engine import Ties
 from megalite.gradient import WeightGradQueue
 from megalite.library.cutting import Boundary, Tensors, crossings, cut
+from megalite.library.given import OPERATIONS
 from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
 from megalite.parallel.pipeline import Stage, stage_type
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.schedule import Program, StageKey, StagePlacement
-
-OPERATIONS, PARAMETERS = "operations", "parameters"
 
 
 class Parts:
@@ -41,7 +40,7 @@ class Parts:
         placement: StagePlacement,
         device: torch.device,
         *,
-        balance: str = OPERATIONS,
+        balance: str | Sequence[float] = OPERATIONS,
         sizes: Sequence[int] | None = None,
     ) -> None:
         self.layers, self.placement, self.device = list(layers), placement, device
@@ -51,7 +50,10 @@ class Parts:
         self.found = crossings(layers, example, device)
         for handle in counting:
             handle.remove()
-        costs = [layer.flops if balance == OPERATIONS else float(layer.parameters) for layer in self.found]
+        if isinstance(balance, str):
+            costs = [layer.flops if balance == OPERATIONS else float(layer.parameters) for layer in self.found]
+        else:
+            costs = list(balance)
         self.cuts, self.names = cut(placement, costs, sizes), Names(layers)
         self.tied, self.tied_stages = self.names.tied(self.cuts)
         self.given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, device) for x in example))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,13 +16,24 @@ from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.library.agreement import other_inputs, seen
 from megalite.library.cutting import Boundary, Tensors
-from megalite.library.given import check_free, check_memory, check_schedule, check_values, layer_ranges, listed, take
+from megalite.library.given import (
+    OPERATIONS,
+    check_free,
+    check_memory,
+    check_schedule,
+    check_values,
+    layer_ranges,
+    listed,
+    take,
+    weighed,
+)
 from megalite.library.modules import LossFunction, Sample
-from megalite.library.parts import OPERATIONS, PARAMETERS, Parts
+from megalite.library.parts import Parts
 from megalite.library.sequences import Sequences
+from megalite.library.timing import watched
 from megalite.library.traced_layer import together
 from megalite.library.words import in_arguments
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly, SharedGradient
+from megalite.parallel.pipeline import Events, Executor, ForwardOnly, PipelineTracer, SharedGradient
 from megalite.schedule import (
     Action,
     BatchRange,
@@ -67,7 +79,8 @@ class Pipeline:
         one process.
     chunks: stages of each rank, where the schedule leaves the choice (interleaved).
     sizes: number of layers of each stage; None: cut so that the fullest stage is as light as possible.
-    balance: what a layer weighs: its 'operations' (the slowest stage is as fast as possible) or its 'parameters'.
+    balance: what a layer weighs: its 'operations' (the slowest stage is as fast as possible) or its 'parameters', or a
+        number for each layer, such as its seconds (`time_layers`); of ranks that differ the largest counts.
     recompute_num_layers: recompute in backward: of each chunk of so many layers of a stage its input alone is kept;
         recompute_method='block': of each of the first so many. None: nothing is recomputed.
     cpu_offloading_num_layers: first layers of each stage whose activations wait in host memory for their backward.
@@ -86,7 +99,7 @@ class Pipeline:
         mesh: ParallelMesh | None = None,
         chunks: int | None = None,
         sizes: Sequence[int] | None = None,
-        balance: str = OPERATIONS,
+        balance: str | Sequence[float] = OPERATIONS,
         recompute_num_layers: int | None = None,
         recompute_method: str = "uniform",
         cpu_offloading_num_layers: int = 0,
@@ -99,7 +112,8 @@ class Pipeline:
         self.device = torch.device(device)
         layers, given = listed(layers), together(example)
         check_free(layers)
-        self._check(layers, balance)
+        self._check(layers)
+        weights = weighed(balance, len(layers), self.mesh.world)
         check_memory(recompute_num_layers, recompute_method, cpu_offloading_num_layers)
         self._programs: dict[int, Program] = {}
         self.batches = self.microbatches = 0  # that have been trained on
@@ -111,7 +125,7 @@ class Pipeline:
         self.base_program = program = self.program(own)  # by which weights are kept: versions, staleness, buffers
         self.placement = program.placement
         self.parts = Parts(
-            layers, self._sequences.share(given), self.placement, self.device, balance=balance, sizes=sizes
+            layers, self._sequences.share(given), self.placement, self.device, balance=weights, sizes=sizes
         )
         starts = [TensorSpec(tuple(given[0].shape), torch.int64, self.device)] if self._sequences.documents else []
         self._given = Boundary((*(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given), *starts))
@@ -128,13 +142,16 @@ class Pipeline:
         self._channel = Channel(down, up, self.placement.neighbours)
         self._broken, self._compared = "", False
         self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
-        self._executor = Executor(self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self))
+        synchronize = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None
+        self._executor = Executor(
+            self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self),
+            synchronize=synchronize,
+        )  # fmt: skip
         self.optimizer: WeightOwner | None = None
+        self._tracer: PipelineTracer | None = None
         take(layers)
 
-    def _check(self, layers: Sequence[nn.Module], balance: str) -> None:
-        if balance not in (OPERATIONS, PARAMETERS):
-            raise ConfigError(f"balance={balance!r}: {OPERATIONS!r} or {PARAMETERS!r}")
+    def _check(self, layers: Sequence[nn.Module]) -> None:
         if isinstance(self.schedule, Program):
             if self.schedule.num_ranks != self.mesh.size("pp"):
                 raise ConfigError(
@@ -171,10 +188,16 @@ class Pipeline:
                     "be like it"
                 )
 
-    def layers(self, key: StageKey, version: int = 0) -> list[tuple[int, nn.Module]]:
-        """(Number, layer) of a stage of this rank, in a weight version."""
-        module: Any = self.stages[key].module(version)
-        return list(enumerate(module.layers, module.first))
+    def layers(self, key: StageKey | None = None, version: int = 0) -> list[tuple[int, nn.Module]]:
+        """(Number, layer) of a stage of this rank, or of all of them, in a weight version."""
+        modules: list[Any] = [self.stages[each].module(version) for each in (self.stages if key is None else [key])]
+        return [pair for module in modules for pair in enumerate(module.layers, module.first)]
+
+    def trace(self, path: str) -> None:
+        """The next `step` writes its timeline to a file (.html, .json: with the plan; .svg, .txt). On all ranks."""
+        if not path.endswith((".html", ".json", ".svg", ".txt")):
+            raise ConfigError(f"trace: {path}: unknown form; end the name in .html, .json, .svg or .txt")
+        self._tracer = PipelineTracer(path, self._executor, self.mesh, 1)
 
     def parameters(self, key: StageKey) -> list[tuple[str, nn.Parameter]]:
         """(Name, parameter) of what learns in a stage of this rank: `Parts.parameters`."""
@@ -233,7 +256,8 @@ class Pipeline:
         known, factor = [*micro_batches, *announced], 1.0 / (together * self._replicas)
         samples = [self._sample(pair) for pair in known]
         source = _Samples(samples, self.microbatches, torch.tensor(factor, dtype=torch.float64, device=self.device))
-        with self._whole():
+        tracer, self._tracer = self._tracer, None
+        with self._whole(), watched(self._executor, tracer, program, batch):
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
                 if self.optimizer is not None:
                     self.optimizer.execute(action)

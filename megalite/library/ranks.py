@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,6 @@ from megalite.errors import MegaliteError
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
 from megalite.library.returned import read_value, write_value
 from megalite.scratch import scratch_folder
-
-logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 TRIAL_SECONDS = 1.0
@@ -78,10 +76,13 @@ def _run(
     )
     name = getattr(function, "__name__", "your function")
     here: list[Value] = []
-    one_thread = (parallel.nprocs or 1) > 1 and not _threads_survive_a_fork()
-    if one_thread:
-        logger.warning(
-            "ranks compute with one thread each: this process has computed with several, which no fork keeps"
+    ranks = parallel.nprocs or 1
+    one_thread = ranks > 1 and not _threads_survive_a_fork()
+    if one_thread and (os.cpu_count() or 1) >= 2 * ranks:  # else they would have one each
+        warnings.warn(
+            "ranks compute with one thread each, which is slower: this process has computed with several, and no fork "
+            "keeps them; call megalite.run before anything is computed here, or start the script with torchrun",
+            stacklevel=3,
         )
 
     def begin(_: LaunchSettings, world: World) -> None:

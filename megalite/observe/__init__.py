@@ -9,7 +9,6 @@
     pace            time left and device hours
     curves          curves as SVG: the picture of the loss, the report
     live_memory     the measured peak next to the predicted one
-    pipeline_trace  timelines of the pipeline as it ran, in the forms of planned ones
 
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 """
@@ -18,5 +17,4 @@ from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, Curve, names_
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, RUN_FILES, make_hooks, read_metrics
-from megalite.observe.pipeline_trace import PipelineTracer
 from megalite.observe.stats import ExpertStats, PartLosses, Record, StepStats, evaluation_record, perplexity

@@ -41,7 +41,7 @@ class ScheduleShape(NamedTuple):
         return -(-sum(self.workers[stage:]) // self.workers[stage]) - 1 if self.workers else self.p - 1 - rank
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Schedule:
     """One schedule of the table.
 
@@ -86,6 +86,9 @@ class Schedule:
     idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
     in_flight: Callable[[ScheduleShape], float] = lambda shape: min(shape.m, shape.p)
     takes_turns: bool = False
+
+    def __repr__(self) -> str:
+        return f"Schedule({self.name!r})"
 
 
 def flush_schedule(

@@ -21,9 +21,9 @@ from megalite.convert import Origin
 from megalite.data import begun_phases
 from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
-from megalite.observe import Hook, PipelineTracer, Record, make_hooks
+from megalite.observe import Hook, Record, make_hooks
 from megalite.optim import build_scaler
-from megalite.parallel.pipeline import Executor
+from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, open_module

@@ -26,8 +26,8 @@ from megalite.config import BatchSizeSchedule, Config, LengthSchedule
 from megalite.engine import Updater
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.observe import ExpertStats, Hooks, PartLosses, PipelineTracer, Record, StepStats
-from megalite.parallel.pipeline import Executor
+from megalite.observe import ExpertStats, Hooks, PartLosses, Record, StepStats
+from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason

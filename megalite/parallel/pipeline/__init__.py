@@ -8,6 +8,7 @@
     recomputed.py       a stage whose forward runs again ahead of its backward
     offloaded.py        a stage whose activations may wait on the host (`parallel/tiers` moves them)
     shared_params.py    tied embeddings: one logical tensor, several copies, one gradient
+    trace.py            timelines of the pipeline as it ran, in the forms of planned ones
     shared_rows.py  the same between stages that are cut differently
 
 Invariant: the executor knows no schedule by name; the order that was validated and simulated is the order that runs.
@@ -20,3 +21,4 @@ from megalite.parallel.pipeline.recomputed import RecomputedStage, repeated
 from megalite.parallel.pipeline.shared_params import SharedGradient, SumsCopies, holders, replica_axes
 from megalite.parallel.pipeline.shared_rows import SharedRows
 from megalite.parallel.pipeline.stage import ForwardOnly, Stage
+from megalite.parallel.pipeline.trace import PipelineTracer

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import warnings
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -63,10 +66,13 @@ def body_fails(world: World) -> list[tuple[object, str]]:
     return [ended(refuse), ended(fail)]
 
 
-def body_has_computed(world: World) -> int:
+def body_has_computed(world: World, cores: int) -> tuple[list[int], list[str]]:
     torch.set_num_threads(2)
     torch.randn(600, 600) @ torch.randn(600, 600)
-    return megalite.run(threads, nprocs=2, device="cpu", timeout_minutes=0.2)
+    with warnings.catch_warnings(record=True) as told, mock.patch("os.cpu_count", lambda: cores):
+        warnings.simplefilter("default")
+        found = [megalite.run(threads, nprocs=2, device="cpu", timeout_minutes=0.2) for _ in range(2)]
+    return found, [f"{Path(one.filename).name}: {one.message}" for one in told]
 
 
 def test_a_run_returns_what_rank_0_returns() -> None:
@@ -81,8 +87,12 @@ def test_what_does_not_leave_its_rank_is_one_line_and_a_failure_ends_with_its_st
         "tuples and dicts of them"
     ]
     assert other == 1 and "error: rank 1 failed in phase 'fail': ValueError: rank one is unwell" in text
+    assert "in fail" in text and "megalite/launch" not in text and "ranks.py" not in text, text
 
 
 def test_ranks_of_a_process_that_has_computed_do_not_wait_for_its_threads() -> None:
     """As a cell of a notebook has; with two threads each they would hang (libgomp)."""
-    assert run_single(body_has_computed, env={"OMP_NUM_THREADS": "2"}) == 1
+    for cores in 2, 4:  # two ranks on two cores have one thread each anyway
+        found, told = run_single(body_has_computed, cores, env={"OMP_NUM_THREADS": "2"})
+        assert found == [1, 1] and len(told) == (cores == 4)
+        assert all(line.startswith(f"{Path(__file__).name}: ranks compute with one thread each") for line in told)

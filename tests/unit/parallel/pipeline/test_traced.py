@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megalite.observe.pipeline_trace import mean_costs
+from megalite.parallel.pipeline.trace import mean_costs
 from megalite.schedule import Costs, build_program, simulate
 from megalite.schedule.simulate import Timeline
 

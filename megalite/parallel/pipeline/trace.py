@@ -1,4 +1,4 @@
-"""`--trace-pipeline FILE`: the timeline of the pipeline in the last iterations, in the forms of planned timelines.
+"""`--trace-pipeline FILE`, `Pipeline.trace`: the timeline of the last iterations, in the forms of planned timelines.
 
     .html   plan and measurement, one above the other      .json   both as a Chrome trace (ui.perfetto.dev)
     .svg    the measurement                                 .txt    the measurement as a text grid
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.comm import ParallelMesh, all_gather_json, barrier
-from megalite.parallel.pipeline import Executor
+from megalite.parallel.pipeline.executor import Executor
 from megalite.schedule import (
     BatchRange,
     Costs,
