@@ -55,8 +55,14 @@ def start(main_name: str, launcher: str) -> list[int]:
     return pids
 
 
-def body_ranks(world: World) -> tuple[list[int], float]:
-    pids, began = start("main_three_steps", "torchrun"), time.monotonic()
+def main_sees_nothing(config: Config, world: World) -> None:
+    """Two ranks that no broken connection wakes, as behind shared memory."""
+    fault_point("test.step", rank=world.rank, step=1)
+    time.sleep(60)
+
+
+def body_ranks(world: World, main: str = "main_three_steps") -> tuple[list[int], float]:
+    pids, began = start(main, "torchrun"), time.monotonic()
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return statuses, time.monotonic() - began
 
@@ -81,6 +87,15 @@ def test_the_rank_that_failed_is_named(
     assert len(re.findall(account, output)) == 1, output
     assert output.count("Traceback") == (action == "raise"), output
     assert elapsed < TIMEOUT_SECONDS + 10
+
+
+def test_no_stacks_bury_the_cause_where_it_is_known(capfd: pytest.CaptureFixture[str]) -> None:
+    """Only a rank that does not come to an end, and whose reason is not told, shows where it is."""
+    statuses, _ = run_single(body_ranks, "main_sees_nothing", faults=["kill@test.step:rank=1:step=1"])
+    output = capfd.readouterr().out
+    assert statuses == [1, -9, 1], output
+    assert len(re.findall(r"rank 1 \(\S+\) did not answer any more", output)) == 1, output
+    assert "most recent call first" not in output and output.count("\n") < 8, output
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
