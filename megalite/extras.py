@@ -59,6 +59,14 @@ def install_command(extra: str) -> str:
     return f'pip install -e "{"." if os.path.realpath(clone) == os.getcwd() else clone}[{extra}]"'
 
 
+def lacks(module: str) -> bool:
+    """Whether a package is not installed; nothing is imported."""
+    try:
+        return importlib.util.find_spec(module) is None
+    except (ImportError, ValueError):
+        return True
+
+
 def optional_package(flag: str, module: str, package: str | None = None) -> Any:
     """Import `module`, which `flag` (as the user gave it, with its value) needs.
 

@@ -23,6 +23,7 @@ from megalite.config.files import (
     meant_for_this_host,
     missing_data,
     missing_files,
+    missing_packages,
     schedule_file,
     text_without_tokenizer,
 )
@@ -110,7 +111,7 @@ def parse_with_origins(
     elsewhere: list[str] = []  # what another host may have
     if check_files:
         if config.training.dry_run and not meant_for_this_host(world):
-            elsewhere = missing_data(config)
+            elsewhere = [*missing_data(config), *missing_packages(config)]
         checks += [line for line in missing_files(config) if line not in elsewhere]
         if offered is not None and offered.without_tokenizer:
             checks += text_without_tokenizer(config, config.checkpoint.load or str(config.checkpoint.save))

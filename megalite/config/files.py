@@ -13,12 +13,15 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ScheduleError
+from megalite.extras import EXTRA_OF, install_command, lacks
 from megalite.files import input_problem, served_url, url_problem
 from megalite.schedule import load_program
 
 MAX_WORDS_BYTES = 1 << 20
 
 
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+"""Scheme of a store -> what reaches it."""
 HOST = 8
 """A world of this many ranks may be meant for this host; one that is larger, and has more ranks than cores, is not."""
 
@@ -30,7 +33,22 @@ def meant_for_this_host(world_size: int) -> bool:
 
 def missing_files(config: Config) -> list[str]:
     """List the files that are named but absent, one line each."""
-    return [*missing_data(config), *_other_files(config)]
+    return [*missing_data(config), *missing_packages(config), *_other_files(config)]
+
+
+def missing_packages(config: Config) -> list[str]:
+    """Those by which stores are reached that are named."""
+    given = {"load": config.checkpoint.load, "save": config.checkpoint.save}
+    found = [(name, url) for name, url in given.items() if url is not None]
+    data = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    found += [(name, url) for name in data for url in _paths(getattr(config.data, name))]
+    lines = []
+    for name, url in found:
+        served = served_url(str(url))
+        package = PACKAGES.get(served[0]) if served is not None else None
+        if package is not None and lacks(package):
+            lines.append(f"`{name}`={url}: needs the package {package}; {install_command(EXTRA_OF[package])}")
+    return lines
 
 
 def missing_data(config: Config) -> list[str]:

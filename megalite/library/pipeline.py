@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +29,7 @@ from megalite.library.given import (
 from megalite.library.modules import LossFunction, Sample
 from megalite.library.parts import Parts
 from megalite.library.sequences import Sequences
-from megalite.library.timing import watched
+from megalite.library.timing import clock_of, watched
 from megalite.library.traced_layer import together
 from megalite.library.words import in_arguments
 from megalite.parallel.pipeline import Events, Executor, ForwardOnly, PipelineTracer, SharedGradient
@@ -113,7 +112,7 @@ class Pipeline:
         layers, given = listed(layers), together(example)
         check_free(layers)
         self._check(layers)
-        weights = weighed(balance, len(layers), self.mesh.world)
+        balance = weighed(balance, len(layers), self.mesh.world)
         check_memory(recompute_num_layers, recompute_method, cpu_offloading_num_layers)
         self._programs: dict[int, Program] = {}
         self.batches = self.microbatches = 0  # that have been trained on
@@ -125,7 +124,7 @@ class Pipeline:
         self.base_program = program = self.program(own)  # by which weights are kept: versions, staleness, buffers
         self.placement = program.placement
         self.parts = Parts(
-            layers, self._sequences.share(given), self.placement, self.device, balance=weights, sizes=sizes
+            layers, self._sequences.share(given), self.placement, self.device, balance=balance, sizes=sizes
         )
         starts = [TensorSpec(tuple(given[0].shape), torch.int64, self.device)] if self._sequences.documents else []
         self._given = Boundary((*(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given), *starts))
@@ -142,11 +141,8 @@ class Pipeline:
         self._channel = Channel(down, up, self.placement.neighbours)
         self._broken, self._compared = "", False
         self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
-        synchronize = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else None
-        self._executor = Executor(
-            self.mesh.coordinate("pp"), self.stages, self.placement, self._channel, _Events(self),
-            synchronize=synchronize,
-        )  # fmt: skip
+        rank, clock = self.mesh.coordinate("pp"), clock_of(self.device)
+        self._executor = Executor(rank, self.stages, self.placement, self._channel, _Events(self), synchronize=clock)
         self.optimizer: WeightOwner | None = None
         self._tracer: PipelineTracer | None = None
         take(layers)

@@ -163,7 +163,7 @@ class MemoryCheckHook(Hook):
         if trainer.mesh.world.is_first:
             what = "allocated on the GPU" if trainer.device.type == "cuda" else "of live tensors"
             logger.info(
-                " memory: predicted %s, measured peak %s %s on the fullest rank (error %+.1f%%)",
+                "memory: predicted %s, measured peak %s %s on the fullest rank (error %+.1f%%)",
                 in_units(predicted, "B"), in_units(measured, "B"), what, 100 * record["memory_error"],
             )  # fmt: skip
 

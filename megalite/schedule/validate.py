@@ -384,11 +384,11 @@ def _chunks(program: Program, run: Sequence[BatchRange]) -> Iterator[MessageFaul
 def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Lists) -> str:
     lines = [f"schedule {program.name} is refused: {rule}: {faults[0].message}"]
     culprits = {fault.rank: fault.position for fault in faults}
-    lines += [draw_list(rank, actions, culprits.get(rank)) for rank, actions in enumerate(lists)]
+    lines += [draw_list(rank, lists[rank], culprits[rank]) for rank in sorted(culprits)]
     return "\n".join(lines)
 
 
-def draw_list(rank: int, actions: Sequence[Action], culprit: int | None, around: int = 9) -> str:
+def draw_list(rank: int, actions: Sequence[Action], culprit: int | None, around: int = 4) -> str:
     """One rank's list on one line, cut to the neighbourhood of the culprit, which is followed by `<-- HERE`."""
     words = [str(action) for action in actions]
     if culprit is None:

@@ -53,7 +53,8 @@ def announce(
     memory = None if foreign is None else memory_of(config, world.size, program, foreign, plan, on_cpu=on_cpu)
     if world.is_first:
         device = "CPU" if on_cpu else torch.cuda.get_device_name(world.device)
-        logger.info("\n%s", format_table(rows_of(config, world.size, program, cuts, plan, foreign, memory, device)))
+        table = format_table(rows_of(config, world.size, program, cuts, plan, foreign, memory, device))
+        logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
         for line in device_advice(config, world.device):
             logger.warning(line)
     check_float8(config, world.device)

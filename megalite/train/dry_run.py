@@ -12,7 +12,7 @@ import torch
 
 from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint, without_gc
 from megalite.comm import Axis, ContextAxes
-from megalite.config import Config, DataConfig, dump_yaml, meant_for_this_host, missing_data
+from megalite.config import Config, DataConfig, dump_yaml, meant_for_this_host, missing_data, missing_packages
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
@@ -52,7 +52,7 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
     notes = [f" not checked: devices, memory, data, `load` and `save` ({world_size} ranks are not meant for this host)"]
-    notes += [f" not here    {line}" for line in missing_data(config)]
+    notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     if here:
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts, plan, foreign)

@@ -82,7 +82,7 @@ def test_the_written_configuration_runs(tmp_path: Path) -> None:
     ):
         status, output = run_single(body_command, str(tmp_path), command, timeout=300)
         assert status == 0, output
-    assert "completed at iteration 4" in output
+    assert "completed at iteration 4" in output and " \n" not in output, "no line is blank"
 
 
 def test_errors_are_one_line_with_status_two() -> None:

@@ -35,7 +35,7 @@ def restarts(config: Config, world_size: int) -> Iterator[str]:
         )
     resumes = settings.save is not None and (settings.auto_resume or settings.load == settings.save)
     if given.check_hosts and settings.save is None:
-        yield "`check_hosts`: lists the hosts that are left out in `save`; add `save` DIR"
+        yield "`check_hosts`: needs `save` DIR, where it lists the hosts that it leaves out; add it"
     flags = {"`max_restarts`": given.max_restarts or None, "`elastic`": given.elastic}
     for flag, value in flags.items():
         if value is not None and not resumes:

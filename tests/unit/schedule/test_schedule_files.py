@@ -102,6 +102,8 @@ def test_a_wrong_order_is_drawn(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="V1 .*: micro-batch 0 has no B or I on stage 1") as error:
         load_program(path)
     assert "1B2v0 <-- HERE" in str(error.value), "the end of the first of both batches"
+    (_, drawn) = str(error.value).split("\n")
+    assert len(drawn) < 120
     assert not validate(parse_program(OWN.replace("1F0 1B0 1F1 1B1", "1F1 1F0 1B1 1B0"))).in_order
     with pytest.raises(ScheduleError, match="--pipeline-schedule-file=.*missing.txt: cannot be read"):
         load_program(tmp_path / "missing.txt")
