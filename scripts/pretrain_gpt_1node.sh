@@ -12,6 +12,13 @@ if [[ $# -lt 2 || $1 == -* || $2 == -* ]]; then
     echo "usage: $0 DATA_PREFIX SAVE_DIR [--flag value ...]" >&2
     exit 2
 fi
+for word in "$@"; do
+    if [[ $word == --config || $word == --config=* ]]; then
+        echo "error: $word: the flags here are those of a GPT-2 of 345 million parameters, which would count before the file's; run" >&2
+        echo "       torchrun --standalone --nproc-per-node ${GPUS_PER_NODE:-8} pretrain_gpt.py --config FILE.yaml" >&2
+        exit 2
+    fi
+done
 DATA_PATH=$1
 SAVE_DIR=$2
 shift 2

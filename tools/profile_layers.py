@@ -49,7 +49,6 @@ from megalite.comm import (
 from megalite.config import BatchRamp, Config, TrainingLength, read_unjudged
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import model_layers
 from megalite.launch import launch
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
@@ -320,7 +319,9 @@ def settings(argv: list[str]) -> tuple[argparse.Namespace, Config, list[int]]:
     name_ignored(rest)
     if config.model.vocab_size == 0:
         raise ConfigError("--vocab-size=0: no tokenizer is read here; give the vocabulary's size")
-    model_layers(config.model)  # refuses a module of the user's
+    if config.model.is_foreign:
+        name = config.model.module.model_module
+        raise ConfigError(f"--model-module={name}: megalite.time_layers times layers of your own (docs/library.md)")
     return args, config, [int(size) for size in sizes]
 
 

@@ -17,9 +17,8 @@ from types import TracebackType
 
 from megalite.errors import MegaliteError, PeerLost
 
-LAUNCHER = (str(Path(__file__).parent) + os.sep, str(Path(__file__).parents[1] / "library" / "ranks.py"))
 CALLERS = ("_run_rank", "_run_alone", "begin")
-"""Functions of these files that call what every rank runs."""
+"""Functions of the launcher and of `library/ranks.py` that call what every rank runs."""
 BEAT_SECONDS = 0.25
 PAGE_BYTES = 256 * 1024  # 28,000 characters of an error, escaped; what is not written to takes no memory
 PHASE_START = 64  # after the header
@@ -84,8 +83,10 @@ class RankError:
 
 def _below_us(error: BaseException) -> TracebackType | None:
     """The traceback from where the launcher has called what a rank runs; all of it where the launcher has failed."""
+    here = Path(__file__).parent
+    ours = (str(here) + os.sep, str(here.parent / "library" / "ranks.py"))
     frame, caller = error.__traceback__, ""
-    while frame is not None and (code := frame.tb_frame.f_code).co_filename.startswith(LAUNCHER):
+    while frame is not None and (code := frame.tb_frame.f_code).co_filename.startswith(ours):
         frame, caller = frame.tb_next, code.co_name
     return frame if frame is not None and caller in CALLERS else error.__traceback__
 

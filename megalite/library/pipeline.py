@@ -252,8 +252,7 @@ class Pipeline:
         known, factor = [*micro_batches, *announced], 1.0 / (together * self._replicas)
         samples = [self._sample(pair) for pair in known]
         source = _Samples(samples, self.microbatches, torch.tensor(factor, dtype=torch.float64, device=self.device))
-        tracer, self._tracer = self._tracer, None
-        with self._whole(), watched(self._executor, tracer, program, batch):
+        with self._whole(), watched(self._executor, self._tracer, program, batch):
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
                 if self.optimizer is not None:
                     self.optimizer.execute(action)
@@ -265,6 +264,7 @@ class Pipeline:
             self.batches, self.microbatches = self.batches + 1, batch.end
             self._losses |= self._executor.take_losses()
             own = [self._losses.pop(number) for number in range(batch.start, batch.end) if number in self._losses]
+            self._tracer = None
             return self._mean(own, micro_batches)
 
     def update_of(self, microbatch: int) -> int:

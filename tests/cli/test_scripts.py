@@ -93,10 +93,25 @@ def test_dry_run_prints_a_command_that_parses(
 
 
 @pytest.mark.parametrize("script", ["pretrain_gpt_1node.sh", "pretrain_gpt_multinode.sh", "slurm.sbatch"])
-def test_missing_arguments_show_the_usage(script: str) -> None:
-    result = subprocess.run([str(ROOT / "scripts" / script)], capture_output=True, text=True)
-    assert result.returncode != 0
-    assert re.search(r"usage: .*SAVE_DIR", result.stderr)
+@pytest.mark.parametrize("words", [[], ["--help"], ["--config", "my.yaml"]], ids=" ".join)
+def test_missing_arguments_show_the_usage(script: str, words: list[str]) -> None:
+    result = subprocess.run([str(ROOT / "scripts" / script), *words], capture_output=True, text=True)
+    assert result.returncode == 2 and not result.stdout
+    assert re.match(r"usage: .*SAVE_DIR", result.stderr) and "line " not in result.stderr
+
+
+@pytest.mark.parametrize("config", [["--config", "configs/llama_1b.yaml"], ["--config=configs/llama_1b.yaml"]])
+def test_a_configuration_of_ones_own_is_given_no_flags_of_another_model(config: list[str]) -> None:
+    """With `--config` the script of many nodes adds data, tokenizer and SAVE_DIR, or SAVE_DIR alone."""
+    data = ["--data-path", "data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "t.json"]
+    for names, added in ((["out"], []), (["data", "t.json", "out"], data)):
+        words = _dry_run("pretrain_gpt_multinode.sh", *names, *config, "--seed", "77")
+        flags = words[words.index("pretrain_gpt.py") + 1 :]
+        assert flags == [*added, "--save", "out", "--load", "out", *config, "--seed", "77"]
+    found = subprocess.run(
+        [str(ROOT / "scripts" / "pretrain_gpt_1node.sh"), "data", "out", *config], capture_output=True, text=True
+    )
+    assert found.returncode == 2 and "torchrun --standalone --nproc-per-node 8 pretrain_gpt.py" in found.stderr
 
 
 def _slurm_job(folder: Path, srun: str, **variables: str) -> subprocess.CompletedProcess[str]:

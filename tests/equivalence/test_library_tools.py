@@ -78,7 +78,6 @@ def body_timed(world: World) -> None:
         times = megalite.time_layers(layers, example, repeats=2)
         assert [one.name for one in times] == [f"layers[{n}] {type(layer).__name__}" for n, layer in enumerate(layers)]
         assert times[1].forward >= 0.004 and all(0 < one.backward < one.seconds for one in times if "Slow" in one.name)
-        assert times[1].seconds == max(one.seconds for one in times)
     assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in nn.ModuleList(layers).parameters())
     assert all(torch.equal(before[name], now) for name, now in nn.ModuleList(layers).state_dict().items())
 

@@ -54,6 +54,12 @@ LINES = [
     (f"{EVALUATE} --text-file {{tmp}}", "--text-file={tmp}: is a directory; give a file"),
     (f"{EVALUATE} --text-file {__file__} --micro-batch-size 0", "--micro-batch-size=0: must be >= 1"),
     (f"{EVALUATE} --text-file {__file__} --overlap -1", "--overlap=-1: must be >= 0"),
+    (
+        f"{PROFILE} --vocab-size 300 --output {{tmp}}/p.json --model-module m.py:f",
+        "--model-module=m.py:f: megalite.time_layers times layers of your own",
+    ),
+    ("plan --num-devices 2 --memory-margin nan", "--memory-margin=nan: a part of the memory, from 0 to below 1"),
+    ("plan --num-devices 2 --memory-margin 1", "--memory-margin=1: a part of the memory, from 0 to below 1"),
     (f"{TASKS} --limit 0", "--limit=0: must be >= 1"),
     (f"{TASKS} --num-fewshot -1", "--num-fewshot=-1: must be >= 0"),
     (f"{TASKS} --micro-batch-size 0", "--micro-batch-size=0: must be >= 1"),
