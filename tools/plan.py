@@ -165,7 +165,7 @@ def _run(argv: list[str]) -> None:
     cluster = load_cluster(args.hardware, args.num_devices, devices_per_node=args.devices_per_node)
     if len(cluster) > 1 and (not args.stages_may_differ or args.profile):
         raise ConfigError(
-            f"--hardware={args.hardware}: devices of several kinds; add --stages-may-differ, no --profile"
+            f"--hardware={args.hardware}: devices of several kinds; use --stages-may-differ, no --profile or --sweep"
         )
     hardware = min((kind for _, kind in cluster), key=lambda kind: kind.matrix_flops["bf16"])  # sets the pace of all
     if args.host_memory_gb is not None:

@@ -187,7 +187,7 @@ def _model(config: Config, changes: _Changes) -> ModelConfig:
     groups, heads = None, tp * (2 if many else 1)
     if model.query_groups < model.num_attention_heads:
         groups = tp * (2 if model.query_groups // tp > 1 else 1) if model.query_groups >= tp else model.query_groups
-        heads = groups * 2
+        heads = groups * 2 if groups >= tp else heads  # neighbours share keys
     odd = model.kv_channels is not None and model.kv_channels * model.num_attention_heads != model.hidden_size
     hidden = heads * HEAD + (HEAD if odd else 0)
     rotated = int(HEAD * model.rotary_percent)

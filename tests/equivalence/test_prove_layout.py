@@ -171,3 +171,11 @@ def test_float8_is_proved_by_rows_of_single_samples() -> None:
     given = small.config.training
     assert (given.micro_batch_size, given.float8.fp8_format, given.float8.fp8_recipe) == (1, "hybrid", "rowwise")
     assert "--fp8-recipe: blockwise -> rowwise" in small.changes
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_ranks_that_share_keys_do_so_in_the_small_form(groups: int) -> None:
+    small = small_form(["--tensor-model-parallel-size", "4", "--num-query-groups", str(groups)], 4)
+    model = small.config.model
+    assert model.query_groups == groups and model.legal_tensor_size(4)
+    assert model.query_groups < model.num_attention_heads or groups == 4
