@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -19,6 +20,7 @@ require_core()
 
 from megalite.config import Config, Parsed, ignored_line, parse_with_origins
 from megalite.errors import MegaliteError, in_flags
+from megalite.events import EventHandler
 from megalite.launch import (
     INTERRUPTED,
     EndAtOnce,
@@ -64,7 +66,9 @@ def main(argv: list[str]) -> int:
     if place.rank == 0 and (advice := advise_threads(parsed.config, place)) is not None:
         logging.getLogger("megalite").warning(advice)
     left_out = Path(parsed.config.checkpoint.run_folder or ".") / "left_out.txt"
-    return launch(parsed.config, train, place, ranks=parsed.ranks, left_out=left_out)
+    command, save = parsed.config.logging.on_event, parsed.config.checkpoint.save
+    with nullcontext() if command is None else EventHandler(command, {"save": save}):
+        return launch(parsed.config, train, place, ranks=parsed.ranks, left_out=left_out)
 
 
 def read_offer(load: str, ckpt_step: int | None) -> Offer | None:

@@ -2,7 +2,9 @@
 
     any room --tell_event--> a logger of their own --> EventHandler --Popen--> the command, never waited for
 
-Telling costs nothing where nobody listens: the logger is then off, as the level of its records is below every other's.
+The entry script listens, from before the ranks start to the end of the process: ranks inherit it, and the process that
+supervises them tells who was killed. Telling costs nothing where nobody listens: the logger is then off, as the level
+of its records is below every other's.
 """
 
 from __future__ import annotations
@@ -29,15 +31,22 @@ def tell_event(event: str, **facts: Any) -> None:
     logging.getLogger(_LOGGER).debug(event, extra={"facts": facts})
 
 
+def share_facts(**facts: Any) -> None:
+    """Adds facts that all events of this process have from now on."""
+    for handler in logging.getLogger(_LOGGER).handlers:
+        assert isinstance(handler, EventHandler)
+        handler.facts.update(facts)
+
+
 class EventHandler(logging.Handler):
-    """Starts a command for each event, with facts that all events of the run share.
+    """Starts a command for each event, with `facts` that all events of the process share.
 
     command: as a shell would split it; no shell runs it. seconds: after which it is ended.
     """
 
     def __init__(self, command: str, facts: Mapping[str, Any], seconds: float = SECONDS) -> None:
         super().__init__()
-        self._command, self._facts, self._seconds = shlex.split(command), facts, seconds
+        self._command, self.facts, self._seconds = shlex.split(command), dict(facts), seconds
         self._warned = False
 
     def __enter__(self) -> EventHandler:
@@ -55,7 +64,7 @@ class EventHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         time = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self._facts}
+        event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self.facts}
         text = json.dumps(event | getattr(record, "facts", {}), default=str)
         try:
             started = subprocess.Popen(

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError, HostProblem, MegaliteError, PeerLost
+from megalite.events import tell_event
 from megalite.launch import environment
 from megalite.launch.devices import (
     busy_cores,
@@ -150,6 +151,7 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
         blame = watch.account(description.text.strip().split("\n")[0])
         if blame:
             print_lines(blame)
+            tell_event("lost", line=blame)
         return 1
     if isinstance(error, MegaliteError):
         tells = watch.tells(str(error)) if watch is not None else None
@@ -238,6 +240,8 @@ def _report(outcome: Outcome) -> None:
     if culprit.error is not None and not culprit.error.for_user:
         print(culprit.error.traceback.rstrip(), file=sys.stderr)
     print(f"error: {outcome.describe()}", file=sys.stderr, flush=True)
+    if culprit.error is None:
+        tell_event("lost", line=culprit.describe())
 
 
 def _run_rank(

@@ -15,7 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megalite.events import EventHandler, tell_event
+from megalite.events import share_facts, tell_event
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
 
@@ -132,18 +132,16 @@ def _handler_of(hook: PrometheusHook) -> type[BaseHTTPRequestHandler]:
 
 
 class EventHook(Hook):
-    """Tells `--on-event` of start, saves, rollbacks, slow ranks and the end; all ranks listen to other rooms.
+    """Tells `--on-event` of start, saves, rollbacks, slow ranks and the end; of all ranks, who they are.
 
     tells: whether this rank tells what all ranks know.
     """
 
-    def __init__(self, command: str, save: str | None, *, tells: bool) -> None:
-        self._command, self._save, self._tells = command, save, tells
-        self._handler: EventHandler | None = None
+    def __init__(self, *, tells: bool) -> None:
+        self._tells = tells
 
     def on_start(self, trainer: TrainerView) -> None:
-        facts = {"save": self._save, "rank": trainer.mesh.rank, "world_size": trainer.mesh.size("world")}
-        self._handler = EventHandler(self._command, facts).__enter__()
+        share_facts(rank=trainer.mesh.rank, world_size=trainer.mesh.size("world"))
         self._tell("start", iteration=trainer.iteration, train_iters=trainer.train_iters, layout=str(trainer.mesh))
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
@@ -159,8 +157,6 @@ class EventHook(Hook):
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         self._tell("end", **summary)
-        if self._handler is not None:
-            self._handler.__exit__()
 
     def _tell(self, event: str, **facts: object) -> None:
         if self._tells:

@@ -81,7 +81,7 @@ def make_hooks(
             watched = PrometheusHook(Path(save or "run").name, place, logging.prometheus.prometheus_port)
             hooks.append(guarded(watched, "Prometheus"))
     if logging.on_event is not None:
-        hooks.append(guarded(EventHook(logging.on_event, save, tells=rank == 0), "the command of `on_event`"))
+        hooks.append(EventHook(tells=rank == 0))
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile", executor)
         hooks.append(guarded(profiler, "the profiler"))

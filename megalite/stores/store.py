@@ -163,7 +163,7 @@ class Store:
             try:
                 return attempt()
             except Again as error:
-                pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**count))
+                pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(count, 64)))
                 count += 1
                 if time.monotonic() + pause - began > self.deadline:
                     raise StoreError(f"{self.root}: could not {what} in {count} attempts: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megalite.comm.world import World
 from megalite.config import Config, parse
+from megalite.events import EventHandler
 from megalite.faults import fault_point
 from megalite.launch import watch
 from megalite.launch.launcher import LaunchEnvironment, launch
@@ -51,7 +53,8 @@ def start(main_name: str, launcher: str) -> list[int]:
         pids.append(os.fork())
         if pids[-1] == 0:
             place = LaunchEnvironment(launcher, rank, SIZE, rank, SIZE, "127.0.0.1", port, parent=launcher == "srun")
-            os._exit(launch(parse(FLAGS), globals()[main_name], place))
+            with EventHandler(f"tee -a {os.environ.get('MEGALITE_TEST_FOLDER', '/dev')}/null", {}):
+                os._exit(launch(parse(FLAGS), globals()[main_name], place))
     return pids
 
 
@@ -79,14 +82,18 @@ def body_ranks(world: World, main: str = "main_three_steps") -> tuple[list[int],
     ],
 )
 def test_the_rank_that_failed_is_named(
-    action: str, status: int, account: str, capfd: pytest.CaptureFixture[str]
+    action: str, status: int, account: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    statuses, elapsed = run_single(body_ranks, faults=[f"{action}@test.step:rank=1:step=1"])
+    faults = [f"{action}@test.step:rank=1:step=1"]
+    statuses, elapsed = run_single(body_ranks, faults=faults, env={"MEGALITE_TEST_FOLDER": str(tmp_path)})
     output = capfd.readouterr().out
     assert statuses == [1, status, 1], output
     assert len(re.findall(account, output)) == 1, output
     assert output.count("Traceback") == (action == "raise"), output
     assert elapsed < TIMEOUT_SECONDS + 10
+    told = [json.loads(line) for line in (tmp_path / "null").read_text().splitlines()] if action == "kill" else []
+    assert [event["event"] for event in told] == ["lost"] * (action == "kill")
+    assert all(re.search(account, event["line"]) for event in told)
 
 
 def test_no_stacks_bury_the_cause_where_it_is_known(capfd: pytest.CaptureFixture[str]) -> None:

@@ -107,15 +107,16 @@ def events(path: Path, count: int) -> list[dict]:
 
 def test_the_command_is_told_what_happens(tmp_path: Path) -> None:
     path = tmp_path / "told"
-    trainer, hook = FakeTrainer(tiny_config(log_interval=1)), EventHook(command(path), "runs/a", tells=True)
+    trainer, hook = FakeTrainer(tiny_config(log_interval=1)), EventHook(tells=True)
     hooks = Hooks([hook])
-    hooks.on_start(trainer)
-    hooks.after_step(trainer, trainer.step())
-    tell_event("spike", iteration=1, norm=9.0)
-    hook.on_log(trainer, {"iteration": 1, "slowest_rank": 3, "slowest_rank_host": "b", "slowest_rank_ratio": 2.0})
-    hooks.on_save(trainer, iteration=1, path="x", seconds=0.5)
-    hooks.on_rollback(trainer, {"kind": "rollback", "iteration": 1})
-    hooks.on_end(trainer, "completed")
+    with EventHandler(command(path), {"save": "runs/a"}):
+        hooks.on_start(trainer)
+        hooks.after_step(trainer, trainer.step())
+        tell_event("spike", iteration=1, norm=9.0)
+        hook.on_log(trainer, {"iteration": 1, "slowest_rank": 3, "slowest_rank_host": "b", "slowest_rank_ratio": 2.0})
+        hooks.on_save(trainer, iteration=1, path="x", seconds=0.5)
+        hooks.on_rollback(trainer, {"kind": "rollback", "iteration": 1})
+        hooks.on_end(trainer, "completed")
     found = events(path, 6)
     assert [event["event"] for event in found] == ["start", "spike", "slow rank", "save", "rollback", "end"]
     assert all(event["save"] == "runs/a" and event["rank"] == 0 and event["host"] for event in found)
@@ -127,11 +128,12 @@ def test_the_command_is_told_what_happens(tmp_path: Path) -> None:
 
 def test_other_ranks_tell_only_what_they_alone_know(tmp_path: Path) -> None:
     path = tmp_path / "told"
-    hook = EventHook(command(path), None, tells=False)
+    hook = EventHook(tells=False)
     trainer = FakeTrainer(tiny_config())
-    hook.on_start(trainer)
-    tell_event("lost", line="rank 3 did not answer any more")
-    hook.on_end(trainer, {"status": "failed"})
+    with EventHandler(command(path), {}):
+        hook.on_start(trainer)
+        tell_event("lost", line="rank 3 did not answer any more")
+        hook.on_end(trainer, {"status": "failed"})
     (event,) = events(path, 1)
     assert event["event"] == "lost" and event["line"].startswith("rank 3")
 
