@@ -85,7 +85,7 @@ def assert_same(found: Path, wanted: Path, *, bitwise: bool) -> None:
         if bitwise:
             assert torch.equal(ours[name], value), name
         else:
-            torch.testing.assert_close(ours[name], value, rtol=1e-9, atol=1e-12, msg=name)
+            torch.testing.assert_close(ours[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_all_ranks_decide_alike_and_a_resume_remembers(told: Path, tmp_path: Pat
     assert skipped(tmp_path) == [PLANTED]
     found = last(tmp_path)
     for name, value in last(told).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_2bw_skips_what_one_process_of_2bw_skips(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_2bw_skips_what_one_process_of_2bw_skips(tmp_path: Path) -> None:
     run_ranks(planted_run, 2, command(tmp_path / "two", *flags, *LAYOUTS["dp2 zero1"]))
     assert skipped(tmp_path / "one") == skipped(tmp_path / "two") != []
     for name, value in last(tmp_path / "one").items():
-        torch.testing.assert_close(last(tmp_path / "two")[name], value, rtol=1e-9, atol=1e-12, msg=name)
+        torch.testing.assert_close(last(tmp_path / "two")[name], value, rtol=1e-12, atol=1e-12, msg=name)
 
 
 def test_log_leaves_the_run_alone_and_stop_ends_it(tmp_path: Path) -> None:
