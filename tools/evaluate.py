@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import MOST, ToolParser, check_file, check_numbers, run_tool, stored
-from layout_flags import add_layout_flags, run_on_ranks
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
+from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.progress import LINES, OnProgress, ProgressBar, no_progress
 
@@ -45,11 +45,7 @@ LONGEST = 1e6  # longer numbers are printed as powers of ten
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Measure how well a checkpoint predicts text.")
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
-    )
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
-    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
+    add_model_flags(parser)
     parser.add_argument("--data-path", metavar="PATH", help=".bin/.idx prefix, text file or JSONL file")
     parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document")
     parser.add_argument(
@@ -100,17 +96,9 @@ def main(argv: list[str]) -> int:
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, evaluate; the first prints."""
     from megalite.checkpoint import is_huggingface
-    from megalite.inference import load_for_inference
 
     world.report_phase("loading")
-    loaded = load_for_inference(
-        flags.load,
-        ckpt_step=flags.ckpt_step,
-        use_ema=flags.use_ema,
-        device=str(world.device),
-        world=world,
-        parallel=flags.parallel,
-    )
+    loaded = loaded_model(flags, world)
     world.report_phase("evaluating")
     unit = "passages" if flags.task == "lambada" else "samples"
     with ProgressBar("evaluating", unit, lines=LINES if world.is_first else 0) as bar:

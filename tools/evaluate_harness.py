@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import MOST, ToolParser, check_numbers, run_tool, stored
-from layout_flags import add_layout_flags, run_on_ranks
+from command_line import MOST, ToolParser, check_numbers, run_tool
+from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
 
@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Run tasks of lm-evaluation-harness on a checkpoint.")
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
-    )
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
-    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
+    add_model_flags(parser)
     parser.add_argument("--tasks", required=True, help="names of tasks, comma between them")
     parser.add_argument(
         "--include-path", metavar="DIR", help="folder with task files of your own; lm_eval runs programs that they name"
@@ -53,16 +49,9 @@ def main(argv: list[str]) -> int:
 
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank asks the same questions, and all of them answer together; the first prints each task's measures."""
-    from megalite.inference import harness_model, load_for_inference
+    from megalite.inference import harness_model
 
-    loaded = load_for_inference(
-        flags.load,
-        ckpt_step=flags.ckpt_step,
-        use_ema=flags.use_ema,
-        device=str(world.device),
-        world=world,
-        parallel=flags.parallel,
-    )
+    loaded = loaded_model(flags, world)
     model = harness_model(loaded, micro_batch_size=flags.micro_batch_size)
     results = measure(model, flags)
     if not world.is_first:

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from command_line import MOST, ToolParser, check_file, check_numbers, run_tool, stored
+from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from generate_chat import Printer, answer, given_sampling
-from layout_flags import add_layout_flags, run_on_ranks
+from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks
 from megalite.config import Sampling
 from megalite.errors import ConfigError
 
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
     parser = ToolParser("Let a checkpoint continue prompts.")
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
-    )
-    parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
-    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
+    add_model_flags(parser)
     parser.add_argument("--prompt", default="", help="text to continue; empty: the beginning of a document")
     parser.add_argument("--prompts", metavar="FILE", help="JSONL file with a field 'prompt', or a prompt in each line")
     parser.add_argument(
@@ -98,17 +94,10 @@ def continue_prompts(flags: argparse.Namespace, world: World) -> None:
         prompt_ids,
         read_prompts,
     )
-    from megalite.inference import generate, load_for_inference
+    from megalite.inference import generate
 
     world.report_phase("loading")
-    loaded = load_for_inference(
-        flags.load,
-        ckpt_step=flags.ckpt_step,
-        use_ema=flags.use_ema,
-        device=str(world.device),
-        world=world,
-        parallel=flags.parallel,
-    )
+    loaded = loaded_model(flags, world)
     world.report_phase("generating")
     tokenizer = loaded.tokenizer
     if flags.chat:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from command_line import ToolParser
+from command_line import ToolParser, stored
 from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, show
 from megalite.config import Option as ConfigOption
 from megalite.errors import ConfigError
@@ -16,6 +16,7 @@ from megalite.launch import launch, read_environment
 
 if TYPE_CHECKING:
     from megalite.comm import World
+    from megalite.inference import LoadedModel
 
 #: Flags of the parallel section that a model needs which is not trained.
 LAYOUT = (
@@ -59,6 +60,23 @@ def add_layout_flags(parser: ToolParser, *more: str) -> None:
             choices=option.choices,
             help=option.help,
         )
+
+
+def add_model_flags(parser: ToolParser) -> None:
+    """The flags of the model that is loaded."""
+    parser.add_argument(
+        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
+    )
+    parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
+    parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
+
+
+def loaded_model(flags: argparse.Namespace, world: World) -> LoadedModel:
+    """The model that the flags name, on every rank. Raises MegaliteError."""
+    from megalite.inference import load_for_inference  # torch comes with it
+
+    which = {"ckpt_step": flags.ckpt_step, "use_ema": flags.use_ema}
+    return load_for_inference(flags.load, **which, device=str(world.device), world=world, parallel=flags.parallel)
 
 
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:

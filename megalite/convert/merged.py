@@ -9,15 +9,15 @@ named last: a mean of moments belongs to no weights that a gradient was taken at
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import CheckpointReader, reader_of
+from megalite.checkpoint import reader_of
 from megalite.config import Config, architecture_differences, from_dict
 from megalite.convert.adapters import BASE_META
 from megalite.convert.megalite_files import CheckpointSource
@@ -26,14 +26,6 @@ from megalite.stores import Place
 
 MERGED = "merged"
 """Where a checkpoint says what it was merged of."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A checkpoint and its share of the mean."""
-
-    reader: CheckpointReader
-    share: float
 
 
 class MergedSource(CheckpointSource):
@@ -46,10 +38,10 @@ class MergedSource(CheckpointSource):
     def __init__(self, paths: Sequence[Place], weights: Sequence[float], *, use_ema: bool = False) -> None:
         super().__init__(paths[-1])
         total = sum(weights)
-        self._parts = [_Part(reader_of(p, use_ema=use_ema), w / total) for p, w in zip(paths, weights, strict=True)]
-        last = self._parts[-1].reader
-        for part in self._parts:
-            where, meta = part.reader.path, part.reader.manifest.meta
+        self._readers = {reader_of(p, use_ema=use_ema): w / total for p, w in zip(paths, weights, strict=True)}
+        last = self.reader = [*self._readers][-1]
+        for reader in self._readers:
+            where, meta = reader.path, reader.manifest.meta
             config = from_dict(meta["config"], str(where)) if isinstance(meta.get("config"), dict) else None
             if config is None or config.model.is_foreign:
                 raise CheckpointError(f"{where}: holds no model of ours; only those of gpt and llama are merged")
@@ -61,34 +53,27 @@ class MergedSource(CheckpointSource):
             if differing := architecture_differences(config.model, self.model):
                 listed = ", ".join(f"`{name}`={here} and {there}" for name, (there, here) in differing.items())
                 raise CheckpointError(f"{where} and {last.path}: different models ({listed}); name those of one model")
-            for name, stored in part.reader.manifest.tensors.items():
+            for name, stored in reader.manifest.tensors.items():
                 known = last.manifest.tensors.get(name)
                 if not name.startswith(("optimizer/", "previous/")) and (known is None or known.shape != stored.shape):
                     raise CheckpointError(f"{where}: {name} is not what it is in {last.path}")
 
     @property
-    def last(self) -> CheckpointReader:
-        """The checkpoint named last."""
-        return self._reader
-
-    @property
     def parts(self) -> list[dict[str, Any]]:
         """What is merged, as the result's meta says it."""
-        return [{"checkpoint": str(part.reader.path), "share": part.share} for part in self._parts]
+        return [{"checkpoint": str(reader.path), "share": share} for reader, share in self._readers.items()]
 
     @property
     def run(self) -> MergedRun | None:
         """The run that continues from the mean; None where the checkpoint named last is of weights alone."""
-        return MergedRun(self) if "progress" in self._reader.manifest.meta else None
+        return MergedRun(self) if "progress" in self.reader.manifest.meta else None
 
     def read(self, name: str) -> Tensor:
         """The mean of a weight, in the dtype that it has in the checkpoint named last."""
-        total: Tensor | None = None
-        for part in self._parts:
-            values = part.reader.read(name).to(torch.float64).mul_(part.share)
-            total = values if total is None else total.add_(values)
-        assert total is not None
-        return total.to(self._reader.manifest.tensors[name].torch_dtype)
+        total = torch.zeros((), dtype=torch.float64)
+        for reader, share in self._readers.items():
+            total = total + reader.read(name).to(torch.float64) * share
+        return total.to(self.reader.manifest.tensors[name].torch_dtype)
 
 
 class MergedRun:
@@ -96,25 +81,22 @@ class MergedRun:
     last."""
 
     def __init__(self, source: MergedSource) -> None:
-        self._source = source
-        self._reader = source.last
+        self._source, self._reader = source, source.reader
         self.iteration = self._reader.manifest.step
         self.config: Config = from_dict(self._reader.manifest.meta["config"], str(self._reader.path))
         self.meta: Mapping[str, Any] = {**self._reader.manifest.meta, MERGED: source.parts}
-        names = [name for name in self._reader.manifest.tensors if name.startswith("optimizer/")]
-        self._state: dict[str, list[str]] = {}
-        for name in names:
-            self._state.setdefault(name.removeprefix("optimizer/").partition("/")[2], []).append(name)
+        self._state = defaultdict[str, list[str]](list)
+        for name in self._reader.manifest.tensors:
+            if name.startswith("optimizer/"):
+                self._state[name.split("/", 2)[-1]].append(name)
 
     @cached_property
     def rest(self) -> Mapping[str, Tensor]:
         """State that belongs to no parameter."""
-        weights = self._reader.manifest.tensors
-        names = [name for owner, own in self._state.items() if owner not in weights for name in own]
-        return {name: self._reader.read(name) for name in names}
+        lone = self._state.keys() - self._reader.manifest.tensors.keys()
+        return {name: self._reader.read(name) for owner in sorted(lone) for name in self._state[owner]}
 
     def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """The mean of a parameter, and its moments."""
         yield name, self._source.read(name)
-        for own in self._state.get(name, ()):
-            yield own, self._reader.read(own)
+        yield from ((own, self._reader.read(own)) for own in self._state.get(name, ()))

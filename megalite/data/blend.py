@@ -71,7 +71,29 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     return greedy_order(normalise(weights), size)
 
 
-class BlendedDataset:
+class Composed:
+    """Samples of several data sets; `source_of` says where each is."""
+
+    seq_length: int
+
+    def source_of(self, sample: int) -> tuple[GPTDataset, int]:
+        """The corpus that a sample comes from, and its number there."""
+        raise NotImplementedError
+
+    def expect(self, samples: Sequence[int]) -> None:
+        for part, number in [self.source_of(sample) for sample in samples]:
+            part.expect([number])
+
+    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+        part, number = self.source_of(sample)
+        return part.fill(number, out)
+
+    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
+        part, number = self.source_of(sample)
+        return part.fill_marks(number, out)
+
+
+class BlendedDataset(Composed):
     """Samples of several data sets of one split, each with a weight, in the order of `blend_order`.
 
     size: samples of the blend.
@@ -95,20 +117,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._part)
 
-    def expect(self, samples: Sequence[int]) -> None:
-        for part, number in [self.source_of(sample) for sample in samples]:
-            part.expect([number])
-
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        part, number = self.source_of(sample)
-        return part.fill(number, out)
-
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        part, number = self.source_of(sample)
-        return part.fill_marks(number, out)
-
     def source_of(self, sample: int) -> tuple[GPTDataset, int]:
-        """The part that a sample comes from, and its number there."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         return self.parts[int(self._part[sample])], int(self._sample[sample])

@@ -16,10 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megalite.data.blend import BlendedDataset
+from megalite.data.blend import BlendedDataset, Composed
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.survey import Survey, survey_differences
 from megalite.errors import DataError
@@ -43,7 +40,7 @@ class Phase:
     surveys: tuple[Survey, ...]
 
 
-class PhasedDataset:
+class PhasedDataset(Composed):
     """phases: (first sample, data set) in order; the first begins at 0."""
 
     def __init__(self, phases: Sequence[tuple[int, GPTDataset | BlendedDataset]]) -> None:
@@ -54,28 +51,12 @@ class PhasedDataset:
     def __len__(self) -> int:
         return self._firsts[-1] + len(self.parts[-1])
 
-    def expect(self, samples: Sequence[int]) -> None:
-        for part, number in [self._part_of(sample) for sample in samples]:
-            part.expect([number])
-
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        part, number = self._part_of(sample)
-        return part.fill(number, out)
-
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        part, number = self._part_of(sample)
-        return part.fill_marks(number, out)
-
     def source_of(self, sample: int) -> tuple[GPTDataset, int]:
-        """The corpus that a sample comes from, and its number there."""
-        part, number = self._part_of(sample)
-        return (part, number) if isinstance(part, GPTDataset) else part.source_of(number)
-
-    def _part_of(self, sample: int) -> tuple[GPTDataset | BlendedDataset, int]:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
         phase = bisect_right(self._firsts, sample) - 1
-        return self.parts[phase], sample - self._firsts[phase]
+        part, number = self.parts[phase], sample - self._firsts[phase]
+        return (part, number) if isinstance(part, GPTDataset) else part.source_of(number)
 
 
 def asked_of(steps: Sequence[tuple[int, str]], total: int) -> list[int]:

@@ -151,7 +151,7 @@ class LogFileHook(ConsoleHook):
             self._stream.close()
 
 
-class PictureHook(ConsoleHook):
+class PictureHook(Hook):
     """At the end: a picture of the loss beside metrics.jsonl, and the last line, which names it and the report.
 
     Args:
@@ -159,14 +159,7 @@ class PictureHook(ConsoleHook):
     """
 
     def __init__(self, metrics: Path, picture: str, read: Callable[[Path], list[Record]], command: str) -> None:
-        super().__init__()
         self._metrics, self._picture, self._read, self._command = metrics, picture, read, command
-
-    def on_log(self, trainer: TrainerView, record: Record) -> None: ...
-
-    def on_evaluation(self, trainer: TrainerView, record: Record) -> None: ...
-
-    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None: ...
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         if not self._metrics.is_file():  # a device has no end
@@ -175,7 +168,7 @@ class PictureHook(ConsoleHook):
         if picture is not None:
             path = self._metrics.with_name(self._picture)
             path.write_text(picture, encoding="utf-8")
-            self._print(f" loss: {path}; all curves: {self._command} {flag_of('load')} {self._metrics.parent}")
+            print(f" loss: {path}; all curves: {self._command} {flag_of('load')} {self._metrics.parent}", flush=True)
 
 
 def progress_line(record: Record, train_iters: int) -> str:
