@@ -40,6 +40,7 @@ NOT_RUN = {
     r"--eval-tasks": "needs lm_eval: tests/equivalence/test_eval_tasks.py",
     r"evaluate_harness": "needs a network: tests/cli/test_generate_evaluate.py asks it with tasks of its own",
     r"benchmarks/": "measures for minutes: tests/cli/test_benchmarks.py",
+    r"runs/(char|quick)\b": "trains for minutes: tests/equivalence/test_weight_averages.py",
     r"study_staleness": "trains for days: tests/unit/tools/test_study_staleness.py",
     r"profile_layers|--profile profile.json": "measures for minutes: tests/cli/test_plan.py",
     r"--sweep expanded_gb": "searches for 10 s: tests/unit/tools/test_plan_sweep.py",
