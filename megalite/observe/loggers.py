@@ -151,7 +151,7 @@ class LogFileHook(ConsoleHook):
             self._stream.close()
 
 
-class PictureHook(Hook):
+class PictureHook(ConsoleHook):
     """At the end: a picture of the loss beside metrics.jsonl, and the last line, which names it and the report.
 
     Args:
@@ -159,7 +159,14 @@ class PictureHook(Hook):
     """
 
     def __init__(self, metrics: Path, picture: str, read: Callable[[Path], list[Record]], command: str) -> None:
+        super().__init__()
         self._metrics, self._picture, self._read, self._command = metrics, picture, read, command
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None: ...
+
+    def on_evaluation(self, trainer: TrainerView, record: Record) -> None: ...
+
+    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None: ...
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         if not self._metrics.is_file():  # a device has no end
@@ -168,7 +175,7 @@ class PictureHook(Hook):
         if picture is not None:
             path = self._metrics.with_name(self._picture)
             path.write_text(picture, encoding="utf-8")
-            print(f" loss: {path}; all curves: {self._command} {flag_of('load')} {self._metrics.parent}", flush=True)
+            self._print(f" loss: {path}; all curves: {self._command} {flag_of('load')} {self._metrics.parent}")
 
 
 def progress_line(record: Record, train_iters: int) -> str:
