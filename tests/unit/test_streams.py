@@ -57,7 +57,7 @@ def test_every_route_to_a_stream_says_what_it_can(encoding: str) -> None:
     assert ("café" in said) == (encoding[:5] in ("utf-8", "latin", "cp125")) or "caf\\xe9" in said
 
 
-@pytest.mark.in_turn
+@pytest.mark.landing
 @pytest.mark.parametrize(
     "environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
