@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
         return launch(parsed.config, train, place, ranks=parsed.ranks, left_out=left_out)
 
 
-def read_offer(load: str, ckpt_step: int | None) -> Offer | None:
+def read_offer(load: str, ckpt_step: int | None, trust_pickle: bool, vocab_size: int | None) -> Offer | None:
     """What the checkpoint at `--load` says about model and tokenizer: values for flags that are not given. The parser
     asks only if flags or the directory call for it."""
     from megalite.train import offer_of  # torch comes with it
 
-    return offer_of(load, ckpt_step)
+    return offer_of(load, ckpt_step, trust_pickle, vocab_size)
 
 
 def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:

@@ -12,7 +12,8 @@
     saving.py       one save of one rank; background.py: asynchronous
     remote.py       ... in a store: commit without rename, sweep; uploads.py: sent in the background; lease.py: its lock
     loading.py      slices of a layout cut out of stored rectangles; every byte against its checksum
-    run_dir.py      newest committed checkpoint, from where a run starts, retention; lock.py: one run, one directory
+    run_dir.py      newest committed checkpoint, retention; lock.py: one run, one directory
+    start_decision.py   from where a run starts
     meta.py         typed reading of `meta`; is it a checkpoint of this model
     checkpointer.py Checkpointer: the collective interface to all of it
 
@@ -47,6 +48,7 @@ from megalite.checkpoint.run_dir import (
     directory_name,
     in_the_way,
     interrupted,
+    is_distributed,
     is_file,
     is_huggingface,
     latest,

@@ -20,7 +20,6 @@ from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.loading import STATE_PREFIXES, RankLoad, unused_names, verify_checkpoint
 from megalite.checkpoint.run_dir import (
     committed,
-    decide_start,
     directory_name,
     is_file,
     remove_interrupted,
@@ -37,6 +36,7 @@ from megalite.checkpoint.saving import (
     make_plan,
     raise_first,
 )
+from megalite.checkpoint.start_decision import decide_start
 from megalite.checkpoint.uploads import Uploads, staging_problem
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
@@ -292,7 +292,7 @@ class Checkpointer:
     # ---- loading
 
     def decide_start(
-        self, *, save: str | None, load: str | None, auto_resume: bool = False, ckpt_step: int | None = None
+        self, *, save: str | None, load: str | None, auto_resume: bool = False, **how: Any
     ) -> Place | None:
         """The checkpoint that a run begins with (see run_dir.py), None for a fresh start.
 
@@ -301,7 +301,7 @@ class Checkpointer:
         """
 
         def decide() -> list[str]:
-            start = decide_start(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
+            start = decide_start(save=save, load=load, auto_resume=auto_resume, **how)
             logger.info(start.reason)
             for path in start.passed_over:
                 seen = isinstance(path, StoreUrl) or os.access(path, os.R_OK | os.X_OK)

@@ -1,13 +1,7 @@
-"""The run directory (`--save`): its checkpoints, from where a run starts, what is removed, when it is complete.
-
-    --load DIR                 the newest committed checkpoint of DIR; none is an error ...
-    --load DIR, --save DIR     ... unless DIR is --save itself (the requeue idiom): then a fresh start
-    --load MODEL               a Hugging Face directory: its weights alone; never also --save
-    --auto-resume              the newest whole checkpoint of --save, if there is any; else as without the flag
-    neither                    a fresh start; refused where --save holds checkpoints
+"""The run directory (`--save`): its checkpoints, what is removed, when it is complete.
 
 A directory is listed; the tracker file `latest_checkpointed_iteration.txt` is written for people's scripts and never
-read. Rank 0 decides for all (`Checkpointer.decide_start`).
+read.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import shutil
 import stat
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST
@@ -156,6 +149,14 @@ def is_huggingface(root: Place | str) -> bool:
     return os.path.isfile(root / "config.json") and not os.path.isfile(root / COMMITTED) and not committed(root)
 
 
+def is_distributed(root: Place | str) -> bool:
+    """Whether a directory is a checkpoint in torch's distributed format, or a run of Megatron-LM's with such ones."""
+    root = place(root)
+    if isinstance(root, StoreUrl) or (root / COMMITTED).is_file() or committed(root):
+        return False
+    return (root / ".metadata").is_file() or any(root.glob("*/.metadata"))
+
+
 def _what_file(path: Path) -> str:
     """Describes a file that is given in place of a directory."""
     try:
@@ -184,8 +185,8 @@ def _what_else(root: Place) -> str:
     inside = [*listing(root), *(child for path in listing(root)[:100] if path.is_dir() for child in listing(path))]
     if any(path.name == ".metadata" or path.suffix == ".distcp" for path in inside):
         return (
-            " (Megatron-LM's torch_dist? tools/convert_checkpoint.py --from megatron --to megalite makes one of it; or "
-            f"another in torch's distributed format? {NO_PICKLES})"
+            " (Megatron-LM's torch_dist? Training takes it with `trust_pickle`, and tools/convert_checkpoint.py --from "
+            f"megatron --to megalite makes one of it; or another in torch's distributed format? {NO_PICKLES})"
         )
     if any(path.suffix in PICKLES or path.match("pytorch_model*.bin") for path in inside):
         return f" (pickles of torch.save? {NO_PICKLES})"
@@ -258,79 +259,6 @@ def write_small(path: Place, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     temporary.write_bytes(data)
     os.replace(temporary, path)
-
-
-@dataclass(frozen=True)
-class StartDecision:
-    """The start of a run: from checkpoints, or fresh.
-
-    candidates: checkpoints to load, best first; empty: a fresh start.
-    reason: one line for the log.
-    passed_over: what has the name of a newer checkpoint and is none.
-    """
-
-    candidates: tuple[Place, ...]
-    reason: str
-    passed_over: tuple[Place, ...] = ()
-
-
-def decide_start(
-    *, save: str | None, load: str | None, auto_resume: bool = False, ckpt_step: int | None = None
-) -> StartDecision:
-    """Applies the rules above. Raises CheckpointError, one line."""
-    start = _decide(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step)
-    newest = start.candidates[0] if start.candidates else None
-    home = newest.parent if newest is not None and not is_huggingface(newest) else None
-    if save is not None and (home is None or not _same(save, str(home))) and uncommitted(save):
-        raise CheckpointError(
-            f"`save`={save}: {uncommitted(save)[-1].name} is in the way and is not a checkpoint (no COMMITTED file: "
-            "damaged, or written by another program); move it away, or choose a new directory"
-        )
-    if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
-        return start
-    return replace(start, passed_over=tuple(p for p in uncommitted(home) if step_of(p) > step_of(newest)))
-
-
-def _decide(*, save: str | None, load: str | None, auto_resume: bool, ckpt_step: int | None) -> StartDecision:
-    held = committed(save) if save is not None else []
-    if auto_resume and held:
-        if ckpt_step is not None:
-            chosen = resolve_checkpoint(str(save), ckpt_step)
-            return StartDecision((chosen,), f"`auto_resume`: step {ckpt_step} of {save}")
-        reason = f"`auto_resume`: {held[-1].name} is the newest checkpoint of {save}"
-        return StartDecision(tuple(reversed(held)), reason)
-    if load is None:
-        if ckpt_step is not None:
-            raise CheckpointError(f"`ckpt_step`={ckpt_step}: of which run? add `load` DIR")
-        if held:
-            raise CheckpointError(
-                f"`save`={save}: holds checkpoints already (newest {held[-1].name}); "
-                f"add `auto_resume` or `load` {save} to continue with them, or choose a new directory"
-            )
-        return StartDecision((), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start")
-    foreign_model = is_huggingface(load)
-    if foreign_model and ckpt_step is not None:
-        raise CheckpointError(f"`ckpt_step`={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")
-    if save is not None and _same(save, load):
-        if foreign_model:
-            raise CheckpointError(f"`save`={save}: is the Hugging Face model of `load`; choose a new directory")
-        if not held and ckpt_step is None and not uncommitted(load):
-            torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
-            reason = f"`load`={load}: no committed checkpoint yet{torn}; it is also `save`: a fresh start"
-            return StartDecision((), reason)
-    elif held and not _same(str(save), str(place(load).parent)):  # one checkpoint of --save is that run, too
-        raise CheckpointError(
-            f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or `load` {save}"
-        )
-    if foreign_model:
-        reason = f"`load`={load}: the weights of a Hugging Face model; a run of its own begins"
-        return StartDecision((place(load),), reason)
-    path = resolve_checkpoint(load, ckpt_step)
-    return StartDecision((path,), f"`load`={load}: {path.name}")
-
-
-def _same(first: str, second: str) -> bool:
-    return place(first).resolve() == place(second).resolve()
 
 
 def set_aside_newer(save: Place | str, step: int) -> list[Place]:

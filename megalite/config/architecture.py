@@ -143,8 +143,9 @@ class Offer:
     huggingface: bool = False
 
 
-ReadOffer = Callable[[str, int | None], Offer | None]
-"""(`--load`, `--ckpt-step`) -> the offer; None where nothing is committed yet. Raises MegaliteError."""
+ReadOffer = Callable[[str, int | None, bool, int | None], Offer | None]
+"""(`--load`, `--ckpt-step`, `--trust-pickle`, `--vocab-size`) -> the offer; None where nothing is committed yet. Raises
+MegaliteError."""
 
 
 def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architecture: bool) -> dict[str, GivenOption]:

@@ -51,6 +51,13 @@ class CheckpointConfig:
         metavar="DIR",
         stores=True,
     )
+    trust_pickle: bool = option(
+        False,
+        "open the pickles of a `load` in torch's distributed format (Megatron-LM's torch_dist, torchtitan's), in a "
+        "process that runs nothing of them",
+        needs="load",
+        saved=False,
+    )
     auto_resume: bool = option(
         False, "resume from the newest committed checkpoint of `save`, if there is one", needs="save"
     )

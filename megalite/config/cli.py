@@ -192,7 +192,8 @@ def _with_offer(
     try:
         if read_offer is None:
             raise ConfigError("`use_checkpoint_args`: no checkpoint is read here; give the model's flags")
-        offer = read_offer(load, value.get("ckpt_step"))
+        trusted = bool(value.get("trust_pickle"))
+        offer = read_offer(load, value.get("ckpt_step"), trusted, value.get("vocab_size"))
         may_be_empty = save is not None and os.path.abspath(save) == os.path.abspath(load)
         if offer is None and not may_be_empty:
             raise ConfigError(f"`load`={load}: no committed checkpoint; `use_checkpoint_args` needs one")

@@ -37,7 +37,7 @@ from megalite.convert.dcp_model import DcpSource, write_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
-from megalite.convert.megatron_dist import MegatronDistSource, open_megatron
+from megalite.convert.megatron_dist import MegatronDistSource, open_distributed, open_megatron
 from megalite.convert.megatron_dist_writing import write_torch_dist
 from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_state import state_of
@@ -45,4 +45,4 @@ from megalite.convert.megatron_state_writing import KeptState
 from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
-from megalite.convert.source import ModelSource, TrainedRun, stored_shapes
+from megalite.convert.source import ModelSource, ReadableRun, TrainedRun, stored_shapes

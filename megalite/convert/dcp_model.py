@@ -68,7 +68,7 @@ class DcpSource:
         if not path.is_file():
             what = "does not say what model it is; give `model_config`" if config is None else "no such file"
             raise CheckpointError(f"{path if config is not None else self.directory}: {what}")
-        self._home, raw = path.parent, read_json(path)
+        self.home, raw = path.parent, read_json(path)
         self.family, self.model = read_model(raw, str(path))
         self.origin = Origin.of_folder(path.parent, raw, None)
         self._files = DcpFiles(self.directory)
@@ -80,7 +80,7 @@ class DcpSource:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return read_tokenizer(self._home, self.model.vocab_size)
+        return read_tokenizer(self.home, self.model.vocab_size)
 
     @cached_property
     def _titan(self) -> bool:

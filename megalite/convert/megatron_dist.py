@@ -24,6 +24,8 @@ from torch import Tensor
 
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import METADATA, DcpFiles
+from megalite.convert.dcp_model import DcpSource
+from megalite.convert.hf_files import CONFIG
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_files import EMBEDDING, MegatronParts, MegatronSource, find_iteration
 from megalite.convert.megatron_names import CORE, IGNORED, cut_of, is_expert, megatron_names, rule_of
@@ -144,6 +146,16 @@ class MegatronDistSource(MegatronParts[DistParts]):
                 entry = (tensor.dtype, tensor.shape[len(at) :])
                 places[number, half] = DistLocation(self.directory / METADATA, name, at, entry)
         return found
+
+
+def open_distributed(directory: Path, ckpt_step: int | None, vocab_size: int | None) -> MegatronDistSource | DcpSource:
+    """A checkpoint in torch's distributed format: a model with a config.json beside it, or Megatron-LM's. vocab_size:
+    tokens without padding, where known. Raises CheckpointError, ConfigError."""
+    if (directory / CONFIG).is_file():
+        if ckpt_step is not None:
+            raise CheckpointError(f"`ckpt_step`={ckpt_step}: `load`={directory} is one step; drop it")
+        return DcpSource(directory)
+    return MegatronDistSource(directory, ckpt_step, true_vocab_size=vocab_size)
 
 
 def open_megatron(

@@ -88,10 +88,15 @@ class MegatronParts(Generic[P]):
         self.directory = directory
         self.origin = Origin()
 
+    @property
+    def home(self) -> Path:
+        """Where a tokenizer may lie."""
+        return self.directory.parent
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Megatron's checkpoints hold none; one may lie beside the iterations."""
-        return read_tokenizer(self.directory.parent, self.model.vocab_size)
+        return read_tokenizer(self.home, self.model.vocab_size)
 
     def read(self, name: str) -> Tensor:
         return self.join(self.parts[name])

@@ -10,7 +10,7 @@ forms (optimizer.distributed...) are buffers of one layout's ranks, and are refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +21,7 @@ from megalite.config import Config, OptimizerConfig, build_section
 from megalite.convert.fields import Fields
 from megalite.convert.megatron_dist import OPTIMIZER, DistParts, MegatronDistSource
 from megalite.convert.registry import config_around
+from megalite.convert.source import EXPERT_BIAS, stored_shapes
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 from megalite.optim import LearningRateSchedule, WeightDecaySchedule
@@ -75,15 +76,29 @@ class MegatronState:
                 raise CheckpointError(f"{self._where}: {parts[name].first.name}: {what}; {WEIGHTS_ALONE}")
         return parts
 
+    @property
+    def names(self) -> Collection[str]:
+        """Names in a checkpoint of ours of all that is there."""
+        moments = {f"optimizer/{kind}/{name}" for kind in MOMENTS for name in parameter_shapes(self._source.model)}
+        return moments | stored_shapes(self._source.model).keys() | self.rest.keys()
+
+    def stored(self, name: str) -> Tensor:
+        """A master or moment in fp32, or another of `names`. Raises CheckpointError."""
+        if name in self.rest:
+            return self.rest[name]
+        kind, _, owner = name.removeprefix("optimizer/").partition("/")
+        if name.startswith("optimizer/") and kind in MOMENTS and owner in self._parts[kind]:
+            return self._source.join(self._parts[kind][owner]).float()
+        if name not in self._source.parts:
+            raise CheckpointError(f"{self._where}: holds no {name}; {WEIGHTS_ALONE}")
+        if self._master is None or name.endswith(EXPERT_BIAS):
+            return self._source.read(name).float()
+        return self._source.join(self._parts[self._master][name]).float()
+
     def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """A parameter's master and moments in fp32, under their names in a checkpoint of ours."""
-        master = self._source.read(name) if self._master is None else self._value(self._master, name)
-        yield name, master.float()
-        for kind in MOMENTS:
-            yield f"optimizer/{kind}/{name}", self._value(kind, name).float()
-
-    def _value(self, kind: str, name: str) -> Tensor:
-        return self._source.join(self._parts[kind][name])
+        for key in (name, *(f"optimizer/{kind}/{name}" for kind in MOMENTS)):
+            yield key, self.stored(key)
 
     @property
     def rest(self) -> Mapping[str, Tensor]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,6 +64,19 @@ class TrainedRun(Protocol):
 
     def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """A parameter's master and what the optimizer keeps of it, by their names in a checkpoint."""
+        ...
+
+
+class ReadableRun(TrainedRun, Protocol):
+    """One whose tensors can be read one by one, so that it is continued in place."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Names in a checkpoint of all that is there."""
+        ...
+
+    def stored(self, name: str) -> Tensor:
+        """One of them. Raises CheckpointError."""
         ...
 
 

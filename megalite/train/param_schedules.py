@@ -117,7 +117,7 @@ def resolve_schedules(config: Config, world_size: int, start: StartingPoint | No
     own, settings = ParamSchedules.of(config, world_size), config.checkpoint
     override = settings.schedules.override_opt_param_scheduler
     adopt = settings.schedules.use_checkpoint_opt_param_scheduler
-    if start is not None and start.source is not None and (override or adopt):
+    if start is not None and start.source is not None and start.run is None and (override or adopt):
         raise ConfigError(f"{OVERRIDE if override else ADOPT}: a Hugging Face model has no schedules; drop it")
     if (
         start is None

@@ -82,7 +82,7 @@ def resume_report(
     kept += [f"products of fp32 in mode '{matmul}', as measured then"] if matmul else []
     head = ("resumed from", f"{start.path} (saved by {start.world_size} rank{'s' * (start.world_size > 1)})")
     if start.source is not None:
-        head = ("begins with", f"{start.path} (Hugging Face {start.source.family.name})")
+        head = ("begins with" if start.weights_only else "continues", f"{start.path} ({start.kind})")
     elif start.weights_only:
         head = ("begins with", str(start.path))
     anew = []

@@ -113,6 +113,7 @@ class RunDirectory:
             load=checkpoint.load,
             auto_resume=checkpoint.auto_resume,
             ckpt_step=checkpoint.ckpt_step,
+            trust_pickle=checkpoint.trust_pickle,
         )
         if path is None:
             self._refuse_random_weights()
@@ -121,7 +122,13 @@ class RunDirectory:
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
         adapters = self.config.model.lora.lora_rank is not None
-        start = open_start(path, finetune=checkpoint.finetune, adapters=adapters)
+        start = open_start(
+            path,
+            finetune=checkpoint.finetune,
+            adapters=adapters,
+            ckpt_step=checkpoint.ckpt_step,
+            vocab_size=self.config.model.vocab_size or None,
+        )
         check_model(start.model, self.config.model, f"`load`={path}")
         if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:
             check_state(start.saved, self.config, f"`load`={path}")

@@ -23,7 +23,7 @@ import logging
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megalite.checkpoint import AVERAGES, Checkpointer, Meta, read_manifest
+from megalite.checkpoint import AVERAGES, Checkpointer, Meta
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
@@ -32,12 +32,11 @@ from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, o
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
-from megalite.stores import Place
 from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
-from megalite.train.starting_point import StartingPoint, load_base, load_weights
+from megalite.train.starting_point import StartingPoint, TensorsOfRun, load_base, load_weights
 from megalite.train.trainer import TrainingProgress
 
 logger = logging.getLogger(__name__)
@@ -118,18 +117,20 @@ class RunState:
             shards = [shard for shard in shards if not shard.name.startswith("optimizer/")]
         else:  # what a run did not need is as before its first step
             lacked = [STEPS, AVERAGES, *(state.absent for state in model.states if state.absent)]
-            absent = tuple(prefix for prefix in lacked if not self._holds(start.path, prefix))
+            absent = tuple(prefix for prefix in lacked if not any(name.startswith(prefix) for name in start.tensors))
             shards = [shard for shard in shards if not shard.name.startswith(absent)]
         anew = self.config.optimizer.ema_decay is not None and all(not s.name.startswith(AVERAGES) for s in shards)
         if not start.weights_only:
             self.model.passed.take_up(meta, PASSED_OVER)
         self._take_up_delay(progress, meta if with_state else None)
-        stored = self._stored_older(start.path, version) if with_state else []
+        stored = self._stored_older(start, version) if with_state else []
         shards += stored
         if self.base is not None and self.base.path is not None:
             load_base(self.base, [*frozen_shards(model.optimizer.buffers)], self.checkpointer.world)
         if self.base is not None and self.base.path == start.path.resolve():
             pass  # the model alone: its adapters begin as they are
+        elif start.run is not None:
+            load_weights(TensorsOfRun(start.run, start.path), shards, self.checkpointer.world)
         elif start.source is not None:
             load_weights(start.source, shards, self.checkpointer.world)
         else:
@@ -184,15 +185,12 @@ class RunState:
     def _states(self, version: int) -> list[TensorShard]:
         return [shard for state in self.model.states for shard in state.shards(version)]
 
-    def _stored_older(self, path: Place, version: int) -> list[TensorShard]:
+    def _stored_older(self, start: StartingPoint, version: int) -> list[TensorShard]:
         """The older versions that a checkpoint holds; a layout with fewer stages has saved fewer."""
         if self.model.num_versions == 1:
             return []
-        stored = {name for name in read_manifest(path).tensors if name.startswith(OLDER)}
+        stored = {name for name in start.tensors if name.startswith(OLDER)}
         return [shard for shard in older_shards(self.model, version) if shard.name in stored]
-
-    def _holds(self, path: Place, prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in read_manifest(path).tensors)
 
     def _take_up_delay(self, progress: TrainingProgress, meta: Meta | None) -> None:
         """What the compute weights of the newest version are made with. Without it they are the masters."""

@@ -2,6 +2,7 @@
 
     --load runs/a          weights, optimizer, progress (with --finetune the weights)
     --load models/llama    the weights: logical tensors are read one by one and cut for whatever layout the run has
+    --load megatron/run --trust-pickle      torch_dist: the same, with masters, moments and progress
 
 `offer_of` is asked while flags are read, before ranks start; `open_start` on every rank.
 """
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from megalite.checkpoint import (
     COMMITTED,
@@ -24,6 +27,7 @@ from megalite.checkpoint import (
     committed,
     copy_extras,
     first_problem,
+    is_distributed,
     is_huggingface,
     read_extra,
     read_manifest,
@@ -31,7 +35,20 @@ from megalite.checkpoint import (
 )
 from megalite.comm import Axis, TensorShard, all_gather_json
 from megalite.config import Config, ModelConfig, Offer, from_dict
-from megalite.convert import BASE_META, CONFIG, ORIGIN_META, BaseModel, CheckpointSource, HuggingFaceSource, Origin
+from megalite.convert import (
+    BASE_META,
+    CONFIG,
+    ORIGIN_META,
+    BaseModel,
+    CheckpointSource,
+    DcpSource,
+    HuggingFaceSource,
+    MegatronDistSource,
+    Origin,
+    ReadableRun,
+    open_distributed,
+    state_of,
+)
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
 from megalite.files import staging_folder
@@ -46,7 +63,8 @@ class StartingPoint:
     """path: a committed checkpoint, or a Hugging Face directory.
 
     model: what the weights are. weights_only: iteration, data and optimizer start anew. saved, world_size: the run that
-    wrote the checkpoint. source: gives the tensors of a Hugging Face model; None for a checkpoint.
+    wrote the checkpoint. source: gives the weights of a model in another format; None for a checkpoint. run: gives the
+    tensors of a run in another format. kind: that format, for messages.
     """
 
     path: Place
@@ -55,22 +73,41 @@ class StartingPoint:
     weights_only: bool
     saved: Config | None = None
     world_size: int = 1
-    source: HuggingFaceSource | None = None
+    source: HuggingFaceSource | MegatronDistSource | DcpSource | None = None
+    run: ReadableRun | None = None
+    kind: str = ""
 
     @property
     def origin(self) -> Origin:
         """The Hugging Face model that the weights were first taken from, if any."""
         return self.source.origin if self.source is not None else Origin.from_meta(self.meta.get(ORIGIN_META))
 
+    @property
+    def tensors(self) -> Collection[str]:
+        """Names of the tensors of a run."""
+        return read_manifest(self.path).tensors if self.run is None else self.run.names
 
-def open_start(path: Place, *, finetune: bool, adapters: bool = False) -> StartingPoint:
+
+def open_start(
+    path: Place,
+    *,
+    finetune: bool,
+    adapters: bool = False,
+    ckpt_step: int | None = None,
+    vocab_size: int | None = None,
+) -> StartingPoint:
     """Reads what is there besides the tensors. adapters: the run has them, so of a model without it takes the weights.
+    ckpt_step, vocab_size: of a checkpoint in torch's distributed format, which users have said they trust: which, and
+    its tokens without padding.
 
     Raises CheckpointError; ConfigError for a model that we do not have.
     """
+    if is_distributed(path):
+        return _distributed_start(path, ckpt_step, vocab_size, weights_only=finetune, adapters=adapters)
     if isinstance(path, Path) and is_huggingface(path):
         source = HuggingFaceSource(path)
-        return StartingPoint(path, source.model, {}, weights_only=True, source=source)
+        kind = f"Hugging Face {source.family.name}"
+        return StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
     manifest = read_manifest(path)
     saved = config_of(path, manifest)
     finetune = finetune or (adapters and saved.model.lora.lora_rank is None)
@@ -81,19 +118,50 @@ def open_start(path: Place, *, finetune: bool, adapters: bool = False) -> Starti
     )
 
 
-def offer_of(load: str, ckpt_step: int | None) -> Offer | None:
-    """What `--load` says of the model, for the parser; None where nothing is committed yet. Raises MegaliteError."""
+def _distributed_start(
+    path: Place, ckpt_step: int | None, vocab_size: int | None, *, weights_only: bool, adapters: bool
+) -> StartingPoint:
+    """A run of Megatron-LM's, or a model in torch's distributed format. Raises CheckpointError, ConfigError."""
+    source = open_distributed(Path(str(path)), ckpt_step, vocab_size)
+    if adapters:
+        raise CheckpointError(
+            f"`load`={path}: adapters need a model whose content they can record; make one of this by "
+            "tools/convert_checkpoint.py --to megalite"
+        )
+    run = None if weights_only or not isinstance(source, MegatronDistSource) else state_of(source)
+    kind = "Megatron-LM's torch_dist" if isinstance(source, MegatronDistSource) else "torch.distributed.checkpoint"
+    if run is None:
+        return StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
+    return StartingPoint(
+        path, source.model, run.meta, weights_only=False, saved=run.config, source=source, run=run, kind=kind
+    )
+
+
+def offer_of(
+    load: str, ckpt_step: int | None, trust_pickle: bool = False, vocab_size: int | None = None
+) -> Offer | None:
+    """What `--load` says of the model, for the parser; None where nothing is committed yet. trust_pickle: whether it
+    may be in torch's distributed format; vocab_size: its tokens without padding, where given. Raises MegaliteError."""
     try:
+        if is_distributed(load) and trust_pickle:
+            return _distributed_offer(Path(load), ckpt_step, vocab_size)
         return _offer_of(place(load), ckpt_step)
     finally:
         close_stores()  # ranks may be forked from this process
+
+
+def _distributed_offer(root: Path, ckpt_step: int | None, vocab_size: int | None) -> Offer:
+    found = open_distributed(root, ckpt_step, vocab_size)
+    kind = found.tokenizer.kind
+    tokenizer = {} if kind == NullTokenizer.kind else _tokenizer_flags(kind, found.home)
+    return Offer(str(found.directory), found.model, tokenizer)
 
 
 def _offer_of(root: Place, ckpt_step: int | None) -> Offer | None:
     if isinstance(root, Path) and is_huggingface(root):
         source = HuggingFaceSource(root)
         return Offer(f"{root / CONFIG}", source.model, _tokenizer_flags(source.tokenizer.kind, root), huggingface=True)
-    if ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
+    if not is_distributed(root) and ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
         return None
     path = resolve_checkpoint(root, ckpt_step)
     manifest = read_manifest(path)
@@ -174,9 +242,29 @@ def load_model(path: Place, use_ema: bool, shards: Sequence[TensorShard], world:
         load_weights(reader, [shard for shard in own if reader.averages(shard.name)], world)
 
 
-def load_weights(source: HuggingFaceSource | AveragedReader, shards: Sequence[TensorShard], world: Axis) -> None:
-    """Fills the shards with a Hugging Face model's weights, or with averages, cast to their dtype. Collective over
-    `world`.
+class Readable(Protocol):
+    """Tensors by name, from `directory`."""
+
+    @property
+    def directory(self) -> Place: ...
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TensorsOfRun:
+    """What `load_weights` reads of a run in another format: masters and the optimizer's state."""
+
+    run: ReadableRun
+    directory: Place
+
+    def read(self, name: str) -> Tensor:
+        """One of `ReadableRun.names`."""
+        return self.run.stored(name)
+
+
+def load_weights(source: Readable, shards: Sequence[TensorShard], world: Axis) -> None:
+    """Fills the shards with what a model or a run in another format has, or with averages, cast to their dtype.
+    Collective over `world`.
 
     One logical tensor is in memory at a time; a rank reads those of which it holds a part. Raises CheckpointError, on
     all ranks, where one of them cannot read its part.

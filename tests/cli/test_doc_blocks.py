@@ -73,7 +73,7 @@ SHORTER = (
     (r"--iteration 1730", "--iteration 3"),
     (r"--num-devices 64$", "--num-devices 2"),
     (r"--nprocs 8$", "--nprocs 2"),
-    (r"--save runs/continued", "--finetune --save runs/continued"),  # the Megatron files made here hold no moments
+    (r"--save runs/continued", "--finetune --save runs/continued"),  # else after two iterations nothing is left to do
     (r"--overlap 992", "--overlap 8"),
 )  # fmt: skip
 TRAIN = f"python pretrain_gpt.py --config configs/quickstart.yaml {TINY} --train-iters 4 --save-interval 2"
@@ -89,7 +89,7 @@ MADE = {
     "--data-path corpus.jsonl --split 1,0,0 --eval-iters 0 --micro-batch-size 1 --train-iters 1 --lr 1 "
     "--save made/lora",
     "made/adapter": "python tools/convert_checkpoint.py --from megalite --to peft --load made/lora --save made/adapter",
-    "megatron/run": f"{CONVERT} --to megatron --save megatron/run",
+    "megatron/run": f"{CONVERT} --to megatron --ckpt-format torch_dist --save megatron/run",
 }
 MINE = """
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 64, vocab_size: 256}

@@ -20,11 +20,11 @@ from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.lock import LockHolder, RunLock
 from megalite.checkpoint.run_dir import (
     clear_completed,
-    decide_start,
     in_the_way,
     mark_completed,
     set_aside_newer,
 )
+from megalite.checkpoint.start_decision import decide_start
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError

@@ -304,13 +304,12 @@ def test_a_run_of_megatron_core_goes_on_here(kind: str, tmp_path: Path) -> None:
         assert torch.equal(found[ours], there["param"]), ours
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[f"optimizer/{moment}/{ours}"], there[moment]), (ours, moment)
-    write_checkpoint(source, tmp_path / "ours", run=run)
-
     with IndexedWriter(tmp_path / "text", vocab_size=128) as writer:
         writer.add_document(told["tokens"][0].tolist() * 40)
     argv = (
-        f"--load {tmp_path / 'ours'} --use-checkpoint-args --save {tmp_path / 'next'} --data-path {tmp_path / 'text'} "
-        "--split 100,0,0 --micro-batch-size 2 --global-batch-size 4 --train-iters 10 --lr 1e-2 --clip-grad 0 "
+        f"--load {tmp_path / 'two'} --trust-pickle --use-checkpoint-args --save {tmp_path / 'next'} --vocab-size 100 "
+        f"--data-path {tmp_path / 'text'} --split 100,0,0 --micro-batch-size 2 "
+        "--global-batch-size 4 --train-iters 10 --lr 1e-2 --clip-grad 0 "
         "--lr-decay-style constant --weight-decay 0 --eval-iters 0 --num-workers 0 --no-exit-signal-handler "
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --adam-eps 1e-8"
     )

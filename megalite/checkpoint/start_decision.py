@@ -1,0 +1,113 @@
+"""From where a run starts.
+
+    --load DIR                 the newest committed checkpoint of DIR; none is an error ...
+    --load DIR, --save DIR     ... unless DIR is --save itself (the requeue idiom): then a fresh start
+    --load MODEL               a Hugging Face directory: its weights alone; never also --save
+    --load DIR --trust-pickle  a run of Megatron-LM, or another in torch's distributed format; never also --save
+    --auto-resume              the newest whole checkpoint of --save, if there is any; else as without the flag
+    neither                    a fresh start; refused where --save holds checkpoints
+
+Rank 0 decides for all (`Checkpointer.decide_start`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megalite.checkpoint.run_dir import (
+    committed,
+    interrupted,
+    is_distributed,
+    is_huggingface,
+    resolve_checkpoint,
+    step_of,
+    uncommitted,
+)
+from megalite.errors import CheckpointError
+from megalite.stores import Place, place
+
+
+@dataclass(frozen=True)
+class StartDecision:
+    """The start of a run: from checkpoints, or fresh.
+
+    candidates: checkpoints to load, best first; empty: a fresh start.
+    reason: one line for the log.
+    passed_over: what has the name of a newer checkpoint and is none.
+    """
+
+    candidates: tuple[Place, ...]
+    reason: str
+    passed_over: tuple[Place, ...] = ()
+
+
+def decide_start(
+    *,
+    save: str | None,
+    load: str | None,
+    auto_resume: bool = False,
+    ckpt_step: int | None = None,
+    trust_pickle: bool = False,
+) -> StartDecision:
+    """Applies the rules above. trust_pickle: whether `load` may be in torch's distributed format. Raises
+    CheckpointError, one line."""
+    start = _decide(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step, trust_pickle=trust_pickle)
+    newest = start.candidates[0] if start.candidates else None
+    home = newest.parent if newest is not None and not (is_huggingface(newest) or is_distributed(newest)) else None
+    if save is not None and (home is None or not _same(save, str(home))) and uncommitted(save):
+        raise CheckpointError(
+            f"`save`={save}: {uncommitted(save)[-1].name} is in the way and is not a checkpoint (no COMMITTED file: "
+            "damaged, or written by another program); move it away, or choose a new directory"
+        )
+    if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
+        return start
+    return replace(start, passed_over=tuple(p for p in uncommitted(home) if step_of(p) > step_of(newest)))
+
+
+def _decide(
+    *, save: str | None, load: str | None, auto_resume: bool, ckpt_step: int | None, trust_pickle: bool
+) -> StartDecision:
+    held = committed(save) if save is not None else []
+    if auto_resume and held:
+        if ckpt_step is not None:
+            chosen = resolve_checkpoint(str(save), ckpt_step)
+            return StartDecision((chosen,), f"`auto_resume`: step {ckpt_step} of {save}")
+        reason = f"`auto_resume`: {held[-1].name} is the newest checkpoint of {save}"
+        return StartDecision(tuple(reversed(held)), reason)
+    if load is None:
+        if ckpt_step is not None:
+            raise CheckpointError(f"`ckpt_step`={ckpt_step}: of which run? add `load` DIR")
+        if held:
+            raise CheckpointError(
+                f"`save`={save}: holds checkpoints already (newest {held[-1].name}); "
+                f"add `auto_resume` or `load` {save} to continue with them, or choose a new directory"
+            )
+        return StartDecision((), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start")
+    distributed = trust_pickle and is_distributed(load)
+    if trust_pickle and not distributed:
+        raise CheckpointError(f"`trust_pickle`: `load`={load} is not in torch's distributed format; drop it")
+    foreign_model = distributed or is_huggingface(load)
+    if foreign_model and not distributed and ckpt_step is not None:
+        raise CheckpointError(f"`ckpt_step`={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")
+    if save is not None and _same(save, load):
+        if foreign_model:
+            kind = "distributed checkpoint" if distributed else "Hugging Face model"
+            raise CheckpointError(f"`save`={save}: is the {kind} of `load`; choose a new directory")
+        if not held and ckpt_step is None and not uncommitted(load):
+            torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
+            reason = f"`load`={load}: no committed checkpoint yet{torn}; it is also `save`: a fresh start"
+            return StartDecision((), reason)
+    elif held and not _same(str(save), str(place(load).parent)):  # one checkpoint of --save is that run, too
+        raise CheckpointError(
+            f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or `load` {save}"
+        )
+    if foreign_model:
+        what = "the weights of a Hugging Face model; a run of its own begins"
+        reason = f"`load`={load}: {'torch distributed checkpoint' if distributed else what}"
+        return StartDecision((place(load),), reason)
+    path = resolve_checkpoint(load, ckpt_step)
+    return StartDecision((path,), f"`load`={load}: {path.name}")
+
+
+def _same(first: str, second: str) -> bool:
+    return place(first).resolve() == place(second).resolve()

@@ -1,0 +1,96 @@
+"""Runs of other programs, continued in place: `--load DIR --trust-pickle`, at any layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equivalence.layouts import saved_tensors
+
+import pretrain_gpt
+from megalite import strangers
+from megalite.checkpoint import CheckpointReader
+from megalite.checkpoint.start_decision import decide_start
+from megalite.comm import World
+from megalite.config.cli import parse
+from megalite.convert import MegatronDistSource, open_megatron, state_of, write_checkpoint
+from megalite.convert.source import stored_shapes
+from megalite.errors import CheckpointError
+from megalite.testing import run_ranks
+from megalite.train.run import open_run
+from megalite.train.starting_point import offer_of
+from tests.unit.convert.megatron_layout import HereInstead
+from tests.unit.convert.test_megatron import V
+from tests.unit.convert.test_megatron_dist import written_with_state
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "Popen", HereInstead)
+
+
+def test_a_run_continues_from_where_it_lies(tmp_path: Path) -> None:
+    """At another layout: the masters and moments that the files hold, and the step of a run converted first."""
+    root = written_with_state(tmp_path / "megatron").parent
+    source = open_megatron(root, true_vocab_size=V)
+    assert isinstance(source, MegatronDistSource)
+    write_checkpoint(source, tmp_path / "ours", run=state_of(source))
+    common = (
+        f"--use-checkpoint-args --vocab-size {V} --mock-data --micro-batch-size 1 --global-batch-size 8 --bf16 "
+        "--lr 1e-3 --train-iters 1000 --use-checkpoint-opt-param-scheduler --eval-iters 0 --num-workers 0 --device cpu"
+    ).split()
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    run_ranks(loaded_and_trained, 4, [*common, *layout, "--load", str(root), "--trust-pickle"], str(tmp_path / "next"))
+    loaded_and_trained(World(), [*common, "--load", str(tmp_path / "ours")], str(tmp_path / "other"))
+    found = saved_tensors(tmp_path / "next" / "iter_0000100")
+    for name in stored_shapes(source.model):
+        weights = source.read(name)
+        assert torch.equal(found.pop(name), (weights + 1).float()), name
+        assert torch.equal(found.pop(f"optimizer/exp_avg/{name}"), (-2 * weights).float())
+        assert torch.equal(found.pop(f"optimizer/exp_avg_sq/{name}"), (weights * weights).float())
+    assert not found
+    steps = [CheckpointReader(tmp_path / "next" / f"iter_0000{step}").read("optimizer/step") for step in (100, 101)]
+    assert [step.item() for step in steps] == [97, 98]
+    there, here = (saved_tensors(tmp_path / name / "iter_0000101") for name in ("next", "other"))
+    assert there.keys() == here.keys()
+    for name, values in there.items():
+        assert (values - here[name]).abs().max() <= 1e-2 * here[name].abs().max() + 1e-9, name  # sums in bf16
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("", "(Megatron-LM's torch_dist? Training takes it with --trust-pickle, and "),
+        ("--trust-pickle --lora rank=2", "adapters need a model whose content they can record"),
+        ("--trust-pickle --ckpt-step 7", "iter_0000007 is not there"),
+        ("--trust-pickle --save {root}", "is the distributed checkpoint of --load; choose a new directory"),
+        ("--trust-pickle --num-layers 3", "--num-layers=3"),
+    ],
+)
+def test_a_run_that_does_not_continue(flags: str, line: str, tmp_path: Path, capfd: Any) -> None:
+    """Each is one line, found by --dry-run too."""
+    root = written_with_state(tmp_path / "megatron").parent
+    common = "--use-checkpoint-args --mock-data --micro-batch-size 1 --bf16 --lr 1e-3 --train-iters 1000 --device cpu"
+    argv = [*common.split(), "--load", str(root), *flags.format(root=root).split()]
+    for more in ([], ["--dry-run"]):
+        capfd.readouterr()
+        assert pretrain_gpt.main([*argv, *more]) == 2
+        (text,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert line in text
+
+
+def test_a_checkpoint_of_ours_is_no_pickle(tmp_path: Path) -> None:
+    source = open_megatron(written_with_state(tmp_path / "megatron").parent)
+    write_checkpoint(source, tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="is not in torch's distributed format; drop it"):
+        decide_start(save=None, load=str(tmp_path / "ours"), trust_pickle=True)
+
+
+def loaded_and_trained(world: World, argv: list[str], save: str) -> None:
+    """Saves what was loaded, and again after an iteration."""
+    with open_run(parse([*argv, "--save", save], world_size=world.size, read_offer=offer_of), world) as run:
+        run.state.save(run.trainer.progress)
+        run.trainer.train_step(drain=True)
+        run.state.save(run.trainer.progress)
