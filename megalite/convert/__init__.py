@@ -34,6 +34,7 @@ by tests/unit/convert/ against transformers.
 
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
 from megalite.convert.dcp_model import DcpSource, write_dcp
+from megalite.convert.dcp_state import state_of_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint

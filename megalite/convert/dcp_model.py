@@ -4,7 +4,7 @@ step-1000/.metadata, __0_0.distcp, ...      layers.0.attention.wq.weight, or mod
 config.json                                 what model it is, in Hugging Face's words; torchtitan keeps it elsewhere
 
 torchtitan's Llama rotates neighbouring channels, Hugging Face's (and ours) the two halves: rows of wq and wk are put in
-the other order, head by head. Optimizer, data and schedules in such a directory are not read.
+the other order, head by head. Its optimizer: `dcp_state.py`; data and schedules in such a directory are not read.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ TITAN = {
     "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
     "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
 }
+STATE = "optimizer.state."
 ROTATED = (".attention.wq.weight", ".attention.wk.weight")
 
 
@@ -71,11 +72,11 @@ class DcpSource:
         self.home, raw = path.parent, read_json(path)
         self.family, self.model = read_model(raw, str(path))
         self.origin = Origin.of_folder(path.parent, raw, None)
-        self._files = DcpFiles(self.directory)
+        self.files = DcpFiles(self.directory)
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
         names = [name for pair in self._pairs.values() for name in pair.theirs]
-        if missing := [name for name in names if self._stored(name) not in self._files.tensors]:
+        if missing := [name for name in names if self._stored(name) not in self.files.tensors]:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
 
     @cached_property
@@ -84,24 +85,46 @@ class DcpSource:
 
     @cached_property
     def _titan(self) -> bool:
-        return "tok_embeddings.weight" in self._files.tensors
+        return "tok_embeddings.weight" in self.files.tensors
 
     def _stored(self, name: str) -> str:
         return titan_name(name) if self._titan else name
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, state: str = "") -> Tensor:
+        """A logical tensor; state: what an optimizer keeps of it, by torch's name."""
+        return self._pairs[name].form.to_ours(self.model, [self._tensor(*part) for part in self._parts(name, state)])
+
+    def check_state(self, name: str, state: str) -> None:
+        """Raises CheckpointError where what the optimizer keeps of a tensor is missing or has another shape."""
+        for stored, shape, _ in self._parts(name, state):
+            self._checked(stored, shape)
+
+    def states(self, state: str) -> list[str]:
+        """Names there of what the optimizer keeps of all weights. Raises CheckpointError where one is missing."""
+        names = [f"{STATE}{self._stored(name)}.{state}" for pair in self._pairs.values() for name in pair.theirs]
+        if missing := [name for name in names if name not in self.files.tensors]:
+            raise CheckpointError(f"{self.directory}: {missing[0]} is missing; `finetune` takes the weights alone")
+        return names
+
+    def _parts(self, name: str, state: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
+        """(Name there, shape, whether the rows are turned) of what a logical tensor is made of."""
         pair = self._pairs[name]
         like = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
-        parts = [self._tensor(n, tuple(part.shape)) for n, part in zip(pair.theirs, like, strict=True)]
-        return pair.form.to_ours(self.model, parts)
+        for theirs, part in zip(pair.theirs, like, strict=True):
+            stored = self._stored(theirs)
+            yield f"{STATE}{stored}.{state}" if state else stored, tuple(part.shape), stored.endswith(ROTATED)
 
-    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        stored = self._stored(name)
-        if (found := self._files.tensors[stored].shape) != shape:
+    def _checked(self, stored: str, shape: tuple[int, ...]) -> None:
+        if stored not in self.files.tensors:
+            raise CheckpointError(f"{self.directory}: {stored} is missing; `finetune` takes the weights alone")
+        if (found := self.files.tensors[stored].shape) != shape:
             what = f"shape {list(found)}, {CONFIG} says {list(shape)}"
             raise CheckpointError(f"{self.directory / METADATA}: {stored}: {what}")
-        values = self._files.read(stored)
-        return halves(self.model, values) if stored.endswith(ROTATED) else values
+
+    def _tensor(self, stored: str, shape: tuple[int, ...], turned: bool) -> Tensor:
+        self._checked(stored, shape)
+        values = self.files.read(stored)
+        return halves(self.model, values) if turned else values
 
 
 def titan_name(name: str) -> str:

@@ -67,8 +67,10 @@ class TrainedRun(Protocol):
         ...
 
 
-class ReadableRun(TrainedRun, Protocol):
-    """One whose tensors can be read one by one, so that it is continued in place."""
+class ReadableRun(Protocol):
+    """A run elsewhere whose tensors can be read one by one, so that it is continued in place."""
+
+    iteration: int
 
     @property
     def names(self) -> Collection[str]:

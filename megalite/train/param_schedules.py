@@ -117,8 +117,9 @@ def resolve_schedules(config: Config, world_size: int, start: StartingPoint | No
     own, settings = ParamSchedules.of(config, world_size), config.checkpoint
     override = settings.schedules.override_opt_param_scheduler
     adopt = settings.schedules.use_checkpoint_opt_param_scheduler
-    if start is not None and start.source is not None and start.run is None and (override or adopt):
-        raise ConfigError(f"{OVERRIDE if override else ADOPT}: a Hugging Face model has no schedules; drop it")
+    if start is not None and start.source is not None and start.saved is None and (override or adopt):
+        kind = "a Hugging Face model" if start.run is None else "such a checkpoint"
+        raise ConfigError(f"{OVERRIDE if override else ADOPT}: {kind} has no schedules; drop it")
     if (
         start is None
         or start.saved is None

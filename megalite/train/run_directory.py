@@ -128,6 +128,7 @@ class RunDirectory:
             adapters=adapters,
             ckpt_step=checkpoint.ckpt_step,
             vocab_size=self.config.model.vocab_size or None,
+            samples_after=self.config.batch_size_schedule(self._world.size).samples_after,
         )
         check_model(start.model, self.config.model, f"`load`={path}")
         if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ from megalite.convert import (
     ReadableRun,
     open_distributed,
     state_of,
+    state_of_dcp,
 )
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
@@ -95,15 +96,22 @@ def open_start(
     adapters: bool = False,
     ckpt_step: int | None = None,
     vocab_size: int | None = None,
+    samples_after: Callable[[int], int] = lambda iterations: iterations,
 ) -> StartingPoint:
     """Reads what is there besides the tensors. adapters: the run has them, so of a model without it takes the weights.
-    ckpt_step, vocab_size: of a checkpoint in torch's distributed format, which users have said they trust: which, and
-    its tokens without padding.
+    ckpt_step, vocab_size, samples_after: of a checkpoint in torch's distributed format, which users have said they
+    trust: which, its tokens without padding, and the samples of so many iterations of this run, where it does not say.
 
     Raises CheckpointError; ConfigError for a model that we do not have.
     """
     if is_distributed(path):
-        return _distributed_start(path, ckpt_step, vocab_size, weights_only=finetune, adapters=adapters)
+        found = open_distributed(Path(str(path)), ckpt_step, vocab_size)
+        if adapters:
+            raise CheckpointError(
+                f"`load`={path}: adapters need a model whose content they can record; make one of this by "
+                "tools/convert_checkpoint.py --to megalite"
+            )
+        return _distributed_start(path, found, samples_after, weights_only=finetune)
     if isinstance(path, Path) and is_huggingface(path):
         source = HuggingFaceSource(path)
         kind = f"Hugging Face {source.family.name}"
@@ -119,22 +127,30 @@ def open_start(
 
 
 def _distributed_start(
-    path: Place, ckpt_step: int | None, vocab_size: int | None, *, weights_only: bool, adapters: bool
+    path: Place, source: MegatronDistSource | DcpSource, samples_after: Callable[[int], int], *, weights_only: bool
 ) -> StartingPoint:
-    """A run of Megatron-LM's, or a model in torch's distributed format. Raises CheckpointError, ConfigError."""
-    source = open_distributed(Path(str(path)), ckpt_step, vocab_size)
-    if adapters:
-        raise CheckpointError(
-            f"`load`={path}: adapters need a model whose content they can record; make one of this by "
-            "tools/convert_checkpoint.py --to megalite"
-        )
-    run = None if weights_only or not isinstance(source, MegatronDistSource) else state_of(source)
-    kind = "Megatron-LM's torch_dist" if isinstance(source, MegatronDistSource) else "torch.distributed.checkpoint"
-    if run is None:
-        return StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
-    return StartingPoint(
-        path, source.model, run.meta, weights_only=False, saved=run.config, source=source, run=run, kind=kind
-    )
+    """A run of Megatron-LM's, or one in torch's distributed format. Raises CheckpointError, ConfigError."""
+    megatron = isinstance(source, MegatronDistSource)
+    kind = "Megatron-LM's torch_dist" if megatron else "torch.distributed.checkpoint"
+    start = StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
+    if weights_only:
+        return start
+    if isinstance(source, MegatronDistSource):
+        run = state_of(source)
+        return start if run is None else replace(start, meta=run.meta, weights_only=False, saved=run.config, run=run)
+    state = state_of_dcp(source)
+    if state is None:
+        return start
+    done, samples = state.iteration, samples_after(state.iteration)
+    progress = {
+        "iteration": done, "consumed_samples": samples, "updates": done, "microbatches": done, "skipped_iterations": 0,
+        "schedule_samples": samples,
+    }  # fmt: skip
+    logger.warning(
+        "`load`=%s: iteration %s; the schedules are those of the flags, the data go on as after %s samples of theirs",
+        path, f"{done:,}", f"{samples:,}",
+    )  # fmt: skip
+    return replace(start, meta={"progress": progress, "loss_scaler": {}}, weights_only=False, run=state)
 
 
 def offer_of(

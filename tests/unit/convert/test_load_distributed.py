@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from equivalence.layouts import saved_tensors
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import pretrain_gpt
 from megalite import strangers
-from megalite.checkpoint import CheckpointReader
+from megalite.checkpoint import CheckpointReader, read_manifest
 from megalite.checkpoint.start_decision import decide_start
 from megalite.comm import World
 from megalite.config.cli import parse
-from megalite.convert import MegatronDistSource, open_megatron, state_of, write_checkpoint
+from megalite.convert import HuggingFaceSource, MegatronDistSource, open_megatron, state_of, write_checkpoint
+from megalite.convert.dcp_model import titan_name
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 from megalite.train.starting_point import offer_of
 from tests.unit.convert.megatron_layout import HereInstead
-from tests.unit.convert.test_megatron import V
+from tests.unit.convert.test_dcp import turned
+from tests.unit.convert.test_megatron import V, peer
 from tests.unit.convert.test_megatron_dist import written_with_state
 
 
@@ -94,3 +99,51 @@ def loaded_and_trained(world: World, argv: list[str], save: str) -> None:
         run.state.save(run.trainer.progress)
         run.trainer.train_step(drain=True)
         run.state.save(run.trainer.progress)
+
+
+@pytest.mark.parametrize("form", ["titan", "hf"])
+def test_a_run_of_torch_continues_with_its_moments(form: str, tmp_path: Path) -> None:
+    """torch's own AdamW, saved by torch's own functions as torchtitan does; read at tp2 x pp2."""
+    model = peer("llama").float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss.backward()
+        optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    kinds = {f"optimizer.{name}": value for name, value in state.items()}
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    names = {name: titan_name(name) if form == "titan" else name for name in weights}
+    written = {names[name]: rows(form, name, value) for name, value in weights.items()}
+    for key, value in kinds.items():
+        head, name, kind = re.fullmatch(r"(optimizer\.\w+\.)(.+)\.(\w+)", key).groups()  # type: ignore[union-attr]
+        if name in names:
+            written[f"{head}{names[name]}.{kind}"] = rows(form, name, value) if "exp_avg" in kind else value
+    root = tmp_path / "step-3"
+    dcp.save(written | {"train_state": {"step": torch.tensor(3)}}, checkpoint_id=root, no_dist=True)
+    model.config.save_pretrained(root)
+    common = (
+        "--use-checkpoint-args --mock-data --seq-length 16 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
+        "--train-iters 9 --eval-iters 0 --num-workers 0 --device cpu --tensor-model-parallel-size 2 "
+        "--pipeline-model-parallel-size 2"
+    ).split()
+    run_ranks(loaded_and_trained, 4, [*common, "--load", str(root), "--trust-pickle"], str(tmp_path / "next"))
+    found = saved_tensors(tmp_path / "next" / "iter_0000003")
+    assert read_manifest(tmp_path / "next" / "iter_0000003").meta["progress"]["consumed_samples"] == 12
+    model.save_pretrained(tmp_path / "weights")
+    expected = {name: HuggingFaceSource(tmp_path / "weights").read(name) for name in found if "/" not in name}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for parameter in model.parameters():
+            parameter.data = optimizer.state[parameter][kind]
+        model.save_pretrained(tmp_path / kind)
+        source = HuggingFaceSource(tmp_path / kind)
+        expected |= {f"optimizer/{kind}/{name}": source.read(name) for name in list(expected) if "/" not in name}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+    steps = [CheckpointReader(tmp_path / "next" / f"iter_000000{n}").read("optimizer/step").item() for n in (3, 4)]
+    assert steps == [3, 4]
+
+
+def rows(form: str, name: str, values: Any) -> Any:
+    """As torchtitan has the rows of queries and keys."""
+    return turned(values) if form == "titan" and name.endswith(("q_proj.weight", "k_proj.weight")) else values
