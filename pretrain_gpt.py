@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
     configure_logging(place.rank)
     if (line := ignored_line(parsed.ignored)) is not None:
         logging.getLogger("megalite").info(line)
-    for warning in parsed.warnings:
+    for warning in parsed.warnings if place.rank == 0 else ():
         logging.getLogger("megalite").warning(warning)
     if parsed.config.training.dry_run:
         return print_dry_run(parsed, place)
@@ -119,7 +119,7 @@ def exit_now(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    keep_streams()
+    keep_streams(quiet=not {"-h", "--help"}.isdisjoint(sys.argv))
     EndAtOnce().install()
     try:
         exit_now(main(sys.argv[1:]))

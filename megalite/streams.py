@@ -18,11 +18,12 @@ from typing import Any, TextIO
 class Stream:
     """A text stream whose `write` and `flush` never raise for what lies behind it.
 
-    stream: the real one. name: in words. other: where its failure is reported.
+    stream: the real one. name: in words. other: where its failure is reported. quiet: that its reader has gone is no
+    failure.
     """
 
-    def __init__(self, stream: TextIO, name: str, other: TextIO) -> None:
-        self._stream, self._name, self._other = stream, name, other
+    def __init__(self, stream: TextIO, name: str, other: TextIO, *, quiet: bool = False) -> None:
+        self._stream, self._name, self._other, self._quiet = stream, name, other, quiet
 
     def write(self, text: str) -> int:
         """Writes the text, or drops it."""
@@ -49,6 +50,8 @@ class Stream:
             os.dup2(descriptor, self._stream.fileno())
             os.close(descriptor)
             self._stream.flush()  # what was buffered
+        if self._quiet and isinstance(error, BrokenPipeError):
+            return
         with contextlib.suppress(OSError, ValueError):
             self._other.write(
                 f"{self._name} failed ({error.strerror}): nothing is written there any more, work continues\n"
@@ -68,9 +71,10 @@ def escape_unsayable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def keep_streams() -> None:
+def keep_streams(*, quiet: bool = False) -> None:
     """Makes this process's standard streams outlive their readers. Call it first: closed ones become the null device,
-    lest the next file that is opened takes their number and is written into by the next print.
+    lest the next file that is opened takes their number and is written into by the next print. quiet: for a text that
+    people look at the beginning of.
     """
     for descriptor in range(3):
         try:
@@ -82,6 +86,6 @@ def keep_streams() -> None:
     err = sys.stderr or open(os.devnull, "w", encoding="utf-8")
     if not isinstance(out, Stream):
         sys.stdout, sys.stderr = (
-            Stream(out, "standard output", err),
+            Stream(out, "standard output", err, quiet=quiet),
             Stream(err, "standard error", out),
         )

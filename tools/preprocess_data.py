@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
-from megalite.config import TOKENIZERS
+from megalite.config import TOKENIZER_ALIASES, TOKENIZERS
 from megalite.data import (
     ChatTemplate,
     Tokenizer,
@@ -34,6 +34,69 @@ from megalite.progress import LINES, ProgressBar
 
 MOST_WORKERS = 64
 """Of a machine with few cores; with many, four for each."""
+IDLE = {
+    "--keep-newlines": 0,
+    "--lang": 1,
+    "--partitions": 1,
+    "--keep-sequential-samples": 0,
+}
+"""Flags of Megatron-LM's tool that change nothing here -> how many values they take."""
+REFUSED = {
+    "--split-sentences": "a document is not cut into sentences, which GPT has no use for; drop it",
+    "--find-optimal-num-workers": "give --workers; all cores are used without it",
+    "--workers-to-check": "give --workers; all cores are used without it",
+    "--max-documents": "give --workers; all cores are used without it",
+}
+
+
+def tokenizer_kind(text: str) -> str:
+    """A kind of tokenizer, of which Megatron-LM has other names."""
+    return TOKENIZER_ALIASES.get(text.lower(), text)
+
+
+def parsed(parser: ToolParser, argv: list[str]) -> argparse.Namespace:
+    """The flags, Megatron-LM's among them. Raises ConfigError with what is wrong of either."""
+    words, problems = without_megatrons(argv)
+    try:
+        args = parser.parse_args(words)
+    except ConfigError as error:
+        raise ConfigError(problems + error.problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return args
+
+
+def without_megatrons(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The words without the flags of Megatron-LM's tool that change nothing, which are named on standard error; and
+    what is wrong with others of its flags."""
+    kept: list[str] = []
+    problems: list[str] = []
+    idle: list[str] = []
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        values = 0
+        while values < len(words) and not words[values].startswith("--"):
+            values += 1
+        if name in IDLE:
+            del words[: 0 if equals else min(values, IDLE[name])]
+            idle.append(name)
+        elif name == "--dataset-impl":
+            value = value if equals else words.pop(0) if values else ""
+            idle.append(name)
+            problems += (
+                [] if value == "mmap" else [f"--dataset-impl={value}: .bin and .idx are written, mmap's; drop it"]
+            )
+        elif name in REFUSED:
+            del words[:values]
+            problems.append(f"{name}: {REFUSED[name]}")
+        else:
+            kept.append(word)
+    if idle:
+        print(f"Megatron-LM flags without effect here: {', '.join(idle)}", file=sys.stderr, flush=True)
+    return kept, problems
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -53,7 +116,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--json-keys", nargs="+", metavar="KEY", help="fields to tokenise, one output each (unset: text, or messages)"
     )
-    parser.add_argument("--tokenizer-type", choices=TOKENIZERS, default="ByteTokenizer", help="how text becomes ids")
+    parser.add_argument(
+        "--tokenizer-type",
+        type=tokenizer_kind,
+        choices=TOKENIZERS,
+        default="ByteTokenizer",
+        help="how text becomes ids",
+    )
     parser.add_argument(
         "--tokenizer-model", metavar="PATH", help="tokenizer.json, its directory, or a sentencepiece model"
     )
@@ -68,7 +137,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--log-interval", type=float, default=LINES, help="seconds between progress lines in a log; 0: none, and no bar"
     )
-    args = parser.parse_args(argv)
+    args = parsed(parser, argv)
     chat = args.data_format == "chat"
     args.json_keys = args.json_keys or (["messages"] if chat else ["text"])
     if chat and args.append_eod:

@@ -29,7 +29,7 @@ from megalite.config.arguments import places, shown_flag
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.cli import Parsed, ignored_line, parse, parse_with_origins, read_unjudged, without_effect
-from megalite.config.data import TOKENIZERS, VOCABULARIES, DataConfig
+from megalite.config.data import TOKENIZER_ALIASES, TOKENIZERS, VOCABULARIES, DataConfig
 from megalite.config.delta import Delta
 from megalite.config.embedding_cache import cache_problem, cache_rows, own_rows
 from megalite.config.experts import Experts

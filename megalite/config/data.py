@@ -15,6 +15,11 @@ TOKENIZERS = (
     "SentencePieceTokenizer",
     "NullTokenizer",
 )
+TOKENIZER_ALIASES = {
+    "llama2tokenizer": "SentencePieceTokenizer",
+    "gptsentencepiecetokenizer": "SentencePieceTokenizer",
+}
+"""Other names of them in small letters."""
 VOCABULARIES = {"ByteTokenizer": 257, "GPT2BPETokenizer": 50257}
 """Ids of the tokenizers that have the same in every run."""
 WITHOUT_FILE = {

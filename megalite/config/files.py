@@ -126,7 +126,19 @@ def _tokenizer_files(config: Config) -> Iterator[str]:
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = getattr(config.data, name)
         if path is not None and not os.path.exists(path):
-            yield f"`{name}`={path}: no such file"
+            yield f"`{name}`={path}: no such file{_instead(name, path)}"
+
+
+def _instead(name: str, path: str) -> str:
+    """What to give in place of a tokenizer's file that is not there, where that is known."""
+    folder = os.path.dirname(path)
+    if os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        return (
+            f"; {folder or '.'} holds tokenizer.json: `tokenizer_type` HuggingFaceTokenizer, `tokenizer_model` {folder}"
+        )
+    if name == "tokenizer_model" and path.count("/") == 1 and path[0] not in "./~" and not os.path.isdir(folder):
+        return "; names on the Hub are not read: download its tokenizer.json and give the folder"
+    return ""
 
 
 def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:

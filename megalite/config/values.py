@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megalite.config.batch_size import UNITS
+from megalite.config.data import TOKENIZER_ALIASES
 from megalite.config.parallel import SCHEDULE_ALIASES
 from megalite.config.schema import Option
 from megalite.files import url_problem
@@ -24,10 +25,7 @@ _FALSE = ("false", "no", "off", "0")
 _CHOICE_ALIASES = {
     "pipeline_schedule": SCHEDULE_ALIASES,
     "optimizer": {"adamw": "adam", "dist_muon": "muon"},
-    "tokenizer_type": {
-        "llama2tokenizer": "SentencePieceTokenizer",
-        "gptsentencepiecetokenizer": "SentencePieceTokenizer",
-    },
+    "tokenizer_type": TOKENIZER_ALIASES,
     "activation": {"swish-glu": "swiglu", "gelu_tanh": "gelu-tanh", "squared_relu": "squared-relu"},
 }
 

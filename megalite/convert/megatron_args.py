@@ -172,6 +172,15 @@ def _flags_of_layers(fields: Fields, key: str, value: Any) -> list[int]:
 def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     """The entries of `args` that are the model's. Raises ConfigError for what Megatron-LM has not."""
     legacy = implementation == "legacy"
+    unwritten = {
+        "`multi_latent_attention`": model.latent.multi_latent_attention,
+        "`rope_scaling_type`=yarn": model.rope_scaling.kind == "yarn",
+        "`mtp_num_layers`": model.further.depth > 0,
+        "`experimental_attention_variant`": model.delta.experimental_attention_variant is not None,
+    }
+    if any(unwritten.values()):
+        listed = ", ".join(name for name, given in unwritten.items() if given)
+        raise ConfigError(f"not written for Megatron-LM ({implementation}): a model with {listed}; Hugging Face's is")
     rope = model.position_embedding_type == "rope"
     fused = model.activation == "gelu-tanh" and model.add_bias_linear
     scaling = model.rope_scaling
@@ -207,7 +216,7 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     rows = model.padded_vocab_size(1)
     lost = list(lost_settings(model, lambda: read_args(args, "args", legacy=legacy, rows=rows, vocab_size=None)))
     if lost:
-        raise ConfigError(f"Megatron-LM ({implementation}) has no such model: {', '.join(lost)}")
+        raise ConfigError(f"not written for Megatron-LM ({implementation}): a model with {', '.join(lost)}")
     return args
 
 

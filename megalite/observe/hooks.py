@@ -173,7 +173,8 @@ class Hooks:
                     raise
                 self._hooks.remove(hook)
                 what = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
-                logger.warning("%s stopped, training continues: %s", hook.fails_alone_as, what)
+                ends = "did not start" if event == "on_start" else "stopped"
+                logger.warning("%s %s, training continues: %s", hook.fails_alone_as, ends, what)
 
     def _summary(self, trainer: TrainerView, status: str) -> Record:
         wall = self._clock() - self._began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ from megalite.train.programs import ProgramCache
 from megalite.train.run_data import changed_data, resolve_tokenizer
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
+logger = logging.getLogger(__name__)
+
 WIDEST = 200
 LONGEST_TEXT = 1 << 26
 """Bytes of raw text that are tokenised to check them; the start does it for more."""
@@ -39,9 +42,28 @@ LARGEST_CHECKPOINT = 1 << 34
 """Bytes of a checkpoint that are read to check them."""
 
 
+class HostTooSmall(ConfigError):
+    """The ranks of a run do not fit into this host."""
+
+
 def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
-    """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError."""
+    """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError.
+
+    A run that does not fit into a host without GPUs is one for GPUs elsewhere, unless `--device cpu` says otherwise.
+    """
     here = meant_for_this_host(world_size)
+    why = f"{world_size} ranks are not meant for this host"
+    try:
+        return _dry_run(config, origins, world_size, here, why)
+    except HostTooSmall as error:
+        if config.parallel.hardware.device == "cpu" or torch.cuda.is_available():
+            raise
+        logger.warning(str(error).partition(";")[0] + "; planned for GPUs elsewhere (`device` cpu: for this host)")
+        return _dry_run(config, origins, world_size, False, f"{world_size} ranks do not fit into this host")
+
+
+def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: bool, why: str) -> str:
+    """why: the run is not meant for this host."""
     config, tokenizer = resolve_tokenizer(config) if here else without_files(config)
     on_cpu = config.parallel.hardware.device == "cpu" or (here and not torch.cuda.is_available())
     plan = within_budget(config, world_size, on_cpu=on_cpu)
@@ -51,7 +73,7 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     program = programs.full(world_size)
     foreign = look_at_module(config, program) if config.model.is_foreign else None
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
-    notes = [f" not checked: devices, memory, data, `load` and `save` ({world_size} ranks are not meant for this host)"]
+    notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     if here:
         check_devices(config.parallel, config.parallel.nprocs or 1)
@@ -112,7 +134,7 @@ def check_local_memory(
     plan: MemoryPlan,
     foreign: ForeignModel | None,
 ) -> None:
-    """What `check_memory` asks, of ranks that would all start on this host. Raises ConfigError."""
+    """What `check_memory` asks, of ranks that would all start on this host. Raises HostTooSmall."""
     gpus = torch.cuda.device_count()
     on_cpu = config.parallel.hardware.device == "cpu" or gpus == 0
     devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(world_size)]
@@ -120,7 +142,7 @@ def check_local_memory(
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=on_cpu)
     problem = judge(config, pools, program, cuts, plan, on_cpu=on_cpu, memory=memory)
     if problem:
-        raise ConfigError(problem)
+        raise HostTooSmall(problem)
 
 
 def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[Config, list[str]]:

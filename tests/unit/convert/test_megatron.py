@@ -205,7 +205,7 @@ def test_args_of_a_run_that_is_not_ours(tmp_path: Path) -> None:
         (dict(softmax_type="learnable"), "--softmax-type=learnable"),
         (dict(attn_logit_softcapping=30.0), "--attn-logit-softcapping=30"),
     ]:
-        with pytest.raises(ConfigError, match=f"has no such model: {line}"):
+        with pytest.raises(ConfigError, match=f"a model with {line}"):
             write_megatron(Fixed(ModelConfig(**tiny | changes)), tmp_path / "x")  # type: ignore[arg-type]
     for cut, line in [
         (dict(tensor_parallel=3), "--target-tensor-model-parallel-size=3: does not divide 4 attention heads"),
