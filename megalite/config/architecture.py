@@ -99,6 +99,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values |= {name: None for name in values if name.startswith("moe_")}
     else:
         values["moe_ffn_hidden_size"] = model.expert_ffn_size
+        if model.experts.moe_router_score_function == "sigmoid":
+            values["moe_router_pre_softmax"] = None
         try:
             layers = model.sparse_layers
         except ConfigError:  # a rule will say so

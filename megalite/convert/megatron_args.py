@@ -180,7 +180,7 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
     }
     if any(unwritten.values()):
         listed = ", ".join(name for name, given in unwritten.items() if given)
-        raise ConfigError(f"not written for Megatron-LM ({implementation}): a model with {listed}; Hugging Face's is")
+        raise ConfigError(f"not written for Megatron-LM ({implementation}): a model with {listed}; hf and dcp have it")
     rope = model.position_embedding_type == "rope"
     fused = model.activation == "gelu-tanh" and model.add_bias_linear
     scaling = model.rope_scaling

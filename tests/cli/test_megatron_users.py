@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import preprocess_data
-from megalite.config import Latent, ModelConfig, parse, parse_with_origins
+from megalite.config import Experts, Latent, ModelConfig, architecture_differences, parse, parse_with_origins
 from megalite.convert.megatron_args import write_args
 from megalite.errors import ConfigError
 from megalite.train import dry_run
@@ -123,5 +123,16 @@ def test_what_megatron_has_no_place_for_is_named_once() -> None:
         write_args(dataclasses.replace(model, latent=latent), "transformer_engine")
     (line,) = caught.value.problems
     assert line == (
-        "not written for Megatron-LM (transformer_engine): a model with --multi-latent-attention; Hugging Face's is"
+        "not written for Megatron-LM (transformer_engine): a model with --multi-latent-attention; hf and dcp have it"
     )
+
+
+def test_a_flag_that_sigmoid_does_not_read_makes_no_other_model() -> None:
+    shape = ModelConfig(num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=20)
+    for score, differing in (("sigmoid", set()), ("softmax", {"moe_router_pre_softmax"})):
+        experts = Experts(num_experts=4, moe_router_score_function=score)
+        plain, given = (
+            dataclasses.replace(shape, experts=dataclasses.replace(experts, moe_router_pre_softmax=on))
+            for on in (False, True)
+        )
+        assert architecture_differences(plain, given).keys() == differing
