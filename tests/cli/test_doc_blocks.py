@@ -89,7 +89,7 @@ MADE = {
     "--data-path corpus.jsonl --split 1,0,0 --eval-iters 0 --micro-batch-size 1 --train-iters 1 --lr 1 "
     "--save made/lora",
     "made/adapter": "python tools/convert_checkpoint.py --from megalite --to peft --load made/lora --save made/adapter",
-    "megatron/run": f"{CONVERT} --to megatron --ckpt-format torch_dist --save megatron/run",
+    "megatron/run": f"{CONVERT} --to megatron --ckpt-format torch_dist --no-load-optim --save megatron/run",
 }
 MINE = """
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 64, vocab_size: 256}
