@@ -33,7 +33,7 @@ SHOWN = (
     ("loss", "lm loss", ".6f"),
     ("ppl", "ppl", ".4f"),
     ("bits_per_byte", "bits per byte", ".4f"),
-    ("word_ppl", "word ppl", ".4f"),
+    ("word_ppl", "word ppl", ".6g"),
     ("accuracy", "last-word accuracy", ".4f"),
     ("last_word_ppl", "last-word ppl", ".4f"),
     ("num_tokens", "tokens", ",d"),

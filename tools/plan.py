@@ -121,7 +121,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
+def resolve(rest: list[str], free: str, num_devices: int) -> tuple[Config, frozenset[str]]:
     """(Configuration with vocabulary and batch known, fields of the layout that were given)."""
     config, origins = read_unjudged(rest, optional=["micro_batch_size"])
     freed = set(SEARCHED) if free == "all" else {name.replace("-", "_") for name in free.split(",") if name}
@@ -135,10 +135,17 @@ def resolve(rest: list[str], free: str) -> tuple[Config, frozenset[str]]:
     if config.model.vocab_size == 0:
         size = VOCABULARIES.get(config.data.tokenizer_type or "")
         if size is None:
-            raise ConfigError("--vocab-size=0: the planner reads no tokenizer; give the vocabulary's size")
+            raise ConfigError(
+                "--vocab-size: not given, and the planner reads no tokenizer; give its number of tokens "
+                "(pretrain_gpt.py --dry-run says it)"
+            )
         config = replace(config, model=replace(config.model, vocab_size=size))
+    if config.training.global_batch_size is None and num_devices == 1 and "micro_batch_size" in origins:
+        config = replace(config, training=replace(config.training, global_batch_size=config.training.micro_batch_size))
     if config.training.global_batch_size is None:
-        raise ConfigError("--global-batch-size: needed for a plan, since the micro-batch is still to be chosen")
+        raise ConfigError(
+            "--global-batch-size: not given; say how many samples a step takes, which each layout divides among devices"
+        )
     return replace(config, parallel=replace(config.parallel, nprocs=None)), given
 
 
@@ -174,7 +181,7 @@ def _run(argv: list[str]) -> None:
     if args.profile:
         source = profile = load_profile(args.profile, hardware)
         hardware = profile.hardware
-    config, given = resolve(rest, args.free)
+    config, given = resolve(rest, args.free, args.num_devices)
     name_ignored(rest)
     limit = config.parallel.hardware.device_memory_budget_gb
     if limit is not None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
+from datetime import datetime
 
 from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, names_of, render_chart, series
+from megalite.progress import amount, duration
 
 #: Of the picture of experts: blocks, and points in time.
 MOST_BLOCKS, MOST_COLUMNS = 4, 80
@@ -58,12 +60,40 @@ def render_table(records: Sequence[Record]) -> str:
     if starts:
         rows += [(key, starts[-1].get(key)) for key in ("layout", "device", "megalite_version", "torch_version")]
         rows.append(("starts", ", ".join(str(record["iteration"]) for record in starts)))
-    for summary in [record for record in records if record.get("kind") == "summary"][-1:]:
-        rows += [(key, value) for key, value in summary.items() if key not in ("kind", "time")]
+    summaries = [record for record in records if record.get("kind") == "summary"]
+    if summaries:
+        whole = summaries[-1] | (_of_all_starts(records) if len(starts) > 1 else {})
+        rows += [(key, value) for key, value in whole.items() if key not in ("kind", "time")]
     cells = "".join(
-        f"<tr><th>{html.escape(name)}</th><td>{html.escape(_shown(value))}</td></tr>" for name, value in rows
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(_shown(name, value))}</td></tr>" for name, value in rows
     )
     return f"<table>{cells}</table>"
+
+
+def _of_all_starts(records: Sequence[Record]) -> Record:
+    """Seconds and goodput of a run that was resumed, over all its starts. One that was killed has no summary: its time
+    is that of its lines, and nothing is known of its goodput."""
+    seconds, useful, known = 0.0, 0.0, 0.0
+    began = last = None
+    for record in records:
+        if record.get("kind") == "start":
+            seconds += last - began if began is not None and last is not None else 0.0
+            began = last = _clock(record)
+        elif record.get("kind") == "summary":
+            wall = record.get("wall_time_s") or 0.0
+            if (goodput := record.get("goodput")) is not None:
+                useful, known = useful + goodput * wall, known + wall
+            seconds, began = seconds + wall, None
+        else:
+            last = _clock(record) or last
+    return {"wall_time_s": seconds, "goodput": useful / known if known else None}
+
+
+def _clock(record: Record) -> float | None:
+    try:
+        return datetime.fromisoformat(str(record.get("time"))).timestamp()
+    except ValueError:
+        return None
 
 
 def expert_loads(records: Sequence[Record]) -> list[tuple[str, list[tuple[int, list[int]]]]]:
@@ -99,7 +129,11 @@ def render_loads(loads: Sequence[tuple[int, Sequence[int]]]) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _shown(value: object) -> str:
+def _shown(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int | float):
+        return amount(value, "B")
+    if name == "wall_time_s" and isinstance(value, int | float):
+        return f"{value:.6g} ({duration(value)})"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

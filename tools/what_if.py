@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -30,6 +30,7 @@ from megalite.planner import (
     chunk_capacity,
     energy_text,
     gb,
+    in_units,
     layout_text,
     search,
     time_text,
@@ -40,6 +41,8 @@ from plan_fit import shortage
 
 BAR = 24
 GB = 1e9
+MOST_MODELS = 12
+"""Sizes that `largest-model` tries."""
 
 #: Searches between the last cluster on which a model fits and the first on which it does not.
 REFINED = 3
@@ -127,7 +130,7 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
 
     def of(model: ModelConfig) -> Row:
         size, grown = count_parameters(model), replace(config, model=model)
-        row = attempt(f"{size / 1e9:,.3g} G parameters", float(size), grown, world_size, hardware, source)
+        row = attempt(f"{in_units(size)} parameters", float(size), grown, world_size, hardware, source)
         rows.append(_within(row, hardware))
         for _ in range(REFINED):  # the others of the masters and moments stay on the device
             fewer = _fewer_on_host(row, hardware) if rows[-1].found is None else None
@@ -138,7 +141,7 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
         return rows[-1]
 
     tried: list[ModelConfig] = []
-    while len(tried) < 12 and (not tried or rows[-1].found):
+    while len(tried) < MOST_MODELS and (not tried or rows[-1].found):
         tried.append(_wider(tried[-1]) if tried else config.model)
         of(tried[-1])
     title, note = f"largest model on {world_size:,} device{'s' * (world_size > 1)}", ""
@@ -157,8 +160,28 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
             if capacity > count_parameters(model):
                 chunks, model = capacity, _wider(model)
         title += f" with {room / GB:,.0f} GB on each host"
-        note = f"in chunks over devices and hosts (PatrickStar, 14 bytes a parameter): {chunks / 1e9:,.3g} G parameters"
-    return Sweep("largest-model", title, "parameters", hardware, tuple(rows), note)
+        note = f"in chunks over devices and hosts (PatrickStar, 14 bytes a parameter): {in_units(chunks)} parameters"
+    notes = [note, *_read_it_so(config, world_size, hardware, tried, rows)]
+    return Sweep("largest-model", title, "parameters", hardware, tuple(rows), "\n  ".join(filter(None, notes)))
+
+
+def _read_it_so(
+    config: Config, world_size: int, hardware: Hardware, tried: Sequence[ModelConfig], rows: Sequence[Row]
+) -> list[str]:
+    """What the times are of, whether that is a usual number of tokens, and why the table ends."""
+    lines = []
+    if len(tried) == MOST_MODELS and all(row.found for row in rows):
+        lines.append(f"the table ends after {MOST_MODELS} sizes; larger models may fit: begin with a larger one")
+    if iterations := config.train_iterations(world_size):
+        tokens = config.total_train_samples(world_size) * config.model.seq_length
+        lines.append(f"times are of {iterations:,} iterations, {in_units(tokens)} tokens")
+        if fits := max((row.value for row in rows if row.found), default=0.0):
+            lines[-1] += f": {in_units(tokens / fits)} a parameter of the largest (20 are usual: Hoffmann et al. 2022)"
+    if hardware.on_cpu:
+        lines.append(
+            f"{hardware.name}: from a file, not this machine; --profile takes times of it (tools/profile_layers.py)"
+        )
+    return lines
 
 
 def _wider(model: ModelConfig) -> ModelConfig:

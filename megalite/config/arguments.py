@@ -214,6 +214,11 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         {"step_start": "profile_step_start", "step_end": "profile_step_end", "ranks": "profile_ranks"},
         switch="profile",
     ),
+    "dry_run": ArgumentFlag(
+        "check everything, print the settings that are not defaults, sizes, memory and schedule, and exit",
+        {"all": "dry_run_all"},
+        switch="dry_run",
+    ),
     "sample": ArgumentFlag(
         "texts that the model writes during the training",
         {"prompts": "sample_prompts", "interval": "sample_interval", "tokens": "sample_tokens"},

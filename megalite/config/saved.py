@@ -62,17 +62,25 @@ def from_dict(data: Mapping[str, Mapping[str, Any]], where: str = "config") -> C
     return Config(**sections)
 
 
-def dump_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """Write a configuration as YAML, nested in sections, with the origin of each value beside it where it is known."""
+def dump_yaml(config: Config, origins: Mapping[str, str] | None = None, *, every: bool = True) -> str:
+    """Write a configuration as YAML, nested in sections, with the origin of each value beside it where it is known.
+    every: also the values that are defaults."""
     derived = _derived(config)
     lines = []
     for section, values in to_dict(config).items():
-        lines.append(f"{section}:")
-        for name, value in values.items():
+        options = {option.name: option for option in options_of(section, SECTIONS[section])}
+        shown = {
+            name: value
+            for name, value in values.items()
+            if every or (origins or {}).get(name, "default") != "default" or not _is_default(options[name], value)
+        }
+        lines += [f"{section}:"] if shown else []
+        for name, value in shown.items():
             line = f"  {name}: {_scalar(value)}"
             notes = [f"derived: {show(derived[name])}"] if value is None and name in derived else []
             if origins is not None:
-                notes.insert(0, origins.get(name, "default"))
+                origin = origins.get(name, "default")
+                notes.insert(0, origin if origin != "default" or _is_default(options[name], value) else "worked out")
             lines.append(f"{line:<44}  # {'; '.join(notes)}" if notes else line)
     return "\n".join(lines) + "\n"
 
@@ -115,6 +123,11 @@ def _one(option: Option, value: Any) -> tuple[Any, bool]:
     if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
         return (float(value), True) if abs(value) < 10**300 else (value, False)
     return value, type(value) is option.kind
+
+
+def _is_default(option: Option, value: Any) -> bool:
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    return not option.required and bool(value == default)
 
 
 def _scalar(value: Any) -> str:

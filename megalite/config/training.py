@@ -162,9 +162,8 @@ class TrainingConfig:
         (), "iterations whose data is passed over without a step", metavar="N", ge=1
     )
     skip_train: bool = option(False, "only evaluate")
-    dry_run: bool = option(
-        False, "check everything, print the resolved configuration and the plan, and exit", saved=False
-    )
+    dry_run: bool = option(False, "check everything, print what it comes to, and exit", saved=False)
+    dry_run_all: bool = option(False, "print every setting, not only those that are not defaults", saved=False)
 
     @property
     def evaluates(self) -> bool:

@@ -17,6 +17,15 @@ usage: pretrain_gpt.py [--config FILE.yaml ...] [--flag value ...]
 
 Defaults < --config files, in order < flags. Names take - or _; every switch has a --no- form.
 YAML keys are the same names with _, flat or in the sections below.
+
+Enough to begin with (docs/tutorial.md leads through them):
+  --config FILE                         the model and how it is trained, e.g. configs/quickstart.yaml
+  --data-path FILE, --tokenizer-type TYPE, --tokenizer-model FILE
+  --save DIR, --save-interval N, --auto-resume
+  --train-iters N, --lr X, --micro-batch-size N
+  --num-layers N, --hidden-size N
+  --nprocs N                            processes on this machine
+  --dry-run                             check everything, train nothing
 """
 
 

@@ -23,7 +23,7 @@ from megalite.errors import DataError, flag_of
 from megalite.extras import optional_package
 from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, TrainerView
-from megalite.observe.stats import Record
+from megalite.observe.stats import Record, StepStats
 from megalite.progress import duration, is_terminal
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,18 @@ class ConsoleHook(Hook):
     def __init__(self, stream: TextIO | None = None, *, now: Callable[[], datetime] = datetime.now) -> None:
         self._stream = stream
         self._now = now
+        self._stepped = False
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
+        """A sign of life where the first line of the log is far away."""
+        every, last = trainer.config.logging.log_interval, trainer.train_iters
+        following = min(last, (stats.iteration // every + 1) * every)
+        if not self._stepped and stats.iteration % every and stats.iteration < last:
+            self._print(
+                f" first iteration ({stats.iteration:,} of {last:,}) done after {stats.iteration_time_s:.1f} s; "
+                f"the next line comes at iteration {following:,}"
+            )
+        self._stepped = True
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         short = is_terminal(self._stream or sys.stdout)
@@ -161,6 +173,8 @@ class PictureHook(ConsoleHook):
     def __init__(self, metrics: Path, picture: str, read: Callable[[Path], list[Record]], command: str) -> None:
         super().__init__()
         self._metrics, self._picture, self._read, self._command = metrics, picture, read, command
+
+    def after_step(self, trainer: TrainerView, stats: StepStats) -> None: ...
 
     def on_log(self, trainer: TrainerView, record: Record) -> None: ...
 

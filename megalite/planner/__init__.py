@@ -29,7 +29,15 @@ from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.estimate import FastEstimator
-from megalite.planner.hardware import Hardware, Link, available, load_cluster, load_hardware, peak_flops
+from megalite.planner.hardware import (
+    Hardware,
+    Link,
+    available,
+    hardware_of,
+    load_cluster,
+    load_hardware,
+    peak_flops,
+)
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import efficiency, host_traffic
 from megalite.planner.inter_operator import StageCost, Submesh, plan_stages

@@ -150,11 +150,23 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s that one device could do at best in bf16 or fp16: what MFU, the share of the possible that a run reaches,
     is measured against. None where that is not known (other precisions; a CPU, whose peak depends on clocks and
     instruction sets that its name does not tell)."""
-    known = yaml.safe_load((Path(__file__).parent / "devices.yaml").read_text(encoding="utf-8"))
-    found = next((entry for name, entry in known.items() if name in device_name), None)
+    found = _listed(device_name)
     if found is None or precision not in ("bf16", "fp16"):
         return None
-    return load_hardware(found).matrix_flops[precision] if isinstance(found, str) else float(found)
+    return load_hardware(found).matrix_flops[precision] if isinstance(found, str) else found
+
+
+def hardware_of(device_name: str) -> Hardware | None:
+    """The description of a device that its driver names so; None where there is none."""
+    found = _listed(device_name)
+    return load_hardware(found) if isinstance(found, str) else None
+
+
+def _listed(device_name: str) -> str | float | None:
+    """Its description's name, or its rate where that is all that is known."""
+    known = yaml.safe_load((Path(__file__).parent / "devices.yaml").read_text(encoding="utf-8"))
+    found = next((entry for name, entry in known.items() if name in device_name), None)
+    return found if found is None or isinstance(found, str) else float(found)
 
 
 def parse_hardware(data: Any, where: str) -> Hardware:

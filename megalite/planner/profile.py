@@ -84,6 +84,8 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
         }
         update, step = (_pair(data[name]) for name in ("optimizer", "step"))
         links = {name: Link(*reversed(_pair(pair))) for name, pair in data["links"].items()}
+    except FileNotFoundError:
+        raise ConfigError(f"`profile`={path}: no such file; tools/profile_layers.py writes one") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"`profile`={path}: not a profile of tools/profile_layers.py ({error!r})") from error
     if not points:

@@ -30,7 +30,7 @@ def startup_rows(
     program: Program,
     cuts: Sequence[range],
     plan: MemoryPlan | None = None,
-    device: str = "cpu",
+    device: str = "CPU",
 ) -> list[tuple[str, str]]:
     """Rows (name, text) about model, layout, batch, length, FLOPs and memory.
 
@@ -79,7 +79,7 @@ def foreign_rows(
     by_stage: Sequence[int],
     flops_per_sample: float,
     memory: Sequence[RankMemory] = (),
-    device: str = "cpu",
+    device: str = "CPU",
 ) -> list[tuple[str, str]]:
     """The same rows about a module of the user's own.
 
@@ -110,12 +110,13 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
     training, seq_length = config.training, config.model.seq_length
     dp, batch = config.data_parallel_size(world_size), config.global_batch_size(world_size)
     iterations, samples = config.train_iterations(world_size), config.total_train_samples(world_size)
+    number = config.num_microbatches(world_size)
     return [
         ("layout", f"{describe_layout(config, world_size)}, on {world_size} x {device}"),
         ("precision", _precision(config)),
         (
             "batch",
-            f"{batch:,} samples = {config.num_microbatches(world_size)} micro-batches of {training.micro_batch_size} "
+            f"{batch:,} samples = {number} micro-batch{'es' * (number != 1)} of {training.micro_batch_size} "
             f"{_taken_by(config, dp)}; {in_units(batch * seq_length)} tokens per step",
         ),
         (

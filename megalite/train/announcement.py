@@ -69,7 +69,7 @@ def rows_of(
     plan: MemoryPlan,
     foreign: ForeignModel | None,
     memory: Sequence[RankMemory] | None = None,
-    device: str = "cpu",
+    device: str = "CPU",
 ) -> list[tuple[str, str]]:
     """The rows of the table."""
     if foreign is None:

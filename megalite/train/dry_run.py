@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch
 from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint, without_gc
 from megalite.comm import Axis, ContextAxes
 from megalite.config import Config, DataConfig, dump_yaml, meant_for_this_host, missing_data, missing_packages
-from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
+from megalite.data import Datasets, Tokenizer, build_datasets, cache_directory, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import RUN_FILES
-from megalite.planner import checkpoint_bytes, format_table, within_budget
-from megalite.progress import ProgressBar, amount
+from megalite.planner import Roofline, checkpoint_bytes, format_table, hardware_of, predict, within_budget
+from megalite.progress import ProgressBar, amount, duration
 from megalite.schedule import Program, render_text, simulate
 from megalite.stores import Place
 from megalite.train.announcement import rows_of
@@ -35,7 +34,7 @@ from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
 logger = logging.getLogger(__name__)
 
-WIDEST = 200
+WIDEST = 100
 LONGEST_TEXT = 1 << 26
 """Bytes of raw text that are tokenised to check them; the start does it for more."""
 LARGEST_CHECKPOINT = 1 << 34
@@ -47,7 +46,8 @@ class HostTooSmall(ConfigError):
 
 
 def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
-    """The text that `--dry-run` prints. Nothing is written. Raises MegaliteError.
+    """The text that `--dry-run` prints. Nothing is written but the tokens of a raw text, which the run will
+    read. Raises MegaliteError.
 
     A run that does not fit into a host without GPUs is one for GPUs elsewhere, unless `--device cpu` says otherwise.
     """
@@ -75,17 +75,35 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
     cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
+    device_name = torch.cuda.get_device_name() if here and not on_cpu else ""
     if here:
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts, plan, foreign)
         config, notes = check_start(config, world_size, tokenizer)
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
-    device = "cpu" if on_cpu else "GPU"
-    table = rows_of(config, world_size, program, cuts, plan, foreign, memory, device)
-    parts = [dump_yaml(config, origins), format_table(table), f" tokenizer   {tokenizer.describe()}", *notes]
+    table = rows_of(config, world_size, program, cuts, plan, foreign, memory, "CPU" if on_cpu else "GPU")
+    table += [("time", time_text(config, world_size, device_name)), ("tokenizer", tokenizer.describe())]
+    every = config.training.dry_run_all
+    head = "every setting" if every else "settings that are not defaults (all of them: `dry_run` all)"
+    parts = [f"# {head}", dump_yaml(config, origins, every=every), format_table(table), *notes]
     if program.num_ranks > 1:
         parts += ["", *drawn(program, programs.short_run(program))]
-    return "\n".join(parts)
+    unsure = any(line.startswith((" not checked", " not here", " warning")) for line in notes)
+    but = " but for what the lines above leave open" if unsure else ""
+    return "\n".join([*parts, "", f" No problem found{but}: the same command without `dry_run` starts the run."])
+
+
+def time_text(config: Config, world_size: int, device_name: str) -> str:
+    """What a step and the training are predicted to take on devices of that name; empty: on a CPU, or elsewhere."""
+    hardware = hardware_of(device_name) if device_name and not config.model.is_foreign else None
+    if not meant_for_this_host(world_size):
+        return f"not known; tools/plan.py predicts it, with --num-devices {world_size} --hardware NAME"
+    if hardware is None:
+        return "not known for this hardware; the run says how much is left in each of its lines"
+    seconds = predict(config, world_size, hardware, Roofline(hardware)).step_time
+    whole = duration(seconds * config.train_iterations(world_size))
+    step = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return f"{step} a step, {whole} in all (predicted for {hardware.name}, without evaluations)"
 
 
 def without_files(config: Config) -> tuple[Config, Tokenizer]:
@@ -108,7 +126,10 @@ def drawn(program: Program, short: list[int] | None) -> list[str]:
     batches."""
     count = 2 if program.asynchronous else 1
     drawing = render_text(simulate(program, batches=short[:count] if short else count))
-    lines = [line[:WIDEST] for line in drawing.splitlines()]
+    whole = drawing.splitlines()
+    lines = [line[:WIDEST].rstrip() for line in whole]
+    if max(map(len, whole)) > WIDEST:
+        lines.append(f"cut at {WIDEST} columns; tools/show_schedule.py draws all of it")
     if short:
         lines.append(f"drawn: {short[0]} of the {program.num_microbatches} micro-batches; the others repeat the middle")
     return lines
@@ -182,21 +203,21 @@ def check_whole(path: Place, *, with_state: bool) -> list[str]:
 
 
 def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
-    """The data of the run, with the order of one sample each; nothing is kept."""
+    """The data of the run, with the order of one sample each. The tokens of a raw text are kept where the run looks for
+    them."""
     training = config.training
     one = int(training.evaluates)
-    with tempfile.TemporaryDirectory(prefix="megalite-") as cache:
-        return build_datasets(
-            config.data,
-            seq_length=config.model.seq_length,
-            train_samples=0 if training.skip_train else 1,
-            valid_samples=one,
-            test_samples=one,
-            seed=training.seed,
-            tokenizer=tokenizer,
-            cache_dir=Path(cache),
-            vocab_size=config.model.vocab_size,
-        )
+    return build_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        train_samples=0 if training.skip_train else 1,
+        valid_samples=one,
+        test_samples=one,
+        seed=training.seed,
+        tokenizer=tokenizer,
+        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.run_folder),
+        vocab_size=config.model.vocab_size,
+    )
 
 
 def raw_texts(config: Config) -> Iterator[Path]:

@@ -18,7 +18,7 @@ from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
 from megalite.testing import run_single
 from tests.cli.typed import body_command, run_warm
-from tools.plan import main
+from tools.plan import main, resolve
 from tools.plan_plot import check, draw
 from tools.what_if import sweep, table
 
@@ -96,6 +96,7 @@ def test_errors_are_one_line_with_status_two() -> None:
         "--write-config=none/a.yaml: no such folder": ["--write-config", "none/a.yaml"],
         "--num-devices=1000000000: at most 1,000,000": ["--num-devices", "1000000000"],
         "--top: invalid int value": ["--top", "many"],
+        "--profile=a.json: no such file": ["--profile", "a.json"],
         "--plot=a.gif: not a kind of picture": ["--plot", "a.gif", "--what-if", "upgrades"],
     }
     for message, flags in cases.items():
@@ -181,6 +182,23 @@ def test_every_sweep_is_drawn(question: str, tmp_path: Path) -> None:
     assert all(row.name in text for row in answer.rows)
     draw(answer, str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_largest_model_is_read_without_a_guess() -> None:
+    """From the configuration of the first run alone: the batch is that of one device; what the times are of is said."""
+    quickstart = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
+    config, _ = resolve(quickstart, "", 1)
+    assert config.training.global_batch_size == config.training.micro_batch_size == 16
+    with pytest.raises(ConfigError, match="--global-batch-size: not given; say how many samples a step takes"):
+        resolve(quickstart, "", 2)
+    with pytest.raises(ConfigError, match="--vocab-size: not given, and the planner reads no tokenizer"):
+        resolve([*quickstart, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "t.json"], "", 1)
+    hardware = load_hardware("cpu-2core")
+    text = table(sweep("largest-model", config, 1, hardware, Roofline(hardware), frozenset()))
+    assert "1.82 M parameters" in text and "0.00" not in text.partition("the table ends")[0]
+    assert "the table ends after 12 sizes; larger models may fit" in text
+    assert "times are of 330 iterations, 676 k tokens: 0.0152 a parameter of the largest (20 are usual" in text
+    assert "CPU, 2 cores: from a file, not this machine" in text
 
 
 def test_a_picture_without_matplotlib_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_two_lookaheads_are_of_two_rules(flags: str) -> None:
 )
 def test_a_dry_run_says_what_is_done(flags: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*BASE.split(), *TWO.split(), *flags.split(), "--dry-run"]) == 0
-    assert f"staleness correction {said}, on 1 x cpu" in capsys.readouterr().out
+    assert f"staleness correction {said}, on 1 x CPU" in capsys.readouterr().out
 
 
 def test_a_schedule_without_delay_has_none() -> None:

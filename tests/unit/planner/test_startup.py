@@ -30,7 +30,7 @@ def test_the_table_says_what_will_run() -> None:
     cuts = [range(2), range(2, 4)]
     text = format_table(startup_rows(config, 4, program=lower(build_program("2bw", 2, 4)), cuts=cuts))
     correction = "staleness correction predict (2 steps ahead for each of delay)"
-    assert f"pp2 x dp2, schedule 2bw, {correction}, ZeRO stage 1, on 4 x cpu" in text
+    assert f"pp2 x dp2, schedule 2bw, {correction}, ZeRO stage 1, on 4 x CPU" in text
     assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
     assert "1.87 k (1,872)" in text
     assert "Megatron's convention" in text
@@ -44,8 +44,8 @@ def test_a_schedule_file_is_named_in_the_table_and_where_a_run_goes_on() -> None
         for each in (before, now)
     ]
     assert [row["layout"] for row in rows] == [
-        "pp2, schedule 1f1b, on 2 x cpu",
-        "pp2, schedule of mine.txt, on 2 x cpu",
+        "pp2, schedule 1f1b, on 2 x CPU",
+        "pp2, schedule of mine.txt, on 2 x CPU",
     ]
     assert changes(before, 2, now, 2) == {"layout:": ("pp2, schedule 1f1b", "pp2, schedule of mine.txt")}
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.observe.curves import Curve, render_chart, series, ticks
-from tools.report_page import expert_loads, render_loads, render_report
+from tools.report_page import expert_loads, render_loads, render_report, render_table
 
 
 def _records(losses: list[float | None]) -> list[dict]:
@@ -68,3 +68,18 @@ def test_ticks_are_round_and_enclose(low: float, high: float) -> None:
     step = found[1] - found[0]
     assert len(steps) == 1
     assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 2.5, 5, 10)
+
+
+def test_time_and_goodput_are_of_all_starts() -> None:
+    """100 s, 60 % of them useful; a start that was killed after 30 s; 20 s, all useful: 150 s, (60 + 20) / 120."""
+
+    def line(kind: str, at: int, **more: object) -> dict:
+        return {"kind": kind, "iteration": at, "time": f"2026-01-01T00:{at // 60:02}:{at % 60:02}", **more}
+
+    first = [line("start", 0), line("summary", 100, wall_time_s=100.0, goodput=0.6, peak_memory_bytes=610820096)]
+    killed = [line("start", 200), line("train", 230, lm_loss=1.0)]
+    last = [line("start", 300), line("summary", 320, wall_time_s=20.0, goodput=1.0, peak_memory_bytes=610820096)]
+    text = render_table([*first, *killed, *last])
+    assert "wall_time_s</th><td>150 (2 min 30 s)" in text
+    assert "goodput</th><td>0.666667" in text and "peak_memory_bytes</th><td>611 MB" in text
+    assert "wall_time_s</th><td>100 (1 min 40 s)" in render_table(first)

@@ -10,10 +10,20 @@ from typing import NamedTuple
 import pytest
 
 from megalite.checkpoint import saving
-from megalite.config import config_problems, config_warnings, parse, parse_with_origins, read_unjudged
-from megalite.errors import CheckpointError, ConfigError
-from megalite.train.dry_run import dry_run
-from megalite.train.run_data import resolve_tokenizer
+from megalite.config import (
+    config_problems,
+    config_warnings,
+    dump_yaml,
+    parse,
+    parse_with_origins,
+    read_unjudged,
+    with_vocab_size,
+)
+from megalite.errors import CheckpointError, ConfigError, in_flags
+from megalite.planner import Roofline, load_hardware, predict
+from megalite.progress import duration
+from megalite.train.dry_run import dry_run, time_text
+from megalite.train.run_data import open_datasets, resolve_tokenizer
 from tests.source_tree import ROOT
 
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.yaml"), "--mock-data"]
@@ -85,3 +95,47 @@ def test_a_script_of_another_host_needs_none_of_its_files(monkeypatch: pytest.Mo
     unknown = parse_with_origins([*argv[:-4], "--tokenizer-model", "t.json", "--nprocs", "16"])
     with pytest.raises(ConfigError, match="--tokenizer-model=t.json: not on this host; give --vocab-size"):
         dry_run(unknown.config, unknown.origins, 16)
+
+
+def test_what_is_not_default_is_printed_and_all_of_it_on_request() -> None:
+    """`dry_run_all`. What is printed is enough to run it; the last line says whether something stands in the way."""
+    short = parse_with_origins([*QUICKSTART, "--dry-run"])
+    lines = in_flags(dry_run(short.config, short.origins, 1)).splitlines()
+    settings = lines[1 : lines.index("")]
+    assert lines[0] == "# settings that are not defaults (all of them: --dry-run all)"
+    assert not [line for line in settings if line.endswith(("# default", "null"))] and len(settings) < 40
+    assert lines[-1] == " No problem found: the same command without --dry-run starts the run."
+    assert [line for line in lines if line.startswith(" time        not known for this hardware")]
+    full = parse_with_origins([*QUICKSTART, "--dry-run", "all"])
+    everything = dry_run(full.config, full.origins, 1).splitlines()
+    assert set(settings) <= set(everything) and "  log_rank: null" not in everything
+    assert "  clip_grad: 1.0                              # default" in everything and len(everything) > 150
+
+
+def test_the_short_settings_are_the_configuration(tmp_path: Path) -> None:
+    parsed = parse_with_origins([*QUICKSTART, "--seed", "7", "--optimizer-args", "muon_momentum=0.9"])
+    (tmp_path / "a.yaml").write_text(dump_yaml(parsed.config, parsed.origins, every=False))
+    assert parse(["--config", str(tmp_path / "a.yaml")]) == parsed.config
+
+
+def test_time_is_predicted_where_the_device_is_known() -> None:
+    config = with_vocab_size(parse(["--config", str(ROOT / "configs" / "gpt2_124m.yaml"), "--mock-data"]), 50257)
+    step, whole = re.findall(r"([\d.]+) s a step, (.*) in all", time_text(config, 1, "NVIDIA H100 80GB HBM3"))[0]
+    hardware = load_hardware("h100")
+    seconds = predict(config, 1, hardware, Roofline(hardware)).step_time
+    assert float(step) == pytest.approx(seconds, rel=0.01)
+    assert whole == duration(seconds * config.train_iterations(1))
+    for unknown in ("", "NVIDIA L40S"):  # the second is known by its rate alone
+        assert time_text(config, 1, unknown).startswith("not known for this hardware")
+
+
+def test_the_run_reads_what_the_dry_run_has_tokenised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "story.txt").write_text("once upon a time\n" * 2000)
+    flags = ["--data-path", str(tmp_path / "story.txt"), "--split", "90,10,0", "--save", str(tmp_path / "runs" / "a")]
+    parsed = parse_with_origins([*QUICKSTART[:2], *flags])
+    caplog.set_level("INFO")
+    assert "No problem found: the same" in dry_run(parsed.config, parsed.origins, 1)
+    assert len(re.findall("tokenising the", caplog.text)) == 2 and not (tmp_path / "runs" / "a").exists()
+    config, tokenizer = resolve_tokenizer(parsed.config)
+    open_datasets(config, 1, tokenizer)
+    assert len(re.findall("tokenising the", caplog.text)) == 2, "training tokenises it again"
