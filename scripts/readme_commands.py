@@ -51,7 +51,8 @@ CONVERT = "python tools/convert_checkpoint.py --from megalite --load runs/a"
 #: The first that fits counts.
 RULES = (
     Rule("scripts/", skip=True),
-    Rule("source .venv/bin/activate", skip=True),
+    Rule(".venv", skip=True),
+    Rule("pip install", skip=True),
     Rule("--dry-run"),
     Rule("--save runs/a --save-interval 50 --auto-resume", OWN, SHORT),
     Rule("--save runs/a --save-interval 50", OWN, f"{SHORT} --exit-interval 2"),

@@ -187,7 +187,19 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
     datasets = open_splits(config, tokenizer)
     goes_on = start.meta if start is not None and not start.weights_only else {}
     changed_data(goes_on, datasets, config)
-    return config, notes
+    return config, [*notes, *data_row(config, world_size, datasets)]
+
+
+def data_row(config: Config, world_size: int, datasets: Datasets) -> list[str]:
+    """How much text there is, and how often the training reads it where it is one text."""
+    if config.data.mock_data or datasets.phases:
+        return []
+    parts = {split: f"{sum(each.tokens for each in found):,} tokens" for split, found in datasets.surveys.items()}
+    train = datasets.surveys.get("train", ())
+    if len(train) == 1 and train[0].tokens:
+        asked = config.total_train_samples(world_size) * config.model.seq_length
+        parts["train"] += f", read {asked / train[0].tokens:.3g} times"
+    return [" data        " + "; ".join(f"{split} {text}" for split, text in parts.items())] if parts else []
 
 
 def check_whole(path: Place, *, with_state: bool) -> list[str]:

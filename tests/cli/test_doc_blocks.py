@@ -33,7 +33,7 @@ TINY = f"--train-iters 2 {SMALL} --data-path README.md"
 SEARCH = "which only CI's trial of README (scripts/fresh_machine.sh) and tests/cli/test_plan.py wait for"
 #: What a command that is not run begins with or holds: why it is not.
 NOT_RUN = {
-    r"^pip install": "needs a network",
+    r"^(pip install|python3 -m venv|source) ": "needs a network: scripts/fresh_machine.sh makes an environment",
     r"s3://": "needs a store: tests/faults/test_store_faults.py trains with one",
     r"^sbatch": "needs SLURM: tests/cli/test_scripts.py runs scripts/slurm.sbatch with DRY_RUN=1",
     r"pretrain_gpt_multinode": "needs nodes: tests/cli/test_scripts.py runs it with DRY_RUN=1",

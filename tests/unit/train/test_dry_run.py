@@ -98,7 +98,7 @@ def test_a_script_of_another_host_needs_none_of_its_files(monkeypatch: pytest.Mo
 
 
 def test_what_is_not_default_is_printed_and_all_of_it_on_request() -> None:
-    """`dry_run_all`. What is printed is enough to run it; the last line says whether something stands in the way."""
+    """`dry_run_all`. What is printed is enough to run it; the last line says whether a problem was found."""
     short = parse_with_origins([*QUICKSTART, "--dry-run"])
     lines = in_flags(dry_run(short.config, short.origins, 1)).splitlines()
     settings = lines[1 : lines.index("")]
@@ -134,7 +134,10 @@ def test_the_run_reads_what_the_dry_run_has_tokenised(tmp_path: Path, caplog: py
     flags = ["--data-path", str(tmp_path / "story.txt"), "--split", "90,10,0", "--save", str(tmp_path / "runs" / "a")]
     parsed = parse_with_origins([*QUICKSTART[:2], *flags])
     caplog.set_level("INFO")
-    assert "No problem found: the same" in dry_run(parsed.config, parsed.origins, 1)
+    text = dry_run(parsed.config, parsed.origins, 1)
+    assert "No problem found: the same" in text
+    tokens = 1800 * 17  # bytes of 90 % of the lines
+    assert f" data        train {tokens:,} tokens, read {330 * 16 * 128 / tokens:.3g} times; valid" in text
     assert len(re.findall("tokenising the", caplog.text)) == 2 and not (tmp_path / "runs" / "a").exists()
     config, tokenizer = resolve_tokenizer(parsed.config)
     open_datasets(config, 1, tokenizer)
