@@ -97,7 +97,7 @@ def time_text(config: Config, world_size: int, device_name: str) -> str:
     """What a step and the training are predicted to take on devices of that name; empty: on a CPU, or elsewhere."""
     hardware = hardware_of(device_name) if device_name and not config.model.is_foreign else None
     if not meant_for_this_host(world_size):
-        return f"not known; tools/plan.py predicts it, with --num-devices {world_size} --hardware NAME"
+        return f"not known; tools/plan.py predicts it, with `num_devices` {world_size} and a `hardware`"
     if hardware is None:
         return "not known for this hardware; the run says how much is left in each of its lines"
     seconds = predict(config, world_size, hardware, Roofline(hardware)).step_time
