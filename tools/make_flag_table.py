@@ -33,7 +33,7 @@ mean the same, and every switch has a `--no-` form. Defaults < family defaults <
 Flags under a heading in italics spell one field; `one of`: a later file or flag takes the place of another spelling.
 A flag with `NAME=VALUE ...` takes the arguments below it, apart by spaces or commas: `--wandb project=lm entity=us`; in
 a file `wandb: {project: lm, entity: us}`.
-`--config FILE` may be repeated; `--help` prints this table; `--dry-run` prints every value with its origin.
+`--config FILE` may be repeated; `--help` prints this table; `--dry-run all` prints every value with its origin.
 """
 
 
