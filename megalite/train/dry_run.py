@@ -82,7 +82,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         config, notes = check_start(config, world_size, tokenizer)
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
     table = rows_of(config, world_size, program, cuts, plan, foreign, memory, "CPU" if on_cpu else "GPU")
-    table += [("time", time_text(config, world_size, device_name)), ("tokenizer", tokenizer.describe())]
+    table += [("time", time_text(config, world_size, device_name, here=here)), ("tokenizer", tokenizer.describe())]
     every = config.training.dry_run_all
     head = "every setting" if every else "settings that are not defaults (all of them: `dry_run` all)"
     parts = [f"# {head}", dump_yaml(config, origins, every=every), format_table(table), *notes]
@@ -93,10 +93,11 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
     return "\n".join([*parts, "", f" No problem found{but}: the same command without `dry_run` starts the run."])
 
 
-def time_text(config: Config, world_size: int, device_name: str) -> str:
-    """What a step and the training are predicted to take on devices of that name; empty: on a CPU, or elsewhere."""
+def time_text(config: Config, world_size: int, device_name: str, *, here: bool = True) -> str:
+    """What a step and the training are predicted to take on devices of that name (empty: a CPU). here: the ranks are
+    meant for this host."""
     hardware = hardware_of(device_name) if device_name and not config.model.is_foreign else None
-    if not meant_for_this_host(world_size):
+    if not here:
         return f"not known; tools/plan.py predicts it, with `num_devices` {world_size} and a `hardware`"
     if hardware is None:
         return "not known for this hardware; the run says how much is left in each of its lines"
