@@ -147,7 +147,7 @@ def test_broken_programs_are_refused_with_the_place(name: str, rank: int, edit: 
     with pytest.raises(ScheduleError, match=rule) as error:
         validate(broken(program, rank, edit), batches)
     drawn = [line for line in str(error.value).splitlines() if line.startswith("  rank ")]
-    assert len(drawn) == 3 and "<-- HERE" in str(error.value)
+    assert drawn and all("<-- HERE" in line for line in drawn), "a rank is drawn that breaks no rule"
 
 
 def test_a_circle_of_waits_is_drawn_on_every_rank_in_it() -> None:
