@@ -201,7 +201,7 @@ def test_logging_that_can_not_be_written_ends_no_run(tmp_path: Path, capfd: pyte
     status, said = run_single(body_logs_nowhere, command(tmp_path))
     assert status == 0 and (tmp_path / "COMPLETED").exists()
     assert said.startswith("standard output failed (No space left on device)") and said.count("\n") == 1
-    assert capfd.readouterr().out.count("/full stopped, training continues: OSError") == 1
+    assert capfd.readouterr().out.count("/full did not start, training continues: OSError") == 1
 
 
 def test_closed_streams_become_the_null_device(tmp_path: Path) -> None:
