@@ -63,7 +63,7 @@ class EventHandler(logging.Handler):
         told.propagate = True
 
     def emit(self, record: logging.LogRecord) -> None:
-        time = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        time = datetime.now().astimezone().isoformat(timespec="microseconds")
         event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self.facts}
         text = json.dumps(event | getattr(record, "facts", {}), default=str)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -216,30 +217,43 @@ def check_whole(path: Place, *, with_state: bool) -> list[str]:
 
 
 def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
-    """The data of the run, with the order of one sample each. The tokens of a raw text are kept where the run looks for
-    them."""
+    """The data of the run, with the order of one sample each. Nothing is kept but the tokens of a text, where the run
+    looks for them."""
     training = config.training
     one = int(training.evaluates)
-    return build_datasets(
-        config.data,
-        seq_length=config.model.seq_length,
-        train_samples=0 if training.skip_train else 1,
-        valid_samples=one,
-        test_samples=one,
-        seed=training.seed,
-        tokenizer=tokenizer,
-        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.run_folder),
-        vocab_size=config.model.vocab_size,
-    )
+    with tempfile.TemporaryDirectory(prefix="megalite-") as passing:
+        kept = cache_directory(config.data.data_cache_path, config.checkpoint.run_folder)
+        return build_datasets(
+            config.data,
+            seq_length=config.model.seq_length,
+            train_samples=0 if training.skip_train else 1,
+            valid_samples=one,
+            test_samples=one,
+            seed=training.seed,
+            tokenizer=tokenizer,
+            cache_dir=kept if is_tokenised(config) else Path(passing),
+            vocab_size=config.model.vocab_size,
+        )
+
+
+def data_words(config: Config) -> list[str]:
+    data = config.data
+    paths = data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path
+    return [word for words in paths for word in words or ()]
 
 
 def raw_texts(config: Config) -> Iterator[Path]:
     """Files named as data that are no .bin/.idx pairs."""
+    for word in data_words(config):
+        if os.path.isfile(word) and not word.endswith((".bin", ".idx")) and not is_indexed(word):
+            yield Path(word)
+
+
+def is_tokenised(config: Config) -> bool:
+    """Whether a start turns a text into tokens: a file, or the standard library's where nothing is named."""
     data = config.data
-    for words in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-        for word in words or ():
-            if os.path.isfile(word) and not word.endswith((".bin", ".idx")) and not is_indexed(word):
-                yield Path(word)
+    named = data_words(config) or data.data_args_path or data.data_schedule
+    return any(raw_texts(config)) or not (named or data.mock_data)
 
 
 def check_writable(save: str) -> None:
