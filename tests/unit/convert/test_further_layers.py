@@ -66,7 +66,9 @@ def built(case: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
         further = modeling_layers.MtpModel(main, DEPTH).double().eval()
     with torch.no_grad():
         for parameter in further.layers.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            noise = 0.2 * torch.randn_like(parameter)
+            # transformers leaves matrices of routers and experts as memory happens to be
+            parameter.copy_(parameter + noise if parameter.dim() == 1 else noise)
     return main, further
 
 
