@@ -21,7 +21,7 @@ from torch.func import functional_call
 from megalite.comm import ParallelMesh, World
 from megalite.config import parse
 from megalite.gradient import GradSink, attach_sink, sink_of
-from megalite.inventory import layer_of, placement_of, stage_layer_ranges
+from megalite.inventory import Recompute, layer_of, placement_of, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn import expert_biases
@@ -61,7 +61,8 @@ class Pupil:
         self.dtype = parameter_dtype(self.config)
         context = LayerContext(dtype=self.dtype, seed=self.config.training.seed)
         self.specs = layer_specs(self.config.model)
-        self.model = build_stack(self.config.model, self.specs, context, init_seed=self.config.training.seed)
+        seed, nothing = self.config.training.seed, Recompute()  # backward runs outside of `functional_call`
+        self.model = build_stack(self.config.model, self.specs, context, init_seed=seed, recompute=nothing)
         self.experts = PlainExperts(self.config.model)
         self.experts.replace(self.model)
         self.float8 = PlainFloat8.replace(self.model, self.config.training.float8)
