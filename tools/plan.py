@@ -290,9 +290,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--host-memory-gb={args.host_memory_gb:g}: the room on each host, above 0, for --what-if largest-model"
         )
-    if args.what_if == "upgrades" and args.profile:
+    of_one = {"upgrades": "no upgrade", "largest-model": "one width"}.get(args.what_if)
+    if of_one and args.profile:
         raise ConfigError(
-            f"--profile={args.profile}: measured times know no upgrade; leave it out of --what-if upgrades"
+            f"--profile={args.profile}: measured times know {of_one}; leave it out of --what-if {args.what_if}"
         )
     for flag, value in (("--write-config", args.write_config), ("--json", args.json), ("--explain", args.explain)):
         if args.what_if and value:

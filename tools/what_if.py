@@ -178,9 +178,7 @@ def _read_it_so(
         if fits := max((row.value for row in rows if row.found), default=0.0):
             lines[-1] += f": {in_units(tokens / fits)} a parameter of the largest (20 are usual: Hoffmann et al. 2022)"
     if hardware.on_cpu:
-        lines.append(
-            f"{hardware.name}: from a file, not this machine; --profile takes times of it (tools/profile_layers.py)"
-        )
+        lines.append(f"{hardware.name}: from a file, not this machine")
     return lines
 
 
