@@ -31,6 +31,7 @@ MORE = {
     "split backward": (ONE, f"{TP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4),
     "halves take turns": (ONE, f"{TP2} {SP} --tp-comm-overlap", 2),
     "recomputed": (ONE, f"{TP2} --recompute-granularity full --recompute-method uniform", 2),
+    "the oracle is asked, too": (f"{ONE} --recompute-granularity full --recompute-method uniform", TP2, 2),
     "2bw": (
         f"{ONE} --untie-embeddings-and-output-weights",
         f"{TP2} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw",
