@@ -139,11 +139,10 @@ class Adafactor(UpdateRule):
         self.scale_parameter = settings.args.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
         parameters: list[LocalParameter] = groups[0]["parameters"]
-        cuts = self._cut_dimensions(parameters)
         self.tracked: list[_Tracked] = []
         first = 0
-        for parameter, cut in zip(parameters, cuts, strict=True):
-            self.tracked.append(_Tracked(parameter, cut, first))
+        for parameter in parameters:
+            self.tracked.append(_Tracked(parameter, cut_dimension(parameter, self.cut_axis), first))
             first += self.tracked[-1].number
         self._is_cut = torch.tensor([t.partial for t in self.tracked for _ in range(t.number)], device=self.device)
         numels = [t.numel for t in self.tracked for _ in range(t.number)]
@@ -239,19 +238,21 @@ class Adafactor(UpdateRule):
         size = sum(torch.Size(mean.shape).numel() for mean in means)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
 
-    def _cut_dimensions(self, parameters: list[LocalParameter]) -> list[int | None]:
-        """The dimension that each parameter is cut along: the one in which ranks of the axis begin elsewhere."""
-        begins = [[*p.placement.offset, *(0,) * (4 - len(p.shape))] for p in parameters]
-        own = torch.tensor(begins, dtype=torch.int64, device=self.device)
-        ends = torch.stack([own, -own])  # last begin, minus first begin
-        all_reduce_on_axis(ends, self.cut_axis, op="max")
-        return [next((d for d, width in enumerate(row) if width), None) for row in ends.sum(0).tolist()]
+
+def cut_dimension(parameter: LocalParameter, axis: Axis) -> int | None:
+    """The dimension that an axis cuts. Only a padded vocabulary, dimension 0, can look whole where it is cut."""
+    place = parameter.placement
+    if not place.sharded & axis.names:
+        return None
+    stacked = place.family == "expert"  # whose dimension 0 is dealt out
+    sizes = zip(parameter.shape, place.global_shape, strict=True)
+    return next((d for d, (have, whole) in enumerate(sizes) if have != whole and d >= stacked), 0)
 
 
-def all_reduce_on_axis(x: Tensor, axis: Axis, op: Any = "sum") -> None:
+def all_reduce_on_axis(x: Tensor, axis: Axis) -> None:
     """`all_reduce_` of a tensor that may be in host memory while the axis connects devices."""
     sent = x.to(device_of(axis)) if axis.size > 1 else x
-    all_reduce_(sent, axis, op=op)
+    all_reduce_(sent, axis)
     if sent is not x:
         x.copy_(sent)
 

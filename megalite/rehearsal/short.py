@@ -91,11 +91,17 @@ def once_for_all_ranks(kept: dict[Any, Any]) -> Iterator[None]:
 
     programs, grid = import_module("megalite.train.programs"), import_module("megalite.comm.mesh").ParallelMesh
     texts, data = import_module("megalite.comm.gathered_json"), import_module("megalite.train.run_data").RunData
-    evaluation = data.evaluation
+    evaluation, loader = data.evaluation, data._loader
     values = SimpleNamespace(dumps=texts.json.dumps, loads=remembered("json", texts.json.loads, lambda text: text))
 
     def few(self: Any, dataset: Any, length: int) -> Any:
         return (microbatches[:EVALUATED] for microbatches in evaluation(self, dataset, length))
+
+    def of_first(*args: Any, **kwargs: Any) -> Any:
+        """Every replica reads what the first one does: which rows of a table on the host are read is then the same."""
+        made = loader(*args, **kwargs)
+        made.dp_rank = 0
+        return made
 
     with ExitStack() as stack:
         for owner, name, value in (
@@ -105,6 +111,7 @@ def once_for_all_ranks(kept: dict[Any, Any]) -> Iterator[None]:
             (grid, "_lines", remembered("lines", grid._lines, lambda mesh, view, bases: (view, *bases))),
             (texts, "json", values),
             (data, "evaluation", few),
+            (data, "_loader", of_first),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, value))
         yield

@@ -122,7 +122,9 @@ class Event:
         self._gpu.host_knows(self.clock, "synchronize() of an event")
 
     def query(self) -> bool:
-        return not self.clock
+        """Whether it is over: not before somebody has waited."""
+        host = self._gpu.ledger.host.clock
+        return all(host.get(number, 0) >= time for number, time in self.clock.items())
 
     def elapsed_time(self, other: Event) -> float:
         return 0.0

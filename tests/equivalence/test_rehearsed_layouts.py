@@ -9,9 +9,7 @@ import pytest
 from equivalence.layouts import TINY, Layout, draw
 from megalite.rehearsal import rehearse, rehearsed
 
-COUNT, LANDING = 40, 2
-OF_DOCUMENTS = "_varlen < attention/core.py"
-"""How many documents a sample has only the device knows: the host waits, and a rehearsal says so."""
+COUNT, LANDING = 40, (0, 1, 16, 30)
 
 
 def fit(case: Layout) -> bool:
@@ -20,7 +18,7 @@ def fit(case: Layout) -> bool:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=pytest.mark.landing if n < LANDING else pytest.mark.full) for n in range(COUNT)]
+    "number", [pytest.param(n, marks=pytest.mark.landing if n in LANDING else pytest.mark.full) for n in range(COUNT)]
 )
 def test_a_random_layout_has_no_fault(number: int) -> None:
     case = draw(random.Random(f"rehearsal {number}"), want=fit)
@@ -28,5 +26,4 @@ def test_a_random_layout_has_no_fault(number: int) -> None:
     if number % 2:
         argv = ["--bf16" if word == "--fp64" else word for word in argv]
     print(case.world_size, " ".join(argv))
-    told = [str(fault) for fault in rehearse(rehearsed(argv, case.world_size)).faults]
-    assert [each for each in told if not (each.startswith("warning: sync") and OF_DOCUMENTS in each)] == []
+    assert rehearse(rehearsed(argv, case.world_size)).faults == []

@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.comm import Axis, LocalParameter
 from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.inventory.parameter_placement import ParameterPlacement
 from megalite.observe.live_memory import LiveBytes
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay
+from megalite.optim.adafactor import cut_dimension
 from megalite.optim.muon import orthogonalise
 from megalite.testing.rates import Rates
 from megalite.testing.update_rules import RULES
@@ -340,3 +342,23 @@ def test_soap_makes_little_of_a_rounding_whatever_the_spectrum() -> None:
             found.append((p, *(side.basis.abs() for side in rule.sides[p])))
         weights, *bases = (float((a - b).abs().max()) for a, b in zip(*found, strict=True))
         assert weights < 1e-5 and max(bases) < 1e-3, f"draw {seed}: weights {weights:.2g}, bases {max(bases):.2g}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "whole", "sharded", "family", "cut"),
+    [
+        ((32, 8), (61, 8), {"tp"}, "dense", 0),
+        ((64, 8), (64, 8), {"tp"}, "dense", 0),  # 64 words, padded to 128
+        ((8, 16), (8, 32), {"tp"}, "dense", 1),
+        ((8,), (8,), set(), "dense", None),
+        ((2, 4, 16), (4, 8, 16), {"ep", "tp"}, "expert", 1),
+        ((2, 8, 16), (4, 8, 16), {"ep"}, "expert", None),
+    ],
+)
+def test_adafactor_knows_what_is_cut(
+    shape: tuple[int, ...], whole: tuple[int, ...], sharded: set[str], family: str, cut: int | None
+) -> None:
+    place = ParameterPlacement(whole, (0,) * len(whole), frozenset(sharded), family=family)
+    parameter = LocalParameter("weight", shape, place)
+    assert cut_dimension(parameter, Axis("tp", 2, 0, (0, 1))) == cut
+    assert cut_dimension(parameter, Axis.single("tp")) is None

@@ -86,3 +86,14 @@ def test_numbers_and_copies_that_wait() -> None:
             x + home
     assert gpu.races == []
     assert torch.zeros(1).device.type == "cpu" and not torch.cuda.is_available()
+
+
+def test_what_somebody_has_waited_for_is_over() -> None:
+    with watched_gpu():
+        new().mul_(2)
+        first = compute().record_event()
+        new().mul_(2)
+        second = compute().record_event()
+        assert not first.query() and not second.query()
+        second.synchronize()  # and so is what came before
+        assert first.query() and second.query()
