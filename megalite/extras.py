@@ -27,6 +27,7 @@ EXTRA_OF = {
     "zstandard": "data",
     "tensorboard": "track",
     "wandb": "track",
+    "prometheus_client": "track",
     "matplotlib": "plot",
     "lm_eval": "eval",
     "fsspec": "cloud",

@@ -92,10 +92,6 @@ class SpikeGuard:
             )
         return True
 
-    def forget(self) -> None:
-        """The spike that asked for a rollback is dealt with."""
-        self.rolls_back = None
-
     def window(self) -> list[float]:
         """The norms in the window, oldest first."""
         entered, norms = int(self._entered), self._norms.tolist()

@@ -3,6 +3,7 @@
     Trainer.after_step ----> Hooks ---- every step -----------> hook.after_step(trainer, stats)
                                |------- every log interval ----> hook.on_log(trainer, record)
     Trainer evaluates/saves -> Hooks ---------------------------> hook.on_evaluation / on_save
+    any of these three ---------------------------------------> hook.on_record
     Trainer ends ------------> Hooks (closes the interval) -----> hook.on_end(trainer, summary)
 
 All ranks run the same `Hooks`, so that a hook may communicate in `on_start` and `on_log`; which hooks write something
@@ -73,13 +74,15 @@ class Hook:
 
     def on_losses(self, trainer: TrainerView, record: Record) -> None:
         """After every log interval and every evaluation, for hooks that treat them alike."""
+        self.on_record(trainer, record)
 
     def on_save(self, trainer: TrainerView, record: Record) -> None:
         """After a checkpoint was written, with a `"save"` record: iteration, path, save_time_ms."""
+        self.on_record(trainer, record)
 
-    def on_rollback(self, trainer: TrainerView, record: Record) -> None:
-        """After the run went back to a checkpoint because of a spike, with a `"rollback"` record: the iteration of the
-        spike, that of the checkpoint, and the samples and iterations that will be passed over."""
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
+        """After any of these; and with a `"rollback"` record, after the run went back to a checkpoint: the iteration of
+        the spike, that of the checkpoint, and the samples and iterations that will be passed over."""
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         """Once, at the end, also after a failure; ranks must not communicate here."""
@@ -151,9 +154,9 @@ class Hooks:
         record: Record = {"kind": "save", "iteration": iteration, "path": path, "save_time_ms": 1e3 * seconds}
         self._call("on_save", trainer, record)
 
-    def on_rollback(self, trainer: TrainerView, record: Record) -> None:
-        """The run has gone back to a checkpoint."""
-        self._call("on_rollback", trainer, record)
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
+        """Passes on what nothing else is for: a rollback."""
+        self._call("on_record", trainer, record)
 
     def on_end(self, trainer: TrainerView, status: str) -> None:
         """`status`: `completed`, the value of an `ExitReason`, or `failed`.

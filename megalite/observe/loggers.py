@@ -21,7 +21,6 @@ from typing import Any, TextIO
 from megalite.config import to_dict
 from megalite.errors import DataError, flag_of
 from megalite.extras import optional_package
-from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
 from megalite.progress import duration, is_terminal
@@ -161,35 +160,6 @@ class LogFileHook(ConsoleHook):
         super().on_end(trainer, summary)
         if self._stream is not None:
             self._stream.close()
-
-
-class PictureHook(ConsoleHook):
-    """At the end: a picture of the loss beside metrics.jsonl, and the last line, which names it and the report.
-
-    Args:
-        metrics: the run's metrics.jsonl. read: its records. command: that makes the report.
-    """
-
-    def __init__(self, metrics: Path, picture: str, read: Callable[[Path], list[Record]], command: str) -> None:
-        super().__init__()
-        self._metrics, self._picture, self._read, self._command = metrics, picture, read, command
-
-    def after_step(self, trainer: TrainerView, stats: StepStats) -> None: ...
-
-    def on_log(self, trainer: TrainerView, record: Record) -> None: ...
-
-    def on_evaluation(self, trainer: TrainerView, record: Record) -> None: ...
-
-    def on_samples(self, trainer: TrainerView, records: list[Record]) -> None: ...
-
-    def on_end(self, trainer: TrainerView, summary: Record) -> None:
-        if not self._metrics.is_file():  # a device has no end
-            return
-        picture = loss_picture(self._metrics.parent.name, self._read(self._metrics))
-        if picture is not None:
-            path = self._metrics.with_name(self._picture)
-            path.write_text(picture, encoding="utf-8")
-            self._print(f" loss: {path}; all curves: {self._command} {flag_of('load')} {self._metrics.parent}")
 
 
 def progress_line(record: Record, train_iters: int) -> str:

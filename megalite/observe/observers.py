@@ -21,12 +21,13 @@ import torch
 from megalite import __version__
 from megalite.commands import typed
 from megalite.config import Config
-from megalite.errors import DataError
+from megalite.errors import DataError, flag_of
 from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
 from megalite.observe.alerts import EventHook, PrometheusHook
+from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
-from megalite.observe.loggers import ConsoleHook, LogFileHook, PictureHook, TensorBoardHook, WandbHook
+from megalite.observe.loggers import ConsoleHook, LogFileHook, TensorBoardHook, WandbHook
 from megalite.observe.pace import PaceHook
 from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
@@ -74,12 +75,10 @@ def make_hooks(
         if logging.wandb.wandb_project is not None:
             hooks.append(guarded(WandbHook(), "wandb"))
         if metrics is not None:  # the last line of the run
-            hooks.append(guarded(PictureHook(metrics, PICTURE_FILE, read_metrics, typed("report")), PICTURE_FILE))
-        if (logging.prometheus.prometheus_port or logging.prometheus.prometheus_file) is not None:
-            file = logging.prometheus.prometheus_file
-            place = None if file is None else Path(file)
-            watched = PrometheusHook(Path(save or "run").name, place, logging.prometheus.prometheus_port)
-            hooks.append(guarded(watched, "Prometheus"))
+            hooks.append(guarded(PictureHook(metrics), PICTURE_FILE))
+        file, port = logging.prometheus.prometheus_file, logging.prometheus.prometheus_port
+        if (port or file) is not None:
+            hooks.append(guarded(PrometheusHook(Path(save or "run").name, file, port), "Prometheus"))
     if logging.on_event is not None:
         hooks.append(EventHook(tells=rank == 0))
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
@@ -122,13 +121,7 @@ class JsonlHook(Hook):
             }
         )
 
-    def on_losses(self, trainer: TrainerView, record: Record) -> None:
-        self._write(record)
-
-    def on_save(self, trainer: TrainerView, record: Record) -> None:
-        self._write(record)
-
-    def on_rollback(self, trainer: TrainerView, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         self._write(record)
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
@@ -161,6 +154,23 @@ class SamplesHook(Hook):
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+class PictureHook(Hook):
+    """At the end: a picture of the loss beside metrics.jsonl, and the last line, which names it and the report."""
+
+    def __init__(self, metrics: Path) -> None:
+        self._metrics = metrics
+
+    def on_end(self, trainer: TrainerView, summary: Record) -> None:
+        if not self._metrics.is_file():  # a device has no end
+            return
+        picture = loss_picture(self._metrics.parent.name, read_metrics(self._metrics))
+        if picture is not None:
+            path = self._metrics.with_name(PICTURE_FILE)
+            path.write_text(picture, encoding="utf-8")
+            sys.stdout.write(f" loss: {path}; all curves: {typed('report')} {flag_of('load')} {path.parent}\n")
+            sys.stdout.flush()
+
+
 def read_metrics(path: Path, *, every: bool = False) -> list[Record]:
     """Read a `metrics.jsonl`: its records in order, of those with the same kind and iteration only the last, or `every`
     one.
@@ -173,12 +183,9 @@ def read_metrics(path: Path, *, every: bool = False) -> list[Record]:
     latest: dict[tuple[Any, ...], Record] = {}
     for number, record in enumerate(_records(path)):
         kind = record.get("kind")
-        key = (
-            (kind, number)
-            if kind in ("start", "summary")
-            else (kind, record.get("iteration"), record.get("set") or record.get("task"))
-        )
-        latest.pop(key, None)
+        named = record.get("set") or record.get("task")
+        of = (number,) if kind in ("start", "summary") else (record.get("iteration"), named)
+        latest.pop(key := (kind, *of), None)
         latest[key] = record
     return list(latest.values())
 

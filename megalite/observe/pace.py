@@ -8,18 +8,16 @@ run begins with stands in the last record of its metrics.jsonl.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record
 
 RECENT = 20
-TAIL = 1 << 20
-"""Bytes at the end of metrics.jsonl in which the last record is looked for."""
 
 
 class PaceHook(Hook):
@@ -51,16 +49,9 @@ class PaceHook(Hook):
 
 def last_device_hours(metrics: Path) -> float:
     """The last `device_hours` in a metrics.jsonl; 0 where there is none."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0.0
-    for line in reversed(lines):
-        try:
-            hours = json.loads(line)["device_hours"]
-        except (ValueError, KeyError, TypeError):
-            continue
-        return float(hours) if isinstance(hours, int | float) else 0.0
-    return 0.0
+    found = 0.0
+    with suppress(OSError), metrics.open("rb") as lines:
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):
+                found = float(json.loads(line)["device_hours"])
+    return found

@@ -17,7 +17,7 @@ device. The masters are what is evaluated, saved and exported; `write_compute_we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ class Delay:
 
     updates: int
     flush_steps: int = 0
-    passed_over: Collection[int] = ()
+    passed_over: Container[int] = ()
     of_gradient: int = 0
     of_weights: int = 0
     learning_rate: float = 0.0

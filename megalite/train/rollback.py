@@ -19,8 +19,8 @@ checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Container
+from dataclasses import asdict, astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import Meta
@@ -29,6 +29,7 @@ from megalite.faults import fault_point
 
 if TYPE_CHECKING:
     from megalite.config import BatchSizeSchedule, Spikes
+    from megalite.engine import SpikeGuard
     from megalite.observe import Record
 
 logger = logging.getLogger(__name__)
@@ -52,32 +53,19 @@ class SampleRange:
 
     def with_other(self, other: SampleRange) -> SampleRange:
         """One that holds both."""
-        return SampleRange(
-            min(self.first, other.first),
-            max(self.last, other.last),
-            min(self.after, other.after),
-            max(self.until, other.until),
-            max(self.rollbacks, other.rollbacks),
-        )
+        pairs = zip((min, max, min, max, max), astuple(self), astuple(other), strict=True)
+        return SampleRange(*(of(mine, theirs) for of, mine, theirs in pairs))
 
 
 @dataclass
-class PassedOver(Collection[int]):
+class PassedOver(Container[int]):
     """Iterations whose samples are passed over: those of `--iterations-to-skip`, and those that begin in a range."""
 
-    flags: Collection[int] = ()
+    flags: Container[int] = ()
     ranges: list[SampleRange] = field(default_factory=list)
 
     def __contains__(self, iteration: object) -> bool:
-        spans = (range(each.after + 1, each.until + 1) for each in self.ranges)
-        return iteration in self.flags or any(iteration in span for span in spans)
-
-    def __iter__(self) -> Iterator[int]:
-        last = max([0, *self.flags, *(each.until for each in self.ranges)])
-        return (number for number in range(1, last + 1) if number in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return iteration in self.flags or any(iteration in range(e.after + 1, e.until + 1) for e in self.ranges)
 
     def holds(self, iteration: int, sample: int) -> bool:
         """Whether the iteration that begins with this sample is passed over."""
@@ -114,7 +102,7 @@ class Rollback:
     find: iteration -> name of the newest checkpoint up to there, with those that are newer put aside; None: there is
         none, and all stay.
     load: takes up the state of that checkpoint in place; returns its (iteration, samples consumed).
-    forget: the spike is dealt with. speaks: whether this rank logs.
+    guard: has found the spike. speaks: whether this rank logs.
     """
 
     settings: Spikes
@@ -122,7 +110,7 @@ class Rollback:
     passed: PassedOver
     find: Callable[[int], Any]
     load: Callable[[Any], tuple[int, int]]
-    forget: Callable[[], None]
+    guard: SpikeGuard
     speaks: bool
 
     def __call__(self, spike: int) -> Record | None:
@@ -139,7 +127,7 @@ class Rollback:
                 f"up to iteration {begin} stay; continue from one with a lower `lr`, or look further back in the data"
             )
         path = self.find(begin)
-        self.forget()
+        self.guard.rolls_back = None
         if path is None:
             if self.speaks:
                 logger.warning("no checkpoint up to iteration %d to go back to: the update is skipped", begin)

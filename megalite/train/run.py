@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from megalite.comm import DeviceWaitClock, ParallelMesh, World, all_gather_json,
 from megalite.config import Config, ParallelConfig
 from megalite.convert import Origin
 from megalite.data import begun_phases
-from megalite.engine import Hyperparameters, Updater
+from megalite.engine import Hyperparameters, SpikeGuard, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import Hook, Record, make_hooks
 from megalite.optim import build_scaler
@@ -38,12 +39,13 @@ from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import resume_report
+from megalite.train.rollback import Rollback
 from megalite.train.run_data import RunData, appended_data, changed_data, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
 from megalite.train.samples import Measures, sample_writer, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
-from megalite.train.spikes import make_rollback, make_spike_guard
+from megalite.train.starting_point import open_start
 from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.uploads_hook import upload_hooks
 from megalite.train.validation import Validator
@@ -262,6 +264,37 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         late=late,
         spikes=state.spikes,
     )
+
+
+def make_spike_guard(config: Config, world: World) -> SpikeGuard | None:
+    """What looks for spikes of the gradient norm, if somebody asks for it."""
+    settings, most = config.training.spikes, config.training.loss_scaling.max_skipped_updates
+    if settings.on_spike is None:
+        return None
+    return SpikeGuard(settings, world.device, max_skipped=most, speaks=world.is_first)
+
+
+def make_rollback(
+    world: World, data: RunData, state: RunState, progress: TrainingProgress, updater: Updater, reader: BatchReader
+) -> Rollback | None:
+    """What goes back to a checkpoint after a spike, if it is asked for."""
+    config, model, guard = state.config, state.model, state.spikes
+    settings = config.training.spikes
+    if guard is None or settings.on_spike != "rollback":
+        return None
+
+    def load(path: Path) -> tuple[int, int]:
+        model.optimizer.finish_step()
+        for buffers in model.families:
+            buffers.weights.wait()
+        loaded, _ = state.load(open_start(path, finetune=False), own=True)
+        vars(progress).update(vars(loaded))
+        updater.restart(state.version(progress))
+        reader.restart(data.train_loader(progress.consumed_samples))
+        return progress.iteration, progress.consumed_samples
+
+    sizes, find = config.batch_size_schedule(world.size), state.checkpointer.go_back
+    return Rollback(settings, sizes, model.passed, find, load, guard, speaks=world.is_first)
 
 
 def record_hooks(state: RunState) -> list[Hook]:

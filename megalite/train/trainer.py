@@ -283,7 +283,7 @@ class Trainer:
         if record is None:
             return False
         self._last_saved = self._began_after = self.iteration
-        self.hooks.on_rollback(self, record)
+        self.hooks.on_record(self, record)
         return True
 
     # the loss of a batch

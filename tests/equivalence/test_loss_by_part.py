@@ -142,9 +142,11 @@ def test_lines_tags_and_numbers_name_the_part() -> None:
     record = {"kind": "train", "iteration": 7, "iteration_time_ms": 1.0, **by_part}
     assert "| lm loss of web: 2.000000E+00 | lm loss of code: 3.333333E-01 |" in train_line(record, 9, datetime.now())
     assert tags(record)["lm loss of code"] == pytest.approx(1 / 3)
-    hook = PrometheusHook("run", None, None)
+    prometheus_client, hook = pytest.importorskip("prometheus_client"), PrometheusHook("run", None, None)
+    hook.on_start(FakeTrainer(tiny_config()))
     hook.on_losses(FakeTrainer(tiny_config()), record)
-    assert 'megalite_lm_loss_by_part{run="run",part="web"} 2.0' in hook.render().splitlines()
+    shown = prometheus_client.generate_latest(hook.registry).decode().splitlines()
+    assert 'megalite_lm_loss_by_part{part="web",run="run"} 2.0' in shown
     assert losses_by_part([]) == {}
 
 

@@ -17,11 +17,12 @@ from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.events import EventHandler, tell_event
 from megalite.observe.alerts import EventHook, PrometheusHook
-from megalite.observe.hooks import Hooks
+from megalite.observe.hooks import Hooks, guarded
 from megalite.observe.stats import evaluation_record
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
-LINE = re.compile(r'^(megalite_\w+)\{run="([^"]*)"(?:,(\w+)="((?:[^"\\]|\\.)*)")?\} (\S+)$')
+prometheus_client = pytest.importorskip("prometheus_client")
+LINE = re.compile(r'^(megalite_\w+)\{(?:part="(\w+)",)?run="[^"]*"(?:,(?:set|task)="((?:[^"\\]|\\.)*)")?\} (\S+)$')
 
 
 def read(text: str) -> dict[str, float]:
@@ -29,12 +30,16 @@ def read(text: str) -> dict[str, float]:
     found = {}
     for line in text.splitlines():
         if line.startswith("#"):
-            assert re.fullmatch(r"# TYPE megalite_\w+ (gauge|counter)", line), line
+            assert re.fullmatch(r"# (TYPE megalite_\w+ (gauge|counter)|HELP megalite_\w+ megalite_\w+)", line), line
             continue
         match = LINE.match(line)
         assert match, line
-        found[match[1] + (f" {match[4]}" if match[4] else "")] = float(match[5])
+        found[match[1] + (f" {match[2] or match[3]}" if match[2] or match[3] else "")] = float(match[4])
     return found
+
+
+def text_of(hook: PrometheusHook) -> str:
+    return prometheus_client.generate_latest(hook.registry).decode()
 
 
 def trained(hook: PrometheusHook, steps: int = 3) -> tuple[FakeTrainer, Hooks]:
@@ -58,7 +63,7 @@ def test_the_file_has_the_newest_numbers(tmp_path: Path) -> None:
     assert found['megalite_valid_lm_loss co\\"de'] == 2.0 and found["megalite_task_acc mine"] == 0.5
     assert found["megalite_save_iteration"] == 3 and found["megalite_saves_total"] == 1
     assert abs(found["megalite_step_timestamp_seconds"] - time.time()) < 60
-    hooks.on_rollback(trainer, {"kind": "rollback", "iteration": 3})
+    hooks.on_record(trainer, {"kind": "rollback", "iteration": 3})
     hooks.on_end(trainer, "failed")
     found = read(path.read_text())
     assert (found["megalite_rollbacks_total"], found["megalite_running"], found["megalite_failed"]) == (1, 0, 1)
@@ -80,12 +85,20 @@ def test_the_port_is_of_this_host_alone_and_ends_with_the_run() -> None:
 
 
 def test_prometheus_own_parser_reads_it(tmp_path: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser")
+    from prometheus_client.parser import text_string_to_metric_families
+
     hook = PrometheusHook('a "run"', None, None)
     trained(hook)
-    families = {family.name: family for family in parser.text_string_to_metric_families(hook.render())}
+    families = {family.name: family for family in text_string_to_metric_families(text_of(hook))}
     assert families["megalite_lm_loss"].samples[0].labels == {"run": 'a "run"'}
     assert families["megalite_skipped_iterations"].type == "counter"
+
+
+def test_without_its_client_the_run_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    trained(guarded(PrometheusHook("a", None, None), "Prometheus"))
+    (line,) = caplog.messages
+    assert "Prometheus did not start, training continues" in line and "needs the package prometheus_client" in line
 
 
 SCRIPT = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read())"
@@ -113,9 +126,10 @@ def test_the_command_is_told_what_happens(tmp_path: Path) -> None:
         hooks.on_start(trainer)
         hooks.after_step(trainer, trainer.step())
         tell_event("spike", iteration=1, norm=9.0)
-        hook.on_log(trainer, {"iteration": 1, "slowest_rank": 3, "slowest_rank_host": "b", "slowest_rank_ratio": 2.0})
+        slow = {"slowest_rank": 3, "slowest_rank_host": "b", "slowest_rank_ratio": 2.0}
+        hook.on_log(trainer, {"kind": "train", "iteration": 1, **slow})
         hooks.on_save(trainer, iteration=1, path="x", seconds=0.5)
-        hooks.on_rollback(trainer, {"kind": "rollback", "iteration": 1})
+        hooks.on_record(trainer, {"kind": "rollback", "iteration": 1})
         hooks.on_end(trainer, "completed")
     found = events(path, 6)
     assert [event["event"] for event in found] == ["start", "spike", "slow rank", "save", "rollback", "end"]
@@ -177,4 +191,4 @@ def test_dashboard_and_alerts_speak_of_numbers_that_there_are() -> None:
     json.loads((docs / "grafana.json").read_text())
     for name in ("grafana.json", "alerts.yaml"):
         named = set(re.findall(r"megalite_\w+", (docs / name).read_text()))
-        assert named and named <= read(hook.render()).keys(), name
+        assert named and named <= read(text_of(hook)).keys(), name

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.observe.hooks import Hook, Hooks
-from megalite.observe.loggers import COLUMNS, ConsoleHook, LogFileHook, PictureHook, progress_line
-from megalite.observe.observers import JsonlHook, make_hooks, read_metrics
+from megalite.observe.loggers import COLUMNS, ConsoleHook, LogFileHook, progress_line
+from megalite.observe.observers import JsonlHook, PictureHook, make_hooks
 from megalite.observe.pace import PaceHook
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
@@ -123,7 +123,7 @@ def test_a_run_without_a_curve_leaves_no_picture(tmp_path: Path, capsys: pytest.
     (tmp_path / "metrics.jsonl").write_text(
         json.dumps({"kind": "train", "iteration": 1, "lm_loss": 2.0, "grad_norm": 1})
     )
-    hook = PictureHook(tmp_path / "metrics.jsonl", "loss.svg", read_metrics, "report")
+    hook = PictureHook(tmp_path / "metrics.jsonl")
     hook.on_end(FakeTrainer(tiny_config()), {})
     assert not (tmp_path / "loss.svg").exists() and capsys.readouterr().out == ""
 
