@@ -29,7 +29,7 @@ from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
-from megalite.data.phases import Phase, PhasedDataset, begun_phases, phase_differences, phases_to_meta
+from megalite.data.phases import PhasedDataset, begun_phases, phase_differences
 from megalite.data.preprocess import preprocess
 from megalite.data.splits import UnusableSplit
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet

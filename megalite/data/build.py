@@ -23,7 +23,7 @@ from megalite.data.mock import MockStore
 from megalite.data.phases import SEED_STEP, Phase, PhasedDataset, asked_of
 from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.remote_tokens import AT_ONCE, RemoteIndexedDataset
-from megalite.data.sources import Source, alone, phase_sources, sources_of
+from megalite.data.sources import Source, apart, phase_sources, sources_of
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
 from megalite.data.survey import Survey, check_vocabulary, survey
 from megalite.data.token_store import TokenStore
@@ -101,8 +101,7 @@ def build_datasets(
     seed: int,
     tokenizer: Tokenizer,
     cache_dir: Path | None,
-    earlier_requests: Sequence[int] = (),
-    earlier_phases: Sequence[Phase] = (),
+    earlier_requests: Sequence[tuple[int, ...]] = (),
     vocab_size: int | None = None,
     ranks_here: int = 1,
     warns: bool = True,
@@ -112,20 +111,18 @@ def build_datasets(
     train_samples, valid_samples, test_samples: samples that the run reads in all; 0: the split is not used; None: one
         epoch.
     cache_dir: `cache_directory(...)`.
-    earlier_requests: `Datasets.train_requests` of the checkpoint that is resumed.
-    earlier_phases: those of its phases that have begun.
+    earlier_requests: `Datasets.train_requests` of the checkpoint that is resumed, and of its further phases that have
+        begun.
     vocab_size: ids that the model knows, if more than the tokenizer's.
     ranks_here: of this host; they share the requests that a host sends to a store at once.
     warns: log what is remarkable about the data; one of several ranks does.
     """
     known = max(vocab_size or 0, tokenizer.vocab_size)
     opener = _Opener(cfg, seq_length, seed, tokenizer, cache_dir, known, ranks_here)
-    requests = tuple(earlier_requests)
-    phases: tuple[Phase, ...] = ()
+    requests, phases = earlier_requests[0] if earlier_requests else (), tuple[Phase, ...]()
     train: Dataset | PhasedDataset | None = None
     if cfg.data_schedule is not None and train_samples is not None and train_samples > 0:
-        earlier = [requests, *(phase.requests for phase in earlier_phases[1:])]
-        train, phases = opener.phases(train_samples, earlier)
+        train, phases = opener.phases(train_samples, earlier_requests)
         requests = phases[0].requests
     elif train_samples != 0:
         requests = _with_request(requests, train_samples)
@@ -133,7 +130,7 @@ def build_datasets(
     parts = BlendParts(train) if cfg.loss_by_part and train is not None else None
     sets = cfg.validation_set_names if valid_samples != 0 else ()
     named = {
-        name: opener.split("valid", (valid_samples,), alone("valid", path))
+        name: opener.split("valid", (valid_samples,), apart("valid", (path,)))
         for name, path in zip(sets, cfg.valid_data_path, strict=False)
     }
     valid = opener.split("valid", (valid_samples,)) if valid_samples != 0 and not named else None

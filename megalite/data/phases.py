@@ -27,7 +27,7 @@ SEED_STEP = 1_000_003
 
 @dataclass(frozen=True)
 class Phase:
-    """What a checkpoint records of a phase.
+    """What a checkpoint records of a phase, as JSON.
 
     first: its first sample. name: the file that names its data. weights: of the blend; empty: by size.
     requests: totals of its samples asked for so far, as `Datasets.train_requests`. surveys: of its data.
@@ -63,11 +63,6 @@ def asked_of(steps: Sequence[tuple[int, str]], total: int) -> list[int]:
     """Samples of each phase in a training of `total`; 1 of those that it does not reach, so that they are looked at."""
     ends = [first for first, _ in steps[1:]] + [total]
     return [max(1, min(end, total) - first) for (first, _), end in zip(steps, ends, strict=True)]
-
-
-def phases_to_meta(phases: Sequence[Phase]) -> list[dict[str, Any]]:
-    """The JSON form that a checkpoint holds."""
-    return [asdict(phase) for phase in phases]
 
 
 def begun_phases(meta: Mapping[str, Any]) -> list[Phase]:

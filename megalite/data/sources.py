@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,11 @@ class Source:
 def sources_of(cfg: DataConfig) -> dict[str, Source]:
     """Finds the data of each split; empty for the default corpus and for mock data. Those of `--data-schedule` are its
     first phase's. Raises DataError."""
-    own = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
-    given = [f"`{split}_data_path`" for split, words in own.items() if words]
+    named = {"train": cfg.train_data_path, "valid": cfg.valid_data_path, "test": cfg.test_data_path}
+    own = {split: apart(split, words) for split, words in named.items() if words}
+    given = [source.flag for source in own.values()]
     if cfg.data_schedule is not None:
-        return {**_parts_of(cfg, cfg.phases(1)[0][1], "`data_schedule`"), **_whole(own)}
+        return {**_parts_of(cfg, cfg.phases(1)[0][1], "`data_schedule`"), **own}
     shared = ["`data_path`"] * bool(cfg.data_path) + ["`data_args_path`"] * bool(cfg.data_args_path)
     given += shared
     if len(given) > 1 and shared:
@@ -36,9 +37,7 @@ def sources_of(cfg: DataConfig) -> dict[str, Source]:
         raise DataError(f"{shared[0]}: given together with {other}; name the data in one way")
     if cfg.mock_data and given:
         raise DataError(f"`mock_data`: given together with {given[0]}; drop one")
-    if not given:
-        return {}
-    return _parts_of(cfg, cfg.data_args_path, shared[0]) if shared else _whole(own)
+    return _parts_of(cfg, cfg.data_args_path, shared[0]) if shared else own
 
 
 def phase_sources(cfg: DataConfig) -> list[Source]:
@@ -47,17 +46,9 @@ def phase_sources(cfg: DataConfig) -> list[Source]:
     return [_parts_of(cfg, file, "`data_schedule`")["train"] for _, file in cfg.phases(1)]
 
 
-def alone(split: str, path: str) -> Source:
-    """One path, all of which belongs to a split."""
-    return Source(f"`{split}_data_path`", (path,), (0.0, 1.0), whole=True)
-
-
-def _whole(own: Mapping[str, tuple[str, ...]]) -> dict[str, Source]:
-    return {
-        split: Source(f"`{split}_data_path`", tuple(words), (0.0, 1.0), whole=True)
-        for split, words in own.items()
-        if words
-    }
+def apart(split: str, words: Sequence[str]) -> Source:
+    """Data all of which belong to a split."""
+    return Source(f"`{split}_data_path`", tuple(words), (0.0, 1.0), whole=True)
 
 
 def _parts_of(cfg: DataConfig, file: str | None, flag: str) -> dict[str, Source]:

@@ -103,10 +103,10 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
         # What the checkpoint says about the run that is continued; nothing where only its weights are taken.
         earlier = start.meta if start is not None and not start.weights_only else {}
         matmul = set_matmul_precision(config, world.device, mesh.world, earlier=earlier.get(matmul_precision.META))
-        earlier_requests = Meta(earlier, str(start.path) if start is not None else "").integers("train_requests")
+        asked = [Meta(earlier, str(start.path) if start is not None else "").integers("train_requests")]
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
-        begun = begun_phases(earlier)
-        data = open_data(config, mesh, tokenizer, world, earlier_requests=earlier_requests, earlier_phases=begun)
+        asked += [phase.requests for phase in begun_phases(earlier)[1:]]
+        data = open_data(config, mesh, tokenizer, world, earlier_requests=asked)
         changed = changed_data(earlier, data.datasets, config)
         world.report_phase("start-up: model")
         model = build_model(config, mesh, program, cuts, world.device, foreign, plan)
@@ -128,7 +128,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
                 settled=settled,
                 loaded=loaded,
                 matmul=matmul.mode if matmul.kept else None,
-                data=[*changed, *appended_data(earlier_requests, begun, data.datasets)],
+                data=[*changed, *appended_data(asked, data.datasets)],
             )
             facts = {**arithmetic, **report.record}
             if world.is_first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
@@ -20,14 +20,12 @@ from megalite.data import (
     Dataset,
     Datasets,
     DocumentMasks,
-    Phase,
     SampleSource,
     Tokenizer,
     build_datasets,
     build_tokenizer,
     cache_directory,
     phase_differences,
-    phases_to_meta,
     resolve_vocab_size,
     survey_differences,
     surveys_to_meta,
@@ -151,8 +149,7 @@ def open_data(
     tokenizer: Tokenizer,
     world: World,
     *,
-    earlier_requests: Sequence[int],
-    earlier_phases: Sequence[Phase] = (),
+    earlier_requests: Sequence[tuple[int, ...]] = (),
 ) -> RunData:
     """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
     where they do not see rank 0's disk). Raises DataError."""
@@ -161,7 +158,6 @@ def open_data(
         return open_datasets(
             *(config, world.size, tokenizer),
             earlier_requests=earlier_requests,
-            earlier_phases=earlier_phases,
             ranks_here=world.local_size,
             warns=mesh.world.is_first,
         )
@@ -175,7 +171,7 @@ def open_data(
 
 def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
     """Raises DataError where a rank reads other files than rank 0 (an old copy on its node). Collective."""
-    surveys = [surveys_to_meta(datasets.surveys), phases_to_meta(datasets.phases)]
+    surveys = [surveys_to_meta(datasets.surveys), [asdict(phase) for phase in datasets.phases]]
     told = all_gather_json(xxhash.xxh3_64_hexdigest(json.dumps(surveys).encode()), mesh.world)
     others = [rank for rank, digest in enumerate(told) if digest != told[0]]
     if others:
@@ -194,8 +190,7 @@ def open_datasets(
     world: int,
     tokenizer: Tokenizer,
     *,
-    earlier_requests: Sequence[int] = (),
-    earlier_phases: Sequence[Phase] = (),
+    earlier_requests: Sequence[tuple[int, ...]] = (),
     ranks_here: int = 1,
     warns: bool = True,
 ) -> Datasets:
@@ -215,7 +210,6 @@ def open_datasets(
         tokenizer=tokenizer,
         cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.run_folder),
         earlier_requests=earlier_requests,
-        earlier_phases=earlier_phases,
         vocab_size=config.model.vocab_size,
         ranks_here=ranks_here,
         warns=warns,
@@ -229,10 +223,7 @@ def changed_data(earlier: Mapping[str, Any], datasets: Datasets, config: Config)
     """
     if config.training.skip_train:
         return []
-    found = [
-        *survey_differences(earlier.get("data", {}), datasets.surveys),
-        *phase_differences(earlier, datasets.phases),
-    ]
+    found = survey_differences(earlier.get("data", {}), datasets.surveys) + phase_differences(earlier, datasets.phases)
     if found and not config.checkpoint.allow_data_change:
         raise DataError(
             f"{'; '.join(found)}: not the data that the checkpoint was trained on, whose sample order it would "
@@ -241,13 +232,12 @@ def changed_data(earlier: Mapping[str, Any], datasets: Datasets, config: Config)
     return found
 
 
-def appended_data(earlier: tuple[int, ...], begun: Sequence[Phase], datasets: Datasets) -> list[str]:
+def appended_data(earlier: Sequence[tuple[int, ...]], datasets: Datasets) -> list[str]:
     """What a longer training does to the order of the samples, phase by phase; empty where nothing is appended."""
-    pairs = [(earlier, datasets.train_requests)]
-    pairs += [(then.requests, now.requests) for then, now in zip(begun[1:], datasets.phases[1:], strict=False)]
+    now = [datasets.train_requests, *(phase.requests for phase in datasets.phases[1:])]
     return [
-        f"the order of the first {before[-1]:,} samples{f' of phase {number}' if len(pairs) > 1 else ''} is kept, "
+        f"the order of the first {before[-1]:,} samples{f' of phase {number}' if len(earlier) > 1 else ''} is kept, "
         f"{after[-1] - before[-1]:,} are appended"
-        for number, (before, after) in enumerate(pairs, 1)
+        for number, (before, after) in enumerate(zip(earlier, now, strict=False), 1)
         if before and before != after
     ]

@@ -20,14 +20,14 @@ Everything is logical: no rank, stage or place in memory is written down, so any
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megalite.checkpoint import AVERAGES, Checkpointer, Meta
 from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
-from megalite.data import Datasets, Tokenizer, phases_to_meta, surveys_to_meta, tokenizer_files
+from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
 from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, older_shards
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
@@ -77,7 +77,7 @@ class RunState:
             NEWEST: {name: getattr(self.model.delay, name) for name in NEWEST_NUMBERS},
             "train_requests": list(self.datasets.train_requests),
             "data": surveys_to_meta(self.datasets.surveys),
-            **({"data_phases": phases_to_meta(self.datasets.phases)} if self.datasets.phases else {}),
+            **({"data_phases": [asdict(phase) for phase in self.datasets.phases]} if self.datasets.phases else {}),
             param_schedules.META: self.schedules.to_meta(),
             matmul_precision.META: self.products.to_meta(),
             "config": to_dict(self.config),

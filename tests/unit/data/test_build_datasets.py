@@ -214,19 +214,19 @@ def test_a_longer_run_keeps_its_order_and_appends_epochs(tmp_path: Path) -> None
     options: dict[str, Any] = {"valid_samples": 0, "tokenizer": NullTokenizer(300), "seq_length": 4}
     short = build(cfg, tmp_path / "c", train_samples=60, **options)
     fresh = build(cfg, tmp_path / "c", train_samples=400, **options)
-    longer = build(cfg, tmp_path / "c", train_samples=400, earlier_requests=short.train_requests, **options)
+    longer = build(cfg, tmp_path / "c", train_samples=400, earlier_requests=[short.train_requests], **options)
     assert short.train is not None and longer.train is not None and fresh.train is not None
     known = len(short.train)
     assert short.train_requests == (60,) and longer.train_requests == (60, 400)
     assert order(longer.train, known) == order(short.train) != order(fresh.train, known)
     epoch = 10 * 20 // 4
     assert 400 <= len(longer.train) < 400 + epoch
-    twice = build(cfg, tmp_path / "c", train_samples=known + 60, earlier_requests=(60,), **options).train
+    twice = build(cfg, tmp_path / "c", train_samples=known + 60, earlier_requests=[(60,)], **options).train
     assert twice is not None and len(twice) == 2 * known
     assert order(twice)[known:] != order(short.train)  # the same epochs again have a shuffle of their own
     tokens = np.bincount(np.array(order(longer.train))[:, :4].ravel(), minlength=10)
     assert tokens.max() - tokens.min() <= 8  # whole epochs: each document as often, up to cut ends
-    again = build(cfg, tmp_path / "c", train_samples=60, earlier_requests=longer.train_requests, **options)
+    again = build(cfg, tmp_path / "c", train_samples=60, earlier_requests=[longer.train_requests], **options)
     assert again.train_requests == (60, 400)
 
 
@@ -235,7 +235,7 @@ def test_a_blend_keeps_its_order_too(tmp_path: Path) -> None:
     cfg = config(data_path=("0.25", paths[0], "0.75", paths[1]), split="1,0,0")
     options: dict[str, Any] = {"valid_samples": 0, "tokenizer": NullTokenizer(300), "seq_length": 4}
     short = build(cfg, tmp_path / "c", train_samples=100, **options)
-    longer = build(cfg, tmp_path / "c", train_samples=300, earlier_requests=short.train_requests, **options)
+    longer = build(cfg, tmp_path / "c", train_samples=300, earlier_requests=[short.train_requests], **options)
     assert isinstance(longer.train, BlendedDataset) and len(longer.train) == 300
     assert order(longer.train, 100) == order(short.train, 100)
     assert np.mean(np.array(order(longer.train)) == 1) == pytest.approx(0.75, abs=0.01)

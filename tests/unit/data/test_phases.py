@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from megalite.data.build import Datasets, build_datasets
-from megalite.data.phases import SEED_STEP, asked_of, phase_differences, phases_to_meta
+from megalite.data.phases import SEED_STEP, Phase, asked_of, phase_differences
 from megalite.data.survey import surveys_to_meta
 from megalite.data.tokenizer import NullTokenizer
 from megalite.errors import DataError
@@ -39,6 +41,11 @@ def build(files: Path, steps: str | None, samples: int, *, seed: int = 3, **more
     )  # fmt: skip
 
 
+def to_meta(phases: tuple[Phase, ...]) -> list[dict]:
+    """As a checkpoint's JSON."""
+    return json.loads(json.dumps([asdict(phase) for phase in phases]))
+
+
 def alone(files: Path, name: str, samples: int, number: int) -> list[list[int]]:
     """The samples of a run that reads one list only, with the seed of the phase of this number."""
     path = str(files / f"{name}.txt")
@@ -65,8 +72,8 @@ def test_the_same_data_in_a_later_phase_come_in_another_order(files: Path) -> No
 def test_a_phase_that_gets_longer_keeps_its_order(files: Path) -> None:
     """Its end moves, or the training's; of the second phase 5 samples are consumed."""
     before = build(files, "0:web 320:code", 60)
-    meta = {"data_phases": phases_to_meta(before.phases), "consumed_samples": 45}
-    longer = build(files, "0:web 320:code 800:web", 400, earlier_requests=(40,), earlier_phases=before.phases)
+    meta = {"data_phases": to_meta(before.phases), "consumed_samples": 45}
+    longer = build(files, "0:web 320:code 800:web", 400, earlier_requests=[phase.requests for phase in before.phases])
     assert phase_differences(meta, longer.phases) == []
     found = [tokens_of(longer.train, n) for n in range(60)]
     assert found == [tokens_of(before.train, n) for n in range(60)]
@@ -100,7 +107,7 @@ EDITS = {
 def test_what_has_begun_may_not_be_edited(edit: str, files: Path) -> None:
     """Of a run that has consumed 49 samples: the second phase, from sample 40 on, has begun, the third has not."""
     before = build(files, "0:web 320:both 640:code", 120)
-    meta = {"data_phases": phases_to_meta(before.phases), "consumed_samples": 49}
+    meta = {"data_phases": to_meta(before.phases), "consumed_samples": 49}
     expected = EDITS[edit]
     told = [] if expected is None else [f"`data_schedule`: {expected.format(files)}"]
     assert phase_differences(meta, build(files, edit, 120).phases) == told
@@ -110,7 +117,7 @@ def test_other_tokens_of_a_phase_that_has_begun_are_named(files: Path) -> None:
     before = build(files, "0:web 320:code", 120)
     write_documents(files / "code", [[150, 151] * 10] * 60)
     after = build(files, "0:web 320:code", 120)
-    meta = {"data_phases": phases_to_meta(before.phases), "consumed_samples": 41}
+    meta = {"data_phases": to_meta(before.phases), "consumed_samples": 41}
     (told,) = phase_differences(meta, after.phases)
     assert told.startswith(f"`data_schedule`: phase 2 ({files}/code.txt) has begun: ")
     assert "60 documents of 1,200 tokens (checkpoint 60 documents of 540 tokens)" in told
@@ -120,12 +127,12 @@ def test_other_tokens_of_a_phase_that_has_begun_are_named(files: Path) -> None:
 def test_a_run_that_had_no_phases_may_get_them(files: Path) -> None:
     plain = build(files, None, 120, data_args_path=str(files / "web.txt"))
     meta = {"data": surveys_to_meta(plain.surveys), "consumed_samples": 50}
-    later = build(files, "0:web 480:code", 120, earlier_requests=plain.train_requests)
+    later = build(files, "0:web 480:code", 120, earlier_requests=[plain.train_requests])
     assert phase_differences(meta, later.phases) == []
     assert [tokens_of(later.train, n) for n in range(60)] == [tokens_of(plain.train, n) for n in range(60)]
     (told,) = phase_differences(meta, build(files, "0:web 320:code", 120).phases)
     assert told == f"`data_schedule`: phase 2 ({files}/code.txt) would begin before the 50 samples that are consumed"
-    begun = {"data_phases": phases_to_meta(build(files, "0:web 320:code", 120).phases), "consumed_samples": 50}
+    begun = {"data_phases": to_meta(build(files, "0:web 320:code", 120).phases), "consumed_samples": 50}
     assert phase_differences(begun, plain.phases) == ["`data_schedule`: not given, and 2 of its phases have begun"]
 
 
@@ -133,7 +140,7 @@ def test_a_run_that_had_no_phases_may_get_them(files: Path) -> None:
 def test_a_damaged_account_is_one_line(phases: object, files: Path) -> None:
     now = build(files, "0:web 320:code", 120).phases
     if phases == "HUGE":
-        phases = [{**one, "first": -1} for one in phases_to_meta(now)]
+        phases = [{**one, "first": -1} for one in to_meta(now)]
     with pytest.raises(DataError, match="the checkpoint's account of its phases is damaged"):
         phase_differences({"data_phases": phases, "consumed_samples": 1}, now)
 
