@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from megalite.comm import Channel, ParallelMesh, patiently
+from megalite.comm import patiently
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
 from megalite.inference.harness import harness_model
 from megalite.inference.loaded_model import LoadedModel
 from megalite.observe import Record
-from megalite.train import ModelInUse, RunState
+from megalite.train import ModelInUse
 
 TOKENS_AT_ONCE = 8192
 
@@ -35,18 +32,10 @@ class TaskEvaluator:
     Raises ConfigError where the package is missing, or a file holds no task that the harness can make.
     """
 
-    def __init__(
-        self,
-        state: RunState,
-        mesh: ParallelMesh,
-        channel: Channel,
-        newest_version: Callable[[], int],
-        device: torch.device,
-    ) -> None:
-        self._settings = state.config.logging.eval_tasks
+    def __init__(self, use: ModelInUse) -> None:
+        self._use, self._settings, mesh = use, use.state.config.logging.eval_tasks, use.mesh
         flag = f"`eval_task_files`={' '.join(self._settings.eval_task_files)}"
         optional_package(flag, "lm_eval")
-        self._use = ModelInUse(state, mesh, channel, newest_version, device)
         mesh.over("cp", "dp", "pp")  # communicators are made with the run
         mesh.over("dp", "pp")
         self._names = {name_of(path): path for path in self._settings.eval_task_files}

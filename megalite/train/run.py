@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +44,7 @@ from megalite.train.rollback import Rollback
 from megalite.train.run_data import RunData, appended_data, changed_data, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
-from megalite.train.samples import Measures, sample_writer, sending_pairs
+from megalite.train.samples import Measures, ModelInUse, SampleWriter, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
 from megalite.train.starting_point import open_start
 from megalite.train.trainer import Trainer, TrainingProgress
@@ -186,18 +187,17 @@ def assemble_trainer(
         together=model.together,
         device=world.device,
         loss_dtype=wide_dtype(config),
-        loss_scale=lambda batch: scale_of(batch),
+        # The same on every stage. Some begin a batch of 2BW before the last update: its scale is older.
+        loss_scale=lambda batch: updater.loss_scale(
+            previous=model.num_versions > 1 and updater.newest_version() == batch
+        ),
         further=further_of(config, mesh),
         watch=watch_of(config, model.rows, mesh.coordinate("pp"), [*model.stages], data.cut),
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
-
-    def scale_of(batch: int) -> float | torch.Tensor:
-        """Of a batch, the same on every stage. Some begin a batch of 2BW before the last update: its scale is older."""
-        return updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch)
-
     executor = make_executor(config, model, mesh, updater, world.device)
     exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
+    model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
     traced, flops = config.logging.trace_pipeline, None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
         progress=progress,
@@ -216,8 +216,8 @@ def assemble_trainer(
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
-        sample=sample_writer(*(whole := (state, mesh, executor.channel, updater.newest_version, world.device))),
-        measure=measures and measures(*whole),
+        sample=SampleWriter(model_in_use()) if config.logging.samples.sample_interval is not None else None,
+        measure=measures and measures(model_in_use()),
         evaluate=Validator(
             *(data, model, executor.channel, updater.newest_version),
             *(lambda: data.evaluation_length(progress.consumed_samples), exits.interruption),

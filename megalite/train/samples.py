@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -25,9 +25,6 @@ from megalite.schedule import token_pairs
 from megalite.train.build import Model, boundary_spec, parameter_dtype
 from megalite.train.host_embedding import layer_of
 from megalite.train.run_state import RunState
-
-Measures = Callable[..., Callable[[int], list[Record]]]
-"""`inference.TaskEvaluator`, or what else makes records of a model from what `ModelInUse` takes."""
 
 
 class ModelInUse:
@@ -130,11 +127,8 @@ class SampleWriter:
         ]
 
 
-def sample_writer(state: RunState, *others: Any) -> SampleWriter | None:
-    """None where the run writes no samples. others: what `ModelInUse` takes."""
-    if state.config.logging.samples.sample_interval is None:
-        return None
-    return SampleWriter(ModelInUse(state, *others))
+Measures = Callable[[ModelInUse], Callable[[int], list[Record]]]
+"""`inference.TaskEvaluator`, or what else makes records of a model."""
 
 
 def sending_pairs(config: Config, model: Model) -> frozenset[tuple[int, int]]:
