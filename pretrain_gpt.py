@@ -20,7 +20,7 @@ require_core()
 
 from megalite.config import Config, Parsed, ignored_line, parse_with_origins
 from megalite.errors import MegaliteError, in_flags
-from megalite.events import EventHandler
+from megalite.events import EventHandler, share_facts
 from megalite.launch import (
     INTERRUPTED,
     EndAtOnce,
@@ -98,6 +98,7 @@ def train(config: Config, world: World) -> int:
     from megalite.train import run_training  # torch comes with it: not before the configuration is known to be right
 
     configure_logging(world.rank)
+    share_facts(rank=world.rank, world_size=world.size)
     measures = import_module("megalite.inference").TaskEvaluator if config.logging.eval_tasks.eval_task_files else None
     return run_training(config, world, measures)
 

@@ -30,6 +30,7 @@ PURPOSES = {
     "zstandard": "preprocessing of .jsonl.zst files",
     "tensorboard": "--tensorboard-dir",
     "wandb": "--wandb project=NAME",
+    "prometheus_client": "--prometheus",
     "matplotlib": "tools/plan.py --what-if ... --plot",
     "lm_eval": "tools/evaluate_harness.py",
     "fsspec": "runs in an object store (--save s3://...)",

@@ -163,31 +163,27 @@ def _urls_in(path: str, flag: str) -> Iterator[str]:
                     yield f"{flag}: {word} {problem}"
 
 
-def _command(text: str | None) -> Iterator[str]:
+def _command(text: str) -> Iterator[str]:
     """Is there such a program?"""
-    if text is None:
-        return
     try:
-        program = shlex.split(text)[:1]
+        program = "".join(shlex.split(text)[:1])
+        if not program or shutil.which(program) is None:
+            yield f"`on_event`={text}: {program or 'it'} is no program on this machine; give its path"
     except ValueError as error:
         yield f"`on_event`={text}: cannot be read ({error}); quote it as for a shell"
-        return
-    if not program or shutil.which(program[0]) is None:
-        yield f"`on_event`={text}: {''.join(program) or 'it'} is no program on this machine; give its path"
 
 
 def _other_files(config: Config) -> Iterator[str]:
-    files = {
-        "`sample_prompts`": config.logging.samples.sample_prompts,
-        "`pipeline_schedule_file`": config.parallel.pipeline_schedule_file,
-    }
-    for flag, path in files.items():
+    files = [
+        ("`sample_prompts`", config.logging.samples.sample_prompts),
+        ("`pipeline_schedule_file`", config.parallel.pipeline_schedule_file),
+        *(("`eval_task_files`", path) for path in config.logging.eval_tasks.eval_task_files),
+    ]
+    for flag, path in files:
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
-    yield from _command(config.logging.on_event)
-    for path in config.logging.eval_tasks.eval_task_files:
-        if not os.path.isfile(path):
-            yield f"`eval_task_files`={path}: no such file"
+    if config.logging.on_event is not None:
+        yield from _command(config.logging.on_event)
     for words, flag in config.data.lists.items():
         if (problem := url_problem(words)) is not None:
             yield f"{flag} {problem}"

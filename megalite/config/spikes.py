@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from megalite.config.schema import Spelled, option
 
-WITHHELD = ("skip", "stop", "rollback")
-"""Values of `on_spike` that leave out the update of a spike."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes(Spelled):

@@ -36,10 +36,9 @@ class MergedSource(CheckpointSource):
     """
 
     def __init__(self, paths: Sequence[Place], weights: Sequence[float], *, use_ema: bool = False) -> None:
-        super().__init__(paths[-1])
-        total = sum(weights)
-        self._readers = {reader_of(p, use_ema=use_ema): w / total for p, w in zip(paths, weights, strict=True)}
-        last = self.reader = [*self._readers][-1]
+        super().__init__(paths[-1], use_ema=use_ema)
+        readers, last = [*(reader_of(path, use_ema=use_ema) for path in paths[:-1]), self._reader], self._reader
+        self._readers = {reader: weight / sum(weights) for reader, weight in zip(readers, weights, strict=True)}
         for reader in self._readers:
             where, meta = reader.path, reader.manifest.meta
             config = from_dict(meta["config"], str(where)) if isinstance(meta.get("config"), dict) else None
@@ -66,14 +65,14 @@ class MergedSource(CheckpointSource):
     @property
     def run(self) -> MergedRun | None:
         """The run that continues from the mean; None where the checkpoint named last is of weights alone."""
-        return MergedRun(self) if "progress" in self.reader.manifest.meta else None
+        return MergedRun(self) if "progress" in self._reader.manifest.meta else None
 
     def read(self, name: str) -> Tensor:
         """The mean of a weight, in the dtype that it has in the checkpoint named last."""
         total = torch.zeros((), dtype=torch.float64)
         for reader, share in self._readers.items():
             total = total + reader.read(name).to(torch.float64) * share
-        return total.to(self.reader.manifest.tensors[name].torch_dtype)
+        return total.to(self._reader.manifest.tensors[name].torch_dtype)
 
 
 class MergedRun:
@@ -81,7 +80,7 @@ class MergedRun:
     last."""
 
     def __init__(self, source: MergedSource) -> None:
-        self._source, self._reader = source, source.reader
+        self._source, self._reader = source, source._reader
         self.iteration = self._reader.manifest.step
         self.config: Config = from_dict(self._reader.manifest.meta["config"], str(self._reader.path))
         self.meta: Mapping[str, Any] = {**self._reader.manifest.meta, MERGED: source.parts}

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megalite.config import WITHHELD, Spikes
+from megalite.config import Spikes
 from megalite.errors import RuntimeFailure
 from megalite.events import tell_event
 
@@ -45,7 +45,7 @@ class SpikeGuard:
     @property
     def withholds(self) -> bool:
         """Whether the update of a spike is left out."""
-        return self._settings.on_spike in WITHHELD
+        return self._settings.on_spike != "log"
 
     def limit(self, norm: Tensor) -> Tensor:
         """What the norm of this update may be, infinite before half of the window is there; then takes the norm into

@@ -59,18 +59,9 @@ class TaskEvaluator:
     def __call__(self, iteration: int) -> list[Record]:
         """A `"task"` record for each task: its name and its measures. Collective."""
         state, mesh = self._use.state, self._use.mesh
-        loaded = LoadedModel(
-            state.config,
-            state.tokenizer,
-            mesh,
-            self._use.channel,
-            state.model.placement,
-            self._use.parts(),
-            Path(state.config.checkpoint.save or "."),
-            iteration,
-            consumed_samples=0,
-            origin=state.origin,
-        )
+        engine = state.config, state.tokenizer, mesh, self._use.channel, state.model.placement, self._use.parts()
+        place = Path(state.config.checkpoint.save or ".")
+        loaded = LoadedModel(*engine, place, iteration, consumed_samples=0, origin=state.origin)
         size = max(state.config.training.micro_batch_size, TOKENS_AT_ONCE // state.config.model.seq_length)
         evaluate: Any = optional_package("`eval_task_files`", "lm_eval.evaluator").evaluate
         model, limit = harness_model(loaded, micro_batch_size=size), self._settings.eval_tasks_limit

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megalite.events import share_facts, tell_event
+from megalite.events import tell_event
 from megalite.extras import optional_package
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
@@ -92,23 +92,16 @@ class PrometheusHook(Hook):
 
 
 class EventHook(Hook):
-    """Tells `--on-event` of start, saves, rollbacks, slow ranks and the end; of all ranks, who they are.
-
-    tells: whether this rank tells what all ranks know.
-    """
-
-    def __init__(self, *, tells: bool) -> None:
-        self._tell = tell_event if tells else lambda event, **facts: None
+    """Tells `--on-event` of start, saves, rollbacks, slow ranks and the end."""
 
     def on_start(self, trainer: TrainerView) -> None:
-        share_facts(rank=trainer.mesh.rank, world_size=trainer.mesh.size("world"))
-        self._tell("start", iteration=trainer.iteration, train_iters=trainer.train_iters, layout=str(trainer.mesh))
+        tell_event("start", iteration=trainer.iteration, train_iters=trainer.train_iters, layout=str(trainer.mesh))
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         if record["kind"] in ("save", "rollback"):
-            self._tell(record["kind"], **record)
+            tell_event(record["kind"], **record)
         if slow := {name: value for name, value in record.items() if name.startswith("slowest_rank")}:
-            self._tell("slow rank", iteration=record["iteration"], **slow)
+            tell_event("slow rank", iteration=record["iteration"], **slow)
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
-        self._tell("end", **summary)
+        tell_event("end", **summary)

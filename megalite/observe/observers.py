@@ -79,8 +79,8 @@ def make_hooks(
         file, port = logging.prometheus.prometheus_file, logging.prometheus.prometheus_port
         if (port or file) is not None:
             hooks.append(guarded(PrometheusHook(Path(save or "run").name, file, port), "Prometheus"))
-    if logging.on_event is not None:
-        hooks.append(EventHook(tells=rank == 0))
+        if logging.on_event is not None:
+            hooks.append(EventHook())
     if logging.profiling.profile and rank in logging.profiling.profile_ranks:
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile", executor)
         hooks.append(guarded(profiler, "the profiler"))

@@ -82,10 +82,6 @@ class PassedOver(Container[int]):
         """The range of a rollback that ends at this iteration or later."""
         return next((each for each in self.ranges if each.rollbacks and each.until >= iteration), None)
 
-    def to_meta(self) -> list[dict[str, int]]:
-        """The JSON form that a checkpoint holds."""
-        return [asdict(each) for each in self.ranges]
-
     def take_up(self, meta: Meta, key: str) -> None:
         """Adds what a checkpoint holds. Raises CheckpointError."""
         rows = meta.raw.get(key, [])

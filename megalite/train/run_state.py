@@ -69,6 +69,7 @@ class RunState:
 
     def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
+        spikes, passed = self.spikes, self.model.passed.ranges
         meta = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -83,8 +84,8 @@ class RunState:
             "config": to_dict(self.config),
             "memory_plan": self.model.plan.to_meta(),
             **({} if self.origin == Origin() else {ORIGIN_META: self.origin.to_meta()}),
-            **({} if self.spikes is None else {SPIKES: _spikes_to_meta(self.spikes)}),
-            **({} if not self.model.passed.ranges else {PASSED_OVER: self.model.passed.to_meta()}),
+            **({} if spikes is None else {SPIKES: {"norms": spikes.window(), "in_a_row": spikes.in_a_row}}),
+            **({PASSED_OVER: [asdict(each) for each in passed]} if passed else {}),
             **({} if self.base is None else {BASE_META: self.base.to_meta()}),
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }
@@ -201,10 +202,6 @@ class RunState:
             for name in NEWEST_NUMBERS:
                 if newest.raw.get(name) is not None:
                     setattr(delay, name, newest.number(name))
-
-
-def _spikes_to_meta(spikes: SpikeGuard) -> dict[str, Any]:
-    return {"norms": spikes.window(), "in_a_row": spikes.in_a_row}
 
 
 def _scaler_state(meta: Meta) -> dict[str, float | int]:

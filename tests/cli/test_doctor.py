@@ -38,6 +38,7 @@ def test_report_names_versions_packages_and_speeds(capfd: pytest.CaptureFixture[
         "torch  ",
         "safetensors",
         "wandb",
+        "prometheus_client",
         "apex",
         "2 ranks on 1 host",
         "all-reduce",

@@ -21,13 +21,10 @@ def data(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _data_schedule(config: Config) -> Iterator[str]:
-    source = config.data
-    if source.data_schedule is None:
-        return
     try:
-        source.phases(config.model.seq_length)
+        config.data.phases(config.model.seq_length)
     except ValueError as error:
-        yield f"`data_schedule`='{source.data_schedule}': {error}; write it like '0:web.txt 4T:anneal.txt'"
+        yield f"`data_schedule`='{config.data.data_schedule}': {error}; write it like '0:web.txt 4T:anneal.txt'"
 
 
 def _validation_sets(config: Config) -> Iterator[str]:

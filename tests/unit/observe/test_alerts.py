@@ -15,9 +15,10 @@ import pytest
 
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
-from megalite.events import EventHandler, tell_event
+from megalite.events import EventHandler, share_facts, tell_event
 from megalite.observe.alerts import EventHook, PrometheusHook
 from megalite.observe.hooks import Hooks, guarded
+from megalite.observe.observers import make_hooks
 from megalite.observe.stats import evaluation_record
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
@@ -120,9 +121,10 @@ def events(path: Path, count: int) -> list[dict]:
 
 def test_the_command_is_told_what_happens(tmp_path: Path) -> None:
     path = tmp_path / "told"
-    trainer, hook = FakeTrainer(tiny_config(log_interval=1)), EventHook(tells=True)
+    trainer, hook = FakeTrainer(tiny_config(log_interval=1)), EventHook()
     hooks = Hooks([hook])
     with EventHandler(command(path), {"save": "runs/a"}):
+        share_facts(rank=0, world_size=2)
         hooks.on_start(trainer)
         hooks.after_step(trainer, trainer.step())
         tell_event("spike", iteration=1, norm=9.0)
@@ -142,12 +144,12 @@ def test_the_command_is_told_what_happens(tmp_path: Path) -> None:
 
 def test_other_ranks_tell_only_what_they_alone_know(tmp_path: Path) -> None:
     path = tmp_path / "told"
-    hook = EventHook(tells=False)
-    trainer = FakeTrainer(tiny_config())
+    trainer = FakeTrainer(tiny_config(on_event="true"))
+    hooks = make_hooks(trainer.config, rank=1)
     with EventHandler(command(path), {}):
-        hook.on_start(trainer)
+        hooks.on_start(trainer)
         tell_event("lost", line="rank 3 did not answer any more")
-        hook.on_end(trainer, {"status": "failed"})
+        hooks.on_end(trainer, "failed")
     (event,) = events(path, 1)
     assert event["event"] == "lost" and event["line"].startswith("rank 3")
 

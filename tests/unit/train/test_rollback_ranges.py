@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ def test_ranges_hold_what_was_put_into_them(seed: int) -> None:
         passed.add(SampleRange(4 * after, 4 * (after + count), after, after + count, draw.randrange(3)))
         held |= set(range(after + 1, after + count + 1))
     again = PassedOver(flags)
-    again.take_up(Meta({"ranges": passed.to_meta()}, "here"), "ranges")
+    again.take_up(Meta({"ranges": [asdict(each) for each in passed.ranges]}, "here"), "ranges")
     for each in (passed, again):
         assert {number for number in range(1, 60) if number in each} == held | flags
         assert {number for number in range(1, 60) if each.holds(number, 4 * (number - 1))} == held | flags
