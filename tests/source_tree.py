@@ -25,6 +25,7 @@ FLOORS = {
     "megalite.files": 1,
     "megalite.host_memory": 1,
     "megalite.page_locked": 1,
+    "megalite.host_waits": 0,
     "megalite.late_reading": 1,
     "megalite.commands": 0,
     "megalite.faults": 0,

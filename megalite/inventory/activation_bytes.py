@@ -194,6 +194,9 @@ def _delta_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     return tokens * (kept + 2 * e * given.value_size + wide * given.value_size) / tp
 
 
+MIXER_BYTES = {"attention": _attention_bytes, "latent": _latent_bytes, "delta": _delta_bytes}
+
+
 class ContextBytes(NamedTuple):
     """What a rank sends of one block and micro-batch so that attention sees whole sequences. traded: tokens for heads,
     as much forward as backward. forward, backward: passed round the ring, or gathered and scattered."""
@@ -232,10 +235,9 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         norms = _norms_bytes(config, model, on_cpu)
         worst = imbalance(config, WORST_IMBALANCE)
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
-        mixer = {"latent": _latent_bytes, "delta": _delta_bytes}.get(model.mixer, _attention_bytes)
         gate = 2.0 * size.compute * tokens * model.query_size / config.parallel.tensor_model_parallel_size
         gates = gate * (model.attention_output_gate and model.mixer == "attention")
-        return norms + mixer(config, model, on_cpu) + gates + between + dropout
+        return norms + MIXER_BYTES[model.mixer](config, model, on_cpu) + gates + between + dropout
     if not layer.products:
         return 0.0
     computed = tokens * h * size.compute * (1 + model.further.depth) + _output_bytes(config, layer)

@@ -19,7 +19,7 @@ from functools import lru_cache
 from megalite.config import Experts, ModelConfig, ParallelConfig
 from megalite.errors import ConfigError
 from megalite.inventory.adapters import with_adapters
-from megalite.inventory.mixers import MIXERS, entering
+from megalite.inventory.mixers import MIXERS
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import Shape
 from megalite.inventory.pieces import Product, column, norm, row
@@ -105,7 +105,8 @@ def _embedding(model: ModelConfig) -> Layer:
 @lru_cache(maxsize=256)
 def _block(model: ModelConfig) -> Layer:
     h, before, behind = model.hidden_size, model.norm_placement != "post", model.norm_placement != "pre"
-    mixer, mixer_products = MIXERS[model.mixer](model)
+    mixing = MIXERS[model.mixer]
+    mixer, mixer_products = mixing.contents(model)
     mlp, mlp_products = _experts(model) if model.experts.num_experts is not None else _mlp("mlp", model, model.ffn_size)
     parameters = [
         *(norm("input_norm", h, model) if before else []),
@@ -117,7 +118,12 @@ def _block(model: ModelConfig) -> Layer:
     ]
     products = (*mixer_products, *mlp_products)
     return Layer(
-        "block", model, tuple(with_adapters(parameters, model)), products, gathers=1 + entering(model) / h, sums=2
+        "block",
+        model,
+        tuple(with_adapters(parameters, model)),
+        products,
+        gathers=1 + mixing.entering(model) / h,
+        sums=2,
     )
 
 

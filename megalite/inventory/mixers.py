@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from megalite.config import ModelConfig
 from megalite.inventory.parameter import Parameter
@@ -103,11 +104,24 @@ def _delta(model: ModelConfig) -> Contents:
     ]
 
 
-MIXERS: Mapping[str, Callable[[ModelConfig], Contents]] = {"attention": _attention, "latent": _latent, "delta": _delta}
+def _whole(model: ModelConfig) -> int:
+    return model.hidden_size
 
 
-def entering(model: ModelConfig) -> int:
-    """Numbers of a token that each rank of the tensor axis needs whole for its heads."""
-    if model.mixer != "latent":
-        return model.hidden_size
+def _compressed(model: ModelConfig) -> int:
     return (model.latent.q_lora_rank or model.hidden_size) + model.latent.compressed
+
+
+class Mixer(NamedTuple):
+    """contents: parameters and products. entering: numbers of a token that each rank of the tensor axis needs whole for
+    its heads."""
+
+    contents: Callable[[ModelConfig], Contents]
+    entering: Callable[[ModelConfig], int]
+
+
+MIXERS: Mapping[str, Mixer] = {
+    "attention": Mixer(_attention, _whole),
+    "latent": Mixer(_latent, _compressed),
+    "delta": Mixer(_delta, _whole),
+}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalite.host_waits import allowed_wait
 from megalite.rehearsal.classes import class_of, distinct_ranks, more_members
 from megalite.rehearsal.match import Fault, Records, deadlock, differ, match, or_nothing
 from megalite.rehearsal.memory import Found, memory, memory_faults
@@ -99,30 +100,30 @@ def races(records: Records) -> list[Fault]:
 
 
 RANK = re.compile(r"^rank \d+|\d+\.\d+")
-MEANT = re.compile(r"late_reading|spikes|host_optimizer|cached_rows|all_reduce_on_axis|_varlen < attention/core")
-"""Reads what was sent an iteration ago, has a part of the step for the host, or packs as many documents as only the
-device knows. (`--explain syncs` lists these, too.)"""
 
 
 def syncs(records: Records) -> list[Fault]:
-    """Check 5: where the host waits for the device in the last iteration; nowhere in a dense step."""
+    """Check 5: where the host waits for the device in the last iteration, `HOST_WAITS` apart."""
     faults: dict[str, Fault] = {}
     for rank, record in records.items():
         for place, count in host_waits(record).items():
             text = f"rank {rank}: the host waits for the device {count} times a step: {place}"
-            faults.setdefault(place, Fault("sync", f"{text}\n    keep the value on the device", warns=True))
+            faults.setdefault(
+                place,
+                Fault("sync", f"{text}\n    keep the value on the device, or see megalite/host_waits.py", warns=True),
+            )
     return list(faults.values())
 
 
 def host_waits(record: RankRecord) -> Counter[str]:
-    """Why and where the host waits in the actions of the last iteration -> how often."""
+    """Why and where the host waits in the actions of the last iteration, and should not -> how often."""
     found, counted, inside = Counter[str](), Counter[str](), False
     for kind, _, _, _, text in record.log:
         if kind == "phase" and text.startswith("iteration"):
             found = Counter()
         elif kind == "action":
             inside = bool(text)
-        elif kind == "sync" and inside and not MEANT.search(text):
+        elif kind == "sync" and inside and allowed_wait(text) is None:
             found[text] += 1
         counted = found
     return counted

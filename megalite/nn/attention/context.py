@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
-from megalite.nn.attention.choose import FLASH, Need, choose
+from megalite.nn.attention.choose import FLASH, TILED, Need, choose
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.tiles import TileKernel, WeightDropout, sinks_by_query
@@ -76,11 +76,12 @@ def _over_ring(
         rewrites=drops,
         in_parts=True,
     )
-    kernel = TileKernel(q.shape[2], softcap=core.softcap)
+    name, kernel = choose(need), TileKernel(q.shape[2], softcap=core.softcap)
+    assert name in (FLASH, TILED), f"attention by {name}, which is not called here"
     if drops:
         words = core.words(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q.shape[2], q.shape[3])
         kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words), core.softcap)
-    elif choose(need) == FLASH:
+    elif name == FLASH:
         kernel = FlashKernel(q.shape[2])
         order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are computed
     places = order.chunk(ring.size)

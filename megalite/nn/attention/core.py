@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
-from megalite.nn.attention.choose import BLOCKED, FLEX, FUSED, Need, choose
+from megalite.nn.attention.choose import BLOCKED, FLEX, FUSED, TILED, Need, choose
 from megalite.nn.attention.masked import MASKED
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.dropout import combine, site_key
@@ -107,6 +107,7 @@ class AttentionCore:
             bends = {"softcap": self.softcap, "sinks": sinks} if name == FLEX else {}
             y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight, **bends)
             return y.to(narrow)
+        assert name == TILED, f"attention by {name}, which is not called here"
         drop = None
         if drops:
             assert sample_ids is not None, "attention dropout needs the samples' numbers"

@@ -7,19 +7,30 @@ import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from equivalence.layouts import TINY
 
 from megalite.comm.mesh import Axis, ExpertAxes
+from megalite.config.cli import parse
 from megalite.config.delta import Delta
 from megalite.config.experts import Experts
 from megalite.config.latent import Latent
 from megalite.config.lora import Lora
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
 from megalite.config.mtp import FurtherTokens
-from megalite.inventory import placement_of
-from megalite.inventory.layers import count_parameters, layer_name, model_layers, parameter_shapes, stage_parameters
+from megalite.inventory import activation_bytes, mixers, placement_of
+from megalite.inventory.layers import (
+    Layer,
+    count_parameters,
+    layer_name,
+    model_layers,
+    parameter_shapes,
+    stage_parameters,
+)
 from megalite.models import build_stack, layer_specs
+from megalite.nn import block
 from megalite.parallel.tensor import ColumnParallelLinear, Linear, ReplicatedLinear, RowParallelLinear
 from megalite.parallel.tensor.context import LayerContext
 
@@ -145,3 +156,11 @@ def test_equal_layers_are_one_object_and_other_models_have_others() -> None:
 @pytest.mark.parametrize(("index", "name"), [(0, "embedding"), (1, "layers.0"), (2, "layers.1"), (3, "head")])
 def test_names_of_layers(index: int, name: str) -> None:
     assert layer_name(index, 2) == name == layer_specs(ModelConfig(**SHAPE))[index].name
+
+
+def test_a_mixer_is_in_every_table() -> None:
+    """One that was forgotten is an error there and is not counted as attention."""
+    assert set(mixers.MIXERS) == set(activation_bytes.MIXER_BYTES) == set(block.MIXERS)
+    config = parse([*TINY, "--num-layers", "1", "--micro-batch-size", "1"], world_size=1)
+    with patch.object(ModelConfig, "mixer", "new"), pytest.raises(KeyError, match="new"):
+        activation_bytes.kept_bytes(config, Layer("block", config.model, (), ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.nn.attention import choose as choosing
-from megalite.nn.attention import masked
+from megalite.nn.attention import context, masked
 from megalite.nn.attention.choose import Need, choose
+from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.tiles import tiled_attention
 from megalite.visibility import Visibility
 
@@ -59,6 +61,19 @@ def test_the_first_kernel_that_can_and_works(changes: dict[str, object], kernel:
     )
     with patch.object(choosing, "KERNELS", table):
         assert choose(replace(PLAIN, **changes)) == kernel  # type: ignore[arg-type]
+
+
+def test_a_kernel_that_nobody_calls_is_no_tiles() -> None:
+    """A row of the table whose call is missing ends the run; tiles do not run under its name."""
+    q, k = torch.randn(8, 1, 2, 1, 4), torch.randn(8, 1, 2, 4)
+    microbatch: Any = SimpleNamespace(order=torch.arange(8), document_starts=None)
+    alone: Any = SimpleNamespace(ring=SimpleNamespace(size=1, rank=0))
+    core = AttentionCore()
+    with patch.object(choosing, "KERNELS", (choosing.Kernel("new", lambda need: True), *choosing.KERNELS)):
+        with pytest.raises(AssertionError, match="attention by new"):
+            core(q, k, k)
+        with pytest.raises(AssertionError, match="attention by new"):
+            context._over_ring(core, q, k, k, microbatch, alone, None, training=False)
 
 
 def test_a_kernel_that_is_wrong_is_not_chosen() -> None:
