@@ -15,66 +15,66 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class HostWait:
-    """Reads that may make the host wait.
+    """Reads that may make the host wait. name: for tests. reads, why: its row in docs/gpus.md.
 
-    reads, why: its row in docs/gpus.md.
     places: regular expression for the lines that wait, as a rehearsal names them: `file:line function < caller`.
-    flags: a run whose rehearsal has the wait; '' where none has.
     """
 
+    name: str
     reads: str
     why: str
     places: str
-    flags: str = ""
 
 
 HOST_WAITS = (
     HostWait(
+        "late",
         "the gradient norm of the update before, whether that update was skipped, whether a signal came",
         "they were copied an iteration ago and have arrived, so that the host is at most one update ahead",
         r"late_reading\.py:\d+ read < (engine/update\.py:\d+ resolve_pending|train/exits\.py)",
-        "--lr 1e-3",
     ),
     HostWait(
-        "rows of each expert, where experts lie on several ranks, `--moe-expert-capacity-factor` drops some, or the "
+        "experts",
+        "rows of each expert, where experts lie on several ranks, `moe_expert_capacity_factor` drops some, or the "
         "device has no kernel for all products at once",
         "the sizes of messages and products are arguments of the host's call: one small copy a layer; the host waits "
         "for it, but not for work queued after it. Elsewhere products take the sizes from the device",
         r"late_reading\.py:\d+ read < expert/(plan|row_counts)\.py",
-        "--num-experts 4 --expert-model-parallel-size 2",
     ),
     HostWait(
-        "where documents begin, with `--reset-attention-mask` in 16 bits",
+        "documents",
+        "where documents begin, with `reset_attention_mask` in 16 bits",
         "the kernel takes one bound for each document, and only the device knows how many there are",
         r"attention/masked\.py:\d+ _varlen",
-        "--reset-attention-mask --bf16",
     ),
     HostWait(
-        "the gradients and their norm, with `--offload optimizer` or `params`",
+        "offload",
+        "the gradients and their norm, with `offload` optimizer or params",
         "the update is computed by the host",
         r"zero/(host_optimizer|host_gradient|delayed_optimizer)\.py|zero/sharded_optimizer\.py:\d+ squares"
         r"|optim/adafactor\.py:\d+ all_reduce_on_axis|tiers/mover\.py:\d+ run$",
-        "--offload params --zero-stage 3",
     ),
     HostWait(
-        "the gradients of a batch's rows, their norm and the decision to skip, with `--offload embedding`",
+        "embedding",
+        "the gradients of a batch's rows, their norm and the decision to skip, with `offload` embedding",
         "the update of rows is computed by the host; a row with a gradient that leaves the cache early, too",
         r"rows/cached_rows\.py",
-        "--offload embedding --untie-embeddings-and-output-weights",
     ),
     HostWait(
-        "the decision to skip an update, with `--optimizer-args impl=apex`",
+        "apex",
+        "the decision to skip an update, with `optimizer_args` impl=apex",
         "its kernel cannot leave one out by itself",
         r"zero/sub_optimizers\.py:\d+ takes_step",
     ),
     HostWait(
+        "eigenvectors",
         "SOAP's first update",
         "the solver for eigenvectors tells the host whether it has converged; later bases are orthogonalised without",
         r"optim/soap\.py",
-        "--optimizer soap",
     ),
     HostWait(
-        "a header, with `--check-pipeline-messages`",
+        "headers",
+        "a header, with `check_pipeline_messages`",
         "it is compared",
         r"comm/p2p\.py:\d+ _check",
     ),

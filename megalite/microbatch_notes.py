@@ -2,7 +2,7 @@
 
 MicrobatchNotes    whose notes they are
 ExpertLoads        what the routers did; `train.expert_report` and `engine.expert_bias` ask
-Magnitudes         how large the operands of products were, for float8's scales; `train.scale_history` asks
+Magnitudes         how large the operands of products were, for float8's scales; `engine.scale_history` asks
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@
     mesh_channel.py     the same between stages whose tensors lie differently
     ring.py         a tensor to the next rank, another from the one before
     rectangles.py   TensorShard: a local tensor and its rectangle of the logical tensor
+    device_waits.py     how long a GPU stands still for messages (where the host waits: `megalite/host_waits.py`)
     patience.py     work of one rank that may take longer than the timeout of a collective
 
 Invariant: if every axis has size 1, nothing here touches a process group, so a run in one process is the reference of

@@ -3,9 +3,12 @@
 The optimizer is stepped first; what else there is (biases of experts, scales of fp8) are instances of `VersionedState`
 in the list `Weights.states`. A model without them has an empty list.
 
-Adding one: a file in this room with such a class, and its place in `_states` of `megalite/train/build.py`; what it
-reads of the weights it is given there. Numbers that the optimizer keeps for each parameter, its moments, are of the
-update rule instead (`megalite/optim/`).
+Adding one: a file in this room with such a class, and its place in `_states` of `megalite/train/build.py`, where it is
+given its stages. One that also changes what the optimizer keeps is given it afterwards (`QueryKeyClip.attach`).
+
+Other state lies elsewhere: numbers for each element of a parameter are of the update rule (`megalite/optim/`); numbers
+that the host decides by, like the window of `SpikeGuard`, are in a checkpoint's meta (`train/run_state.py`); averages
+of the weights are `optim/averaged.py`. A pipeline of a user's module has no state of this kind.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class VersionedState(Protocol):
         """Makes the state of version `target` that of `version`."""
 
     def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
-        """The state of a version, as a checkpoint holds it (views)."""
+        """The state of a version, as a checkpoint holds it (views). A name that begins with `optimizer/` is left out by
+        `--no-load-optim`."""
 
     def after_load(self, version: int) -> None:
         """Values were written through `shards(version)`."""

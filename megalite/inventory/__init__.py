@@ -4,7 +4,7 @@
     adapters.py     low-rank adapters beside linear layers (LoRA)
     layers.py       of each layer: parameters, matrix products, sums over the tensor axis; names, counts, FLOPs
     pieces.py       matrix products, parameters of norms and linear layers
-    mixers.py       what mixes the tokens of a block: attention, latent attention
+    mixers.py       what mixes the tokens of a block: attention, latent attention, a state
     parameter_placement.py      which rectangle of its logical tensor a parameter is
     families.py     which axes cut, shard and replicate the parameters of a family
     memory_plan.py  where memory lies and what is recomputed, as flags say it or a budget decided it
@@ -35,9 +35,9 @@ from megalite.inventory.boxes import Box, cover, find_overlap
 from megalite.inventory.buckets import (
     ALIGNMENT,
     BucketPlan,
+    BucketSegment,
     BufferParameter,
     ParameterRange,
-    Segment,
     align,
     bucket_limit,
     layer_of,

@@ -89,7 +89,7 @@ class ParameterRange:
 
 
 @dataclass(frozen=True)
-class Segment:
+class BucketSegment:
     """A range of the buffer whose elements are of one kind, including gaps for alignment, which are always zero.
 
     ranges: the parameters inside, in order.
@@ -114,7 +114,7 @@ class BucketPlan:
 
     start: int
     stop: int
-    segments: tuple[Segment, ...]
+    segments: tuple[BucketSegment, ...]
     bounds: tuple[int, ...]
     tied: bool = False
     layer: str = ""
@@ -132,7 +132,7 @@ class BucketPlan:
         """(start, stop) of the elements that `owner` has."""
         return self.bounds[owner], self.bounds[owner + 1]
 
-    def segments_of(self, owner: int) -> list[Segment]:
+    def segments_of(self, owner: int) -> list[BucketSegment]:
         """Those that `owner` has, or has a part of."""
         start, stop = self.slice_of(owner)
         return [segment for segment in self.segments if segment.start < stop and start < segment.stop]
@@ -205,7 +205,7 @@ def _group(
     return groups
 
 
-_Placed = tuple[list[Segment], tuple[int, ...]]
+_Placed = tuple[list[BucketSegment], tuple[int, ...]]
 """The segments of a bucket and the bounds of its slices."""
 
 
@@ -222,7 +222,7 @@ def _place_flat(group: Sequence[BufferParameter], start: int, loads: Sequence[in
         at = align(at + entry.numel)
     stop = start + align(at - start, shards * ALIGNMENT)
     bounds = [ranges[0].start for _, ranges in pieces] + [stop]
-    segments = [Segment(bounds[i], bounds[i + 1], kind, tuple(ranges)) for i, (kind, ranges) in enumerate(pieces)]
+    segments = [BucketSegment(bounds[i], bounds[i + 1], kind, tuple(ranges)) for i, (kind, ranges) in enumerate(pieces)]
     size = (stop - start) // shards
     return segments, tuple(range(start, stop + 1, size))
 
@@ -239,7 +239,7 @@ def _place_whole(group: Sequence[BufferParameter], start: int, loads: list[int])
     for entries in owned:
         for entry in entries:
             only = (ParameterRange(entry, at),)
-            segments.append(Segment(at, at := at + align(entry.numel), entry.kind, only, whole=True))
+            segments.append(BucketSegment(at, at := at + align(entry.numel), entry.kind, only, whole=True))
         bounds.append(at)
     return segments, tuple(bounds)
 

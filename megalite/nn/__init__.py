@@ -11,6 +11,8 @@ only embedding and head transpose.
     embedding.py, block.py (attention/layer.py, mlp.py, norm.py), head.py       the layers
     experts.py, router.py       the MLP of a block with experts
     attention/             the layer, which kernel computes it, and the kernels
+    delta.py, delta_rule.py     a state in attention's place (Gated DeltaNet), and its recurrence in chunks
+    mtp.py                 further predictions behind the last block
     rope.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
     segment.py, halves.py  pieces of a block between messages; a stage in which two half-batches take turns at them

@@ -2,7 +2,8 @@
 
 Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of consumed samples),
 `LossScaler`, `DynamicLossScaler`, `build_scaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients:
-`staleness.py`), `Averaged` (a rule that keeps an average of its tensors).
+`staleness.py`), `Averaged` (a rule that keeps an average of its tensors). Rules for whole matrices derive from
+`MatrixRule` (`matrix_rule.py`).
 
 To add one: a class beside these, a line of the table in `optimizers.py`, and what it keeps in `config/update_rules.py`
 (CONTRIBUTING, "Adding an optimizer").

@@ -13,9 +13,17 @@
     batch_reader    micro-batches by number and the factors of their losses
     run_data, validation    the run's data; evaluation through the same pipeline
     starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
+    announcement    the table at the start, advice, and the check of memory
     memory_check    predicted memory against what hosts and GPUs have free
     param_schedules, matmul_precision   learning rate and weight decay over a run; how fp32 products are computed
     arithmetic      what the last bits of numbers depend on, for the start line of metrics.jsonl
+    programs        the pipeline programs of a run, each validated once
+    foreign, foreign_memory, causality      `--model-module`: a user's module, its memory, whether it reads later tokens
+    host_embedding  `--offload embedding`
+    further         inputs and labels of multi-token prediction
+    spikes, rollback    spikes of the gradient, samples passed over, the way back to a checkpoint
+    attempts, shared_disks, uploads_hook    starts in vain; hosts that see other folders; what the log says of a store
+    expert_report, samples      routers as numbers of a log line; continuations of prompts during a run
     dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
     exits           when to stop: interval, duration, signal, agreed by all ranks
 

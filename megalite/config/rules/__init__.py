@@ -1,7 +1,10 @@
 """The rules that tie fields together, one function a topic; each yields its problems, one line each.
 
 A rule may assume that every field alone is within its bounds; it may not assume that other rules hold. It is pure.
-Adding one: write the function in the file of its topic, put it in `RULES`, add its row to `test_bad_input.py`.
+Conditions on one field, or on two of one section, are facts of its option: bounds, `needs` (a flag without which it is
+refused), `only_with` (without which it has no effect). What is ignored beside other values: a row of `idle.py`. Only
+conditions on values, or across sections, are functions here: write one in the file of its topic, put it in `RULES`, add
+its row to `test_bad_input.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules of a run: length, precision, learning rate, weight decay."""
+"""Rules of a run: length, restarts, precision, spikes, QK-clip, float8, learning rate, weight decay, optimizer."""
 
 from __future__ import annotations
 

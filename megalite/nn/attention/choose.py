@@ -12,7 +12,8 @@ What is `tried` depends on device, dtype and the library: a small case and its g
 with tiles. The choice is logged.
 
 Adding one: its file in this room, a row of `KERNELS` before those that it is faster than, and its call in `core.py`
-(`context.py`, where parts of a ring are meant).
+(`context.py`, where parts of a ring are meant); without it the assertion there fails. What it keeps:
+`inventory/activation_bytes.py`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import TensorShard, shards_of_range
-from megalite.inventory import ParameterRange, Segment
+from megalite.inventory import BucketSegment, ParameterRange
 from megalite.parallel.tiers import StateFile
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.param_remainders import ParamRemainders
@@ -34,7 +34,7 @@ class MasterShard:
 
     buffers: ParameterBuffers
     bucket: Bucket
-    segment: Segment
+    segment: BucketSegment
     start: int
     stop: int
     tensor: Tensor
