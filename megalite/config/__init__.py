@@ -42,6 +42,7 @@ from megalite.config.lora import Lora
 from megalite.config.megatron_flags import MegatronFlag, megatron_flags
 from megalite.config.model import OWN_PATTERNS, ModelConfig
 from megalite.config.mtp import FurtherTokens
+from megalite.config.mup import Mup, Rates, depth_ratio, hidden_std, rates_of, residual_std, width_ratio
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
 from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
 from megalite.config.qk_clip import QKClip

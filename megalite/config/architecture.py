@@ -14,6 +14,7 @@ from megalite.config.delta import Delta
 from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.model import LAYER_PATTERNS, ModelConfig
+from megalite.config.mup import Mup
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
 from megalite.config.rope import RopeScaling
@@ -85,6 +86,10 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["latent_norm_epsilon"] = model.latent.latent_norm_epsilon or model.norm_epsilon
     else:
         values |= dict.fromkeys(flat(Latent()))
+    if not model.mup.use_mup:
+        values |= dict.fromkeys(flat(Mup()))
+    elif model.mup.mup_base_hidden_size is None:
+        values["mup_base_hidden_size"] = model.hidden_size
     if model.delta.experimental_attention_variant is None:
         values |= dict.fromkeys(flat(Delta()))
     for name in LAYER_PATTERNS:

@@ -122,6 +122,15 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         "low-rank adapters (LoRA), which are trained in place of the model; they are saved apart",
         {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets"},
     ),
+    "mup": ArgumentFlag(
+        "muP and CompleteP: what was tuned for a small model holds for a wide and a deep one",
+        {
+            "base_hidden_size": "mup_base_hidden_size",
+            "base_num_layers": "mup_base_num_layers",
+            "base_head_dim": "mup_base_head_dim",
+        },
+        switch="use_mup",
+    ),
     "qk_clip": ArgumentFlag(
         "scores of attention, bounded by scaling the projections of queries and keys after an update",
         {"threshold": "qk_clip_threshold", "alpha": "qk_clip_alpha"},

@@ -14,6 +14,7 @@ from megalite.config.latent import Latent
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
 from megalite.config.mtp import FurtherTokens
+from megalite.config.mup import Mup
 from megalite.config.qk_clip import QKClip
 from megalite.config.rope import RopeScaling
 from megalite.config.schema import option, required
@@ -141,6 +142,7 @@ class ModelConfig:
     experts: Experts = Experts()
     further: FurtherTokens = FurtherTokens()
     lora: Lora = Lora()
+    mup: Mup = Mup()
     clip: QKClip = QKClip()
     module: ForeignModule = ForeignModule()
     add_bias_linear: bool = option(True, "biases in the linear layers")
@@ -291,9 +293,12 @@ class ModelConfig:
     def query_multiplier(self) -> float | None:
         """What makes queries of which a score is what it should be, where kernels divide it by `sqrt(kernel_dim)`;
         None: nothing is to be done."""
-        scale = self.softmax_scale
-        if scale is None and self.latent.multi_latent_attention:
-            scale = self.head_dim**-0.5 * self.rope_scaling.latent_temperature**2
+        scale, latent = self.softmax_scale, self.latent.multi_latent_attention
+        if scale is None and (latent or self.mup.use_mup):
+            scale = (
+                (self.mup.mup_base_head_dim or 1) ** 0.5 / self.head_dim if self.mup.use_mup else self.head_dim**-0.5
+            )
+            scale *= self.rope_scaling.latent_temperature**2 if latent else 1.0
         if scale is None or math.isclose(scale, self.kernel_dim**-0.5, rel_tol=1e-15):
             return None
         return scale * math.sqrt(self.kernel_dim)

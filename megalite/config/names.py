@@ -11,6 +11,7 @@ RENAMED: Mapping[str, str] = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
     "keep_last": "keep_last_n",
     "persistent_save_interval": "save_interval",
+    "mup_embedding_mult": "embedding_multiplier",
 }
 
 #: A flag without a value (in YAML: true) -> the field and the value it stands for.

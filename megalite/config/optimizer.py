@@ -8,9 +8,6 @@ from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
-DECOUPLED = ("embedding.word_embeddings.weight", "head.output.weight")
-"""What Megatron-LM's decoupled learning rate is of; positions are not."""
-
 _ADAM = ("adam", "muon", "soap")  # the last two leave what is no matrix to Adam
 
 
@@ -212,7 +209,3 @@ class OptimizerConfig:
     def ends_min_lr(self) -> float:
         """What the learning rate of `--decoupled-lr` ends at."""
         return self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
-
-    def decoupled(self, name: str) -> bool:
-        """Whether a parameter has the learning rate of `--decoupled-lr`."""
-        return self.decoupled_lr is not None and name in DECOUPLED

@@ -72,6 +72,7 @@ class OptimizerSpec:
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
     only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
+    scales: whether muP knows what its updates are at another width.
     high_lr: a learning rate above it is unusual, None if that depends on the model.
     correction, lookahead: what 2BW does about its delay unless told otherwise, and how far `predict` looks
     (docs/asynchronous.md has the measurements); lookahead_of_rest: with tensors that are left to AdamW, None for the
@@ -88,6 +89,7 @@ class OptimizerSpec:
     statistics: bool = False
     settings: tuple[str, ...] = ()
     only_decays: bool = False
+    scales: bool = False
     high_lr: float | None = None
     correction: str = "none"
     lookahead: float = 1.0
@@ -106,6 +108,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
             step_nesterov=3,
             only_decays=True,
+            scales=True,
             settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
             high_lr=0.1,
             correction="predict",
@@ -121,6 +124,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             lambda settings: (settings.exp_avg_dtype,),
             step=3,
             only_decays=True,
+            scales=True,
             settings=("exp_avg_dtype",),
             correction="predict",
             nesterov="its update weighs the newest gradient by itself",
@@ -128,6 +132,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         "muon": OptimizerSpec(
             lambda settings: (_WIDE, _WIDE),
             only_decays=True,
+            scales=True,
             whole=_blocks_matrix,
             correction="predict",
             lookahead_of_rest=2.0,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megalite.comm import Axis, Handle, ParallelMesh
+from megalite.config import Rates
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import Delay
@@ -70,13 +71,13 @@ class BufferOptions:
     """How the parameters of a stage lie in memory.
 
     zero: what data-parallel ranks share. whole: (name, number of dimensions) -> whether no shard boundary may cut the
-    parameter. decoupled: (name) -> whether it has a learning rate of its own. fill: initialises parameters that came
+    parameter. rates: (name, whether it decays) -> its own factors. fill: initialises parameters that came
     without memory. mover: the rank's, if something else moves.
     """
 
     zero: ZeroOptions
     whole: Callable[[str, int], bool] | None = None
-    decoupled: Callable[[str], bool] | None = None
+    rates: Callable[[str, bool], Rates] | None = None
     fill: Fill | None = None
     mover: Mover | None = None
 
@@ -167,7 +168,7 @@ def build_weights(
                 keep_gradients=program.keeps_gradients,
                 num_gradients=program.gradient_buffers,
                 whole=options.whole,
-                decoupled=options.decoupled,
+                rates=options.rates,
                 fill=options.fill,
             ),
             memory=memory,

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalite.config import Rates
 from megalite.inventory.parameter_placement import ParameterPlacement, Shape
 
 ALIGNMENT = 64
@@ -36,18 +37,18 @@ class ElementKind(NamedTuple):
 
     no_decay: no weight decay.
     sharded, partial: as in `ParameterPlacement`.
-    decoupled: it has a learning rate of its own.
+    rates: its own factors of the optimizer's numbers.
     """
 
     no_decay: bool
     sharded: frozenset[str]
     partial: frozenset[str]
-    decoupled: bool = False
+    rates: Rates = Rates()
 
     @property
-    def order(self) -> tuple[bool, bool, list[str], list[str], bool]:
+    def order(self) -> tuple[bool, bool, list[str], list[str], Rates]:
         """Sort key: kinds that decay come first, then those that are cut."""
-        return self.no_decay, not self.sharded, sorted(self.sharded), sorted(self.partial), self.decoupled
+        return self.no_decay, not self.sharded, sorted(self.sharded), sorted(self.partial), self.rates
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class BufferParameter:
 
     index: its position in forward order.
     whole: it must lie in one slice.
-    decoupled: as in `ElementKind`.
+    rates: as in `ElementKind`.
     """
 
     index: int
@@ -64,7 +65,7 @@ class BufferParameter:
     shape: Shape
     placement: ParameterPlacement
     whole: bool = False
-    decoupled: bool = False
+    rates: Rates = Rates()
 
     @property
     def numel(self) -> int:
@@ -73,7 +74,7 @@ class BufferParameter:
     @property
     def kind(self) -> ElementKind:
         place = self.placement
-        return ElementKind(not place.decay, place.sharded, place.partial, self.decoupled)
+        return ElementKind(not place.decay, place.sharded, place.partial, self.rates)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalite.config import Experts, ModelConfig, ParallelConfig
+from megalite.config import Experts, ModelConfig, ParallelConfig, hidden_std, residual_std
 from megalite.errors import ConfigError
 from megalite.inventory.adapters import with_adapters
 from megalite.inventory.mixers import MIXERS
@@ -141,14 +141,11 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     given, h, f = model.experts, model.hidden_size, model.expert_ffn_size
     number, k, bias = given.num_experts or 1, given.moe_router_topk, model.add_bias_linear
     up = (2, f) if model.gated else (f,)
-    router = [
-        Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=model.init_method_std, wide=True)
-    ]
+    router = [Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=hidden_std(model), wide=True)]
     if given.moe_router_bias:
         router.append(Parameter("mlp.router.bias", (number,), partial="sequence", decay=False, wide=True))
     columns = column("mlp.experts.fc1", (number, *up), h, model, bias)
-    std = model.init_method_std / math.sqrt(2 * model.num_layers)
-    rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=std)]
+    rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=residual_std(model))]
     rows += [Parameter("mlp.experts.fc2.bias", (number, h), decay=False)] if bias else []
     experts = [replace(parameter, family="expert", dealt=True) for parameter in (*columns, *rows)]
     products = [
@@ -159,7 +156,7 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     shared = given.moe_shared_expert_intermediate_size
     beside = ([], []) if shared is None else _mlp("mlp.shared_experts", model, shared)
     if given.moe_shared_expert_gate:
-        gate = Parameter("mlp.shared_gate.weight", (1, h), partial="sequence", init_std=model.init_method_std)
+        gate = Parameter("mlp.shared_gate.weight", (1, h), partial="sequence", init_std=hidden_std(model))
         beside = ([*beside[0], gate], beside[1])
     return [*router, *experts, *beside[0]], [*products, *beside[1]]
 
@@ -173,7 +170,7 @@ def _head(model: ModelConfig) -> Layer:
     output = Product("output", model.vocab_size, h, "n", model.make_vocab_size_divisible_by)
     products, block = [output], _block(block_models(model)[-1])
     for k in range(further):
-        own, std = f"mtp.layers.{k}", model.init_method_std
+        own, std = f"mtp.layers.{k}", hidden_std(model)
         parameters += [
             *norm(f"{own}.e_norm", h, model),
             *norm(f"{own}.h_norm", h, model),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megalite.config import ModelConfig, ParallelConfig
+from megalite.config import ModelConfig, ParallelConfig, hidden_std, residual_std
 from megalite.inventory.parameter import Parameter, share
 from megalite.inventory.parameter_placement import Shape
 
@@ -63,12 +62,11 @@ def column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool)
     """Outputs are cut. A gated projection keeps gate and value apart in a leading dimension, so that a slice of it is a
     rectangle."""
     cut = len(rows) - 1
-    weight = Parameter(f"{name}.weight", (*rows, columns), cut, init_std=model.init_method_std)
+    weight = Parameter(f"{name}.weight", (*rows, columns), cut, init_std=hidden_std(model))
     return [weight, Parameter(f"{name}.bias", rows, cut, decay=False)] if bias else [weight]
 
 
 def row(name: str, rows: int, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
-    """Inputs are cut; writes to the residual stream: the 2L of them add up to one (GPT-2)."""
-    std = model.init_method_std / math.sqrt(2 * model.num_layers)
-    weight = Parameter(f"{name}.weight", (rows, columns), 1, init_std=std)
+    """Inputs are cut; writes to the residual stream."""
+    weight = Parameter(f"{name}.weight", (rows, columns), 1, init_std=residual_std(model))
     return [weight, Parameter(f"{name}.bias", (rows,), partial="sequence", decay=False)] if bias else [weight]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, depth_ratio
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.blocked import register_operator
 from megalite.nn.attention.latent import LatentAttention
@@ -54,7 +54,7 @@ class Block(nn.Module):
         super().__init__()
         split = ctx.sequence_split
         self.parallel_residual = config.use_parallel_residual
-        self.dtype = ctx.dtype
+        self.dtype, self.branch = ctx.dtype, 1 / depth_ratio(config)
 
         def norm(*, there: bool) -> Norm | None:
             return Norm(config.hidden_size, config, ctx, split_input=split) if there else None
@@ -115,7 +115,8 @@ class Block(nn.Module):
         """(x with the attention's result y added, the MLP's input)."""
         if self.post_attention_norm is not None:
             y = self.post_attention_norm(y)
-        attended = x + self.attention_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
+        y = self.attention_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
+        attended = torch.add(x, y, alpha=self.branch)
         if self.mlp_norm is None:
             return attended, attended.to(self.dtype)
         return attended, self.mlp_norm(x if self.parallel_residual else attended)
@@ -124,7 +125,8 @@ class Block(nn.Module):
         """x with the MLP's result y added."""
         if self.post_mlp_norm is not None:
             y = self.post_mlp_norm(y)
-        return x + self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
+        y = self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
+        return torch.add(x, y, alpha=self.branch)
 
     def compile_segments(self, backend: str = "inductor") -> None:
         """`torch.compile` for everything between the linear layers.

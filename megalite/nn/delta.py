@@ -20,12 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import all_gather
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.delta_rule import gated_delta
 from megalite.nn.kv_cache import LayerCache
-from megalite.nn.mlp import output_std
 from megalite.nn.norm import Norm, widened
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment
@@ -47,7 +46,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
-        given, h, std, tp = config.delta, config.hidden_size, config.init_method_std, ctx.tp
+        given, h, std, tp = config.delta, config.hidden_size, hidden_std(config), ctx.tp
         self.given, self.tp, self.split, self.cp = given, tp, ctx.sequence_split, ctx.cp
         keys, values = given.linear_num_key_heads, given.linear_num_value_heads
         self.heads = keys // tp.size
@@ -59,7 +58,7 @@ class GatedDeltaNet(nn.Module):
             return new_parameter((values // tp.size,), place, ctx)
 
         shape = (keys, given.mixed, given.linear_conv_kernel_dim)
-        place = ParameterPlacement(shape, (tp.rank * self.heads, 0, 0), tp.names, init_std=std)
+        place = ParameterPlacement(shape, (tp.rank * self.heads, 0, 0), tp.names, init_std=config.init_method_std)
         self.conv = new_parameter((self.heads, *shape[1:]), place, ctx)
         self.dt_bias, self.a_log = vector(1.0), vector(math.log(8.0))
         rows = keys * given.mixed + given.value_size
@@ -68,7 +67,7 @@ class GatedDeltaNet(nn.Module):
         plain = replace(config, apply_layernorm_1p=False, normalization="RMSNorm")
         self.norm = Norm(given.linear_value_head_dim, plain, ctx, split_input=tp.size > 1)
         self.out = RowParallelLinear(
-            given.value_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
+            given.value_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
 
     @property

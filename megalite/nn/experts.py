@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import all_gather
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import activation_of, swiglu
-from megalite.nn.mlp import MLP, output_std
+from megalite.nn.mlp import MLP
 from megalite.nn.router import Router
 from megalite.nn.segment import MakeMessage, Segment
 from megalite.parallel.expert import Dispatched, GroupedProduct, Returning, RowCounts, plan_dispatch
@@ -88,9 +88,9 @@ class StackedExperts(nn.Module):
         h, f = config.hidden_size, config.expert_ffn_size
         bias = config.add_bias_linear
         up = (2, f) if config.gated else (f,)
-        std = config.init_method_std
+        std = hidden_std(config)
         self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)
-        self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=output_std(config), ctx=ctx)
+        self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=residual_std(config), ctx=ctx)
         self.activation = Activation(config)
 
     def up(self, x: Tensor, counts: RowCounts) -> Tensor:
@@ -108,7 +108,7 @@ class SharedGate(nn.Module):
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
         shape, partial = (1, config.hidden_size), ctx.tp.names if ctx.sequence_split else NO_AXES
-        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
+        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=hidden_std(config))
         self.weight = new_parameter(shape, place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:

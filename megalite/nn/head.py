@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import all_gather
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, width_ratio
 from megalite.microbatch import Microbatch
 from megalite.nn.mtp import FurtherPredictions, attached
 from megalite.nn.norm import Norm
@@ -49,7 +49,7 @@ class Head(nn.Module):
         self.final_norm = Norm(config.hidden_size, config, ctx, split_input=self.split)
         self.output = OutputLayer(config, ctx)
         self.kernels: LossKernels | None = None
-        self.z_loss = config.z_loss_coeff
+        self.z_loss, self.width = config.z_loss_coeff, width_ratio(config)
         self.mtp, depth = further, config.further.depth
         self.copies: list[nn.Module] = [] if config.untie_embeddings_and_output_weights else [self.output]
         """Modules whose weight is the word embedding."""
@@ -80,7 +80,7 @@ class Head(nn.Module):
         """The same of a normalised x and labels and weights `[b, s]`. token_losses_to: `[s, b]`."""
         weight = self.output.weight
         return fused_cross_entropy(
-            x.flatten(0, 1),
+            self._narrowed(x).flatten(0, 1),
             weight,
             labels.t().reshape(-1),
             weights.t().reshape(-1),
@@ -116,8 +116,12 @@ class Head(nn.Module):
         return local.to(torch.promote_types(local.dtype, torch.float32))
 
     def _normalised(self, x: Tensor) -> Tensor:
-        x = self.final_norm(x)
+        x = self._narrowed(self.final_norm(x))
         return all_gather(x, self.tp) if self.split else x
+
+    def _narrowed(self, x: Tensor) -> Tensor:
+        """What the logits are made of: under muP they do not grow with the width."""
+        return x if self.width == 1.0 else x / self.width
 
     def _shard(self, weight: Tensor) -> VocabShard:
         start = self.tp.rank * weight.shape[0]

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import nn
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import activation_of
 from megalite.nn.segment import MakeMessage, Segment
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Message, RowParallelLinear
-
-
-def output_std(config: ModelConfig) -> float:
-    """Initial deviation of what writes to the residual stream: 2L such layers add up to one (GPT-2)."""
-    return config.init_method_std / math.sqrt(2 * config.num_layers)
 
 
 class MLP(nn.Module):
@@ -28,12 +21,12 @@ class MLP(nn.Module):
         h, f, bias = config.hidden_size, config.ffn_size if width is None else width, config.add_bias_linear
         parts = 2 if config.gated else 1
         activation, gradient = activation_of(config)
-        self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=config.init_method_std, ctx=ctx)
+        self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=hidden_std(config), ctx=ctx)
         self.fc2 = RowParallelLinear(
             f,
             h,
             bias=bias,
-            init_std=output_std(config),
+            init_std=residual_std(config),
             ctx=ctx,
             activation=activation,
             activation_gradient=gradient,

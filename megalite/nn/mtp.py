@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, hidden_std
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.norm import Norm
@@ -38,7 +38,7 @@ class Prediction(nn.Module):
         h, split = config.hidden_size, ctx.sequence_split
         self.e_norm = Norm(h, config, ctx, split_input=split)
         self.h_norm = Norm(h, config, ctx, split_input=split)
-        self.proj = ReplicatedLinear(2 * h, h, init_std=config.init_method_std, ctx=ctx)
+        self.proj = ReplicatedLinear(2 * h, h, init_std=hidden_std(config), ctx=ctx)
         self.block = Block(config, index, ctx, rotary)
         self.norm = Norm(h, config, ctx, split_input=split)
         self.dtype = ctx.wide_dtype if config.fp32_residual_connection else ctx.dtype

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megalite.comm import all_gather, all_reduce_, own_slice
-from megalite.config import Experts, ModelConfig
+from megalite.config import Experts, ModelConfig, hidden_std
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.parallel.tensor import LayerContext, new_parameter
@@ -59,7 +59,7 @@ class Router(nn.Module):
         self.num_experts = config.experts.num_experts or 1
         shape = (self.num_experts, config.hidden_size)
         partial = ctx.tp.names if ctx.sequence_split else NO_AXES
-        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
+        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=hidden_std(config))
         self.weight = new_parameter(shape, place, ctx, wide=True)
         self.bias: nn.Parameter | None = None
         if self.given.moe_router_bias:

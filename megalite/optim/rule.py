@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.config import Rates
 from megalite.inventory import STEP_PIECE
 
 ParamGroup = dict[str, Any]
@@ -50,6 +51,9 @@ class UpdateRule:
 
     def __init__(self, groups: list[ParamGroup], **defaults: Any) -> None:
         self.param_groups: list[ParamGroup] = [{"lr": 0.0, "weight_decay": 0.0, **defaults, **g} for g in groups]
+        for group in self.param_groups:
+            if "eps" in group:
+                group["eps"] *= group.get("rates", Rates()).eps
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
 
     def step(self) -> None:

@@ -123,13 +123,14 @@ class Predict(Corrected):
     def write_compute_weights(self, master: Tensor, target: Tensor) -> None:
         group, delay, (own, rest) = self._group[master], self.delay, self.lookahead
         ahead = (own if group["whole"] else rest) * delay.of_weights
-        lr = delay.learning_rate
-        if delay.decoupled_lr is not None and group["decoupled"]:
-            lr = delay.decoupled_lr
+        rates = group["rates"]
+        lr = rates.lr * (
+            delay.learning_rate if delay.decoupled_lr is None or not rates.decoupled else delay.decoupled_lr
+        )
         if not ahead or not lr:
             super().write_compute_weights(master, target)
             return
-        weight_decay = delay.weight_decay if group["decay"] else 0.0
+        weight_decay = delay.weight_decay * rates.decay if group["decay"] else 0.0
         weights, out = master.view(-1), target.view(-1)
         for piece in pieces(master):
             if master in self.last_steps:

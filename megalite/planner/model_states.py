@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, own_rows
+from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, own_rows, rates_of
 from megalite.inventory import (
     WORD_EMBEDDINGS,
     BucketPlan,
@@ -233,14 +233,14 @@ def planned_buckets(
     needs_whole, ep = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, parallel.experts.expert_model_parallel_size
     zero = 0 if of[2] and parallel.zero_stage < 3 else parallel.zero_stage  # frozen: nothing but weights to share
     apart = model.shares_embedding and num_stages > 1 and not of[2]
-    entries = []
+    entries, rates = [], rates_of(config)
     own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide, p.frozen) == of]
     own = [(name, p) for name, p in own if not _on_host(config, name)]
     for index, (name, parameter) in enumerate(own):
         shape = parameter.local(parallel)
         whole = needs_whole is not None and needs_whole(name, len(shape))
         place = parameter.place(parameter.shards(parallel), sequence_parallel=parallel.sequence_parallel, ep=ep)
-        entries.append(BufferParameter(index, name, shape, place, whole, config.optimizer.decoupled(name)))
+        entries.append(BufferParameter(index, name, shape, place, whole, rates(name, place.decay)))
     planned = _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
     both = num_stages == 1 and model.shares_embedding
     return [bucket._replace(open=both and bucket.layer == "embedding") for bucket in planned]

@@ -31,7 +31,7 @@ from megalite.testing.adapters import replace_adapters
 from megalite.testing.experts import PlainExperts
 from megalite.testing.float8 import PlainFloat8
 from megalite.testing.further import plain_further
-from megalite.testing.rates import decay_of, learning_rates
+from megalite.testing.rates import decay_of, factors_of, learning_rates
 from megalite.testing.update_rules import RULES
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -76,7 +76,7 @@ class Pupil:
         self.masters = {n: self.logical(n, p.detach()).to(wide, copy=True) for n, p in self.parameters.items()}
         settings = self.config.optimizer
         decayed = frozenset(n for n, p in self.parameters.items() if placement_of(p).decay)
-        self.rule = RULES[settings.optimizer](self.masters, decayed, settings)
+        self.rule = RULES[settings.optimizer](self.masters, decayed, settings, factors_of(self.config, decayed))
         self.averages = {} if settings.ema_decay is None else {n: m.clone() for n, m in self.masters.items()}
         self.averaged = 0
         self.samples = self.config.global_batch_size(1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
-from megalite.config import OptimizerConfig
+from megalite.config import Config, OptimizerConfig
 
 
 class Rates(NamedTuple):
@@ -16,6 +17,34 @@ class Rates(NamedTuple):
 
     def of(self, name: str) -> float:
         return self.ends if name in ("embedding.word_embeddings.weight", "head.output.weight") else self.rest
+
+
+class Factors(NamedTuple):
+    """Of a parameter's learning rate, weight decay and epsilon."""
+
+    lr: float = 1.0
+    decay: float = 1.0
+    eps: float = 1.0
+
+
+def factors_of(config: Config, decayed: frozenset[str]) -> Callable[[str], Factors]:
+    """Name -> what table 1 of CompleteP (arXiv 2505.01618, alpha 1) says of it, or Megatron-LM's muP where no depth is
+    given. decayed: matrices and embeddings."""
+    model, given = config.model, config.model.mup
+    if not given.use_mup:
+        return lambda name: Factors()
+    m = model.hidden_size / (given.mup_base_hidden_size or model.hidden_size)
+    ends = ("embedding.", "head.output.", "head.final_norm.")
+    deep = given.mup_base_num_layers
+
+    def factors(name: str) -> Factors:
+        hidden = name in decayed and not name.startswith(ends) and not name.endswith("conv")
+        if deep is None:
+            return Factors(1 / m, 1.0, 1 / m) if hidden else Factors()
+        epsilon = 1 / m if name.startswith(ends) else deep / (m * model.num_layers)
+        return Factors(1 / m if hidden else 1.0, m if hidden else 1.0, epsilon)
+
+    return factors
 
 
 def learning_rates(settings: OptimizerConfig, samples: int, batch: int, whole: int) -> Rates:

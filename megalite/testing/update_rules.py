@@ -7,7 +7,7 @@ counts otherwise is said where it is converted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig
-from megalite.testing.rates import Rates
+from megalite.testing.rates import Factors, Rates
 
 NOISE = 1e-11
 """A number so much smaller than the largest of its tensor is what sums in another order leave of a zero."""
@@ -32,8 +32,14 @@ class Rule:
 
     magnified = 1.0
 
-    def __init__(self, parameters: Named, decayed: frozenset[str], settings: OptimizerConfig) -> None:
-        self.parameters, self.decayed, self.settings = parameters, decayed, settings
+    def __init__(
+        self,
+        parameters: Named,
+        decayed: frozenset[str],
+        settings: OptimizerConfig,
+        factors: Callable[[str], Factors] = lambda name: Factors(),
+    ) -> None:
+        self.parameters, self.decayed, self.settings, self.factors = parameters, decayed, settings, factors
         self.unsettled: Named = {}
         self.count = 0
         self.state: dict[str, Named] = {}
@@ -45,7 +51,8 @@ class Rule:
     def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         self.count += 1
         for name, p in self.parameters.items():
-            self.update(name, p, gradients[name], lr.of(name), weight_decay if name in self.decayed else 0.0)
+            own, decay = self.factors(name), weight_decay if name in self.decayed else 0.0
+            self.update(name, p, gradients[name], lr.of(name) * own.lr, decay * own.decay)
 
     def update(self, name: str, p: Tensor, g: Tensor, lr: float, weight_decay: float) -> None:
         raise NotImplementedError
@@ -90,7 +97,7 @@ class AdamW(FromTorch):
     def make(self, name: str, leaf: nn.Parameter) -> torch.optim.Optimizer:
         args = self.settings.args
         betas = (args.adam_beta1, args.adam_beta2)
-        return torch.optim.AdamW([leaf], betas=betas, eps=args.adam_eps, fused=True)
+        return torch.optim.AdamW([leaf], betas=betas, eps=args.adam_eps * self.factors(name).eps, fused=True)
 
     def update(self, name: str, p: Tensor, g: Tensor, lr: float, weight_decay: float) -> None:
         super().update(name, p, g, lr, weight_decay)
@@ -116,7 +123,7 @@ class Muon(FromTorch):
     def start(self) -> None:
         names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
         rest = {n: p for n, p in self.parameters.items() if n not in names}
-        self.rest = AdamW(rest, self.decayed, self.settings)
+        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
         self.momentum = self.settings.args.muon_momentum
         self.matrices = {name: matrices(self.parameters[name]) for name in names}
         self.leaves = {f"{n} {i}": nn.Parameter(x) for n, parts in self.matrices.items() for i, x in enumerate(parts)}
@@ -155,7 +162,7 @@ class Soap(Rule):
     def start(self) -> None:
         self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p) and ".router." not in n]
         rest = {n: p for n, p in self.parameters.items() if n not in self.names}
-        self.rest = AdamW(rest, self.decayed, self.settings)
+        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
         self.of_matrix: dict[str, list[Named]] = {
             name: [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(self.parameters[name])]
             for name in self.names

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from megalite.comm import ExpertAxes, ParallelMesh, TensorSpec
-from megalite.config import OPTIMIZER_SPECS, Config
+from megalite.config import OPTIMIZER_SPECS, Config, rates_of
 from megalite.engine import (
     BufferOptions,
     BuiltStages,
@@ -99,7 +99,7 @@ def build_model(
     options = BufferOptions(
         zero_options(config, plan),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
-        decoupled=config.optimizer.decoupled,
+        rates=rates_of(config),
         fill=partial(fill, seed=config.training.seed),
         mover=mover,
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis, FamilyAxes, TensorShard, all_reduce_
-from megalite.config import OPTIMIZER_SPECS, Config, cache_rows
+from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, rates_of
 from megalite.data import BatchLoader
 from megalite.inventory import computations, placement_of
 from megalite.microbatch import Microbatch
@@ -50,6 +50,7 @@ def make_rows(
         columns=model.hidden_size,
         decays=placement.decay,
         only_decays=OPTIMIZER_SPECS[config.optimizer.optimizer].only_decays,
+        rates=rates_of(config)(WORD_EMBEDDINGS, placement.decay),
         dtype=ctx.wide_dtype,
     )
     alike = family.alike(placement.sharded, everywhere=True)

@@ -210,13 +210,14 @@ def draw(
 
 
 def _draw_aids(case: Layout) -> list[str]:
-    """An average of the weights, z-loss: by coins of their own, so that everything else is drawn as it was."""
+    """What aids a training: by coins of their own, so that everything else is drawn as it was."""
     coin = random.Random(case.command)
-    averages = coin.random() < 0.15 and "embedding" not in case.layout
-    flags = ["--ema-decay", coin.choice(["0.5", "0.99"])] if averages else []
+    apart = coin.random() >= 0.15 or "embedding" in case.layout
+    flags = [] if apart else ["--ema-decay", coin.choice(["0.5", "0.99"])]
     flags += ["--z-loss-coeff", "0.03"] if coin.random() < 0.15 else []
-    adapted = "--lora" in case.model
-    return flags + (["--decoupled-lr", "2e-2"] if coin.random() < 0.15 and not adapted else [])
+    flags += ["--decoupled-lr", "2e-2"] if coin.random() < 0.15 and "--lora" not in case.model else []
+    ruled, deep = not {"--lora", "--optimizer"} & {*case.model}, coin.choice([[], ["base_num_layers=1"]])
+    return flags + (["--mup", "base_hidden_size=8", *deep] if coin.random() < 0.15 and ruled else [])
 
 
 MESHES = ("1x2,1x1", "1x1,1x2", "2x1,1x1", "1x1,2x1", "2x1,1x2", "1x2,2x1", "1x2,1x1,1x1", "1x1,1x2,1x1", "4x1,1x2")

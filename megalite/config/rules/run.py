@@ -106,6 +106,29 @@ def qk_clip(config: Config, world_size: int) -> Iterator[str]:
         yield f"`qk_clip`: not with `pipeline_schedule`={schedule.name}, which steps after each micro-batch; use 2bw"
 
 
+def mup(config: Config, world_size: int) -> Iterator[str]:
+    """Whose sizes of updates are known, and what else would decide the same."""
+    model, optimizer = config.model, config.optimizer
+    if not model.mup.use_mup:
+        return
+    if model.softmax_scale is not None:
+        scale = show(model.softmax_scale)
+        yield f"`softmax_scale`={scale}: not with `use_mup`, whose scores are / d; use `mup_base_head_dim`"
+    if model.lora.lora_rank is not None:
+        yield f"`lora_rank`={model.lora.lora_rank}: not with `use_mup`, which has no rule for it; drop one of them"
+    spec, mode = OPTIMIZER_SPECS[optimizer.optimizer], optimizer.args.muon_scale_mode
+    if not spec.scales:
+        ruled = ", ".join(name for name, each in OPTIMIZER_SPECS.items() if each.scales)
+        yield f"`optimizer`={optimizer.optimizer}: not with `use_mup`, which has no rule for it; use one of {ruled}"
+    elif spec.whole is not None and mode == "spectral":
+        yield (
+            f"`muon_scale_mode`={mode}: under `use_mup` updates of any width have one effect; use unit_rms_norm, "
+            "sqrt(rows / columns)"
+        )
+    if optimizer.optimizer_impl == "apex":
+        yield "`optimizer_impl`=apex: not with `use_mup`, where epsilon is a parameter's own; use torch"
+
+
 def float8(config: Config, world_size: int) -> Iterator[str]:
     """Formats beside it, and blocks of 128 that end where ranks do."""
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size

@@ -22,13 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import attend_token, with_token
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore, new_sinks
 from megalite.nn.kv_cache import LayerCache
-from megalite.nn.mlp import output_std
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
@@ -47,7 +46,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
-        given, h, a, std = config.latent, config.hidden_size, config.num_attention_heads, config.init_method_std
+        given, h, a, std = config.latent, config.hidden_size, config.num_attention_heads, hidden_std(config)
         self.given, self.heads, self.rotary = given, a // ctx.tp.size, rotary
         self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
         self.width, self.query_multiplier = config.kernel_dim, config.query_multiplier
@@ -71,7 +70,7 @@ class LatentAttention(nn.Module):
         up = a * (given.qk_head_dim + given.v_head_dim)
         self.kv_up = ColumnParallelLinear(rank, up, bias=False, init_std=std, ctx=ctx, enters=False)
         self.proj = RowParallelLinear(
-            config.value_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
+            config.value_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
         self.core = AttentionCore.of(config, index, ctx)
 

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import gather_channels
-from megalite.config import ModelConfig
+from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore, new_sinks
 from megalite.nn.attention.gate import ungated
 from megalite.nn.kv_cache import LayerCache
-from megalite.nn.mlp import output_std
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
@@ -44,11 +43,11 @@ class Attention(nn.Module):
             h,
             config.qkv_size,
             bias=config.has_qkv_bias,
-            init_std=config.init_method_std,
+            init_std=hidden_std(config),
             ctx=ctx,
         )
         self.proj = RowParallelLinear(
-            config.query_size, h, bias=config.add_bias_linear, init_std=output_std(config), ctx=ctx
+            config.query_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
         self.q_norm = head_norm(config.query_size, config, ctx) if config.qk_layernorm else None
         self.k_norm = head_norm(config.kv_size, config, ctx) if config.qk_layernorm else None

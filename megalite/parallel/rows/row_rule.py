@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis
+from megalite.config import Rates
 from megalite.inventory import ALIGNMENT, align
 
 
@@ -23,7 +24,7 @@ class RowRule:
     """The run's update rule, for a parameter of which any part may be updated by itself.
 
     make_optimizer: builds the rule from parameter groups (`parallel.zero`).
-    decays: whether weight decay applies.
+    decays: whether weight decay applies. rates: its factor of epsilon.
     width: elements of a row in scratch memory: rows begin at whole vector registers there, as in flat buffers, so that
         every element is rounded alike.
     only_decays: a step whose gradient and moments are 0 does what `decay` does.
@@ -38,10 +39,12 @@ class RowRule:
         decays: bool,
         only_decays: bool,
         dtype: torch.dtype,
+        rates: Rates | None = None,
     ) -> None:
         self.width, self.dtype, self.only_decays = align(columns), dtype, only_decays
         probe = torch.zeros(ALIGNMENT, dtype=dtype)
         group = {"params": [probe], "decay": decays, "whole": False, "placements": [], "parameters": [], "pieces": [[]]}
+        group["rates"] = rates or Rates()
         self._rule = make_optimizer([{**group, "shard_axis": Axis.single("shard"), "cut_axes": ()}])
         self._rule.steps = -1
         probe.grad = torch.zeros_like(probe)

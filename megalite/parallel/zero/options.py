@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megalite.comm import Axis
+from megalite.config import Rates
 
 Fill = Callable[[str, nn.Parameter], None]
 """Gives the parameter of this name its initial values."""
@@ -49,7 +50,7 @@ class StageOptions:
     keep_gradients: sharded gradients stay in memory between batches. False if a batch is one micro-batch.
     num_gradients: updates whose gradients are in memory at once (asynchronous pipelines: 2), stages 0 and 1 only.
     whole: (name, number of dimensions) -> whether the parameter must lie in one shard (Muon's matrices).
-    decoupled: (name) -> whether it has a learning rate of its own.
+    rates: (name, whether it decays) -> its own factors of the optimizer's numbers.
     fill: initialises a parameter that came without memory ('meta') once it has memory.
     """
 
@@ -60,5 +61,5 @@ class StageOptions:
     num_gradients: int = 1
     keep_gradients: bool = True
     whole: Callable[[str, int], bool] | None = None
-    decoupled: Callable[[str], bool] | None = None
+    rates: Callable[[str, bool], Rates] | None = None
     fill: Fill | None = None

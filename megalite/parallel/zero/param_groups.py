@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megalite.comm import Axis, FlatPiece, LocalParameter
+from megalite.config import Rates
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
@@ -15,7 +16,7 @@ ParamGroup = dict[str, Any]
 
 params: the tensors.
 decay: whether weight decay applies.
-decoupled: whether the learning rate is that of `--decoupled-lr`.
+rates: their own factors of learning rate, weight decay and epsilon.
 whole: whether the tensors have their parameter's shape and must be updated as matrices.
 placements: of whole tensors: their places in the logical tensors.
 parameters: all parameters of which any rank of `shard_axis` holds a part: the same list on each of its ranks, for rules
@@ -51,17 +52,17 @@ def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
 
 
 def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[BucketParameter]) -> list[ParamGroup]:
-    """One group for each combination of `decay`, `decoupled` and `whole`."""
-    groups: dict[tuple[bool, bool, bool], list[MasterShard]] = {}
+    """One group for each combination of `decay`, `rates` and `whole`."""
+    groups: dict[tuple[bool, Rates, bool], list[MasterShard]] = {}
     for master in masters:
         kind = master.segment.kind
-        groups.setdefault((kind.no_decay, kind.decoupled, master.segment.whole), []).append(master)
+        groups.setdefault((kind.no_decay, kind.rates, master.segment.whole), []).append(master)
     numbers = {(id(p.bucket), p.parameter.name): number for number, p in enumerate(parameters)}
     return [
         {
             "params": [m.tensor for m in members],
             "decay": not no_decay,
-            "decoupled": decoupled,
+            "rates": rates,
             "whole": whole,
             "placements": [m.segment.ranges[0].entry.placement for m in members] if whole else [],
             "parameters": [p.parameter for p in parameters],
@@ -69,7 +70,7 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
             "shard_axis": members[0].buffers.axes.shard if members[0].buffers.options.stage else Axis.single("shard"),
             "cut_axes": members[0].buffers.axes.cut,
         }
-        for (no_decay, decoupled, whole), members in groups.items()
+        for (no_decay, rates, whole), members in groups.items()
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megalite.comm import FamilyAxes
+from megalite.config import Rates
 from megalite.inventory import BufferParameter, placement_of, plan_buckets
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.flat_weights import FlatWeights
@@ -65,7 +66,7 @@ class ParameterBuffers:
                 tuple(p.shape),
                 placement_of(p),
                 whole=stage.whole is not None and stage.whole(name, p.dim()),
-                decoupled=stage.decoupled is not None and stage.decoupled(name),
+                rates=Rates() if stage.rates is None else stage.rates(name, placement_of(p).decay),
             )
             for i, (name, p) in enumerate(first)
         ]

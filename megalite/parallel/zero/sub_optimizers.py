@@ -72,8 +72,9 @@ class DeviceOptimizer:
         """
         own = lr if decoupled_lr is None else decoupled_lr
         for group in self.rule.param_groups:
-            group["lr"] = own if group["decoupled"] else lr
-            group["weight_decay"] = weight_decay if group["decay"] else 0.0
+            rates = group["rates"]
+            group["lr"] = (own if rates.decoupled else lr) * rates.lr
+            group["weight_decay"] = weight_decay * rates.decay if group["decay"] else 0.0
         taken = found_inf is not None and is_zero(found_inf)
         self.rule.found_inf, self.rule.steps = None if taken else found_inf, steps
         if isinstance(grad_scale, Tensor) and getattr(self.rule, "divides", False):

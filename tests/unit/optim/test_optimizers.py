@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Axis, LocalParameter
+from megalite.config import Rates as Own
 from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
@@ -196,7 +197,7 @@ def test_the_last_step_is_kept_without_a_copy_of_the_masters(correction: str, mo
 
 def test_weights_are_foreseen_with_the_rate_of_their_group() -> None:
     own, rest = torch.ones(8), torch.ones(8)
-    groups = [{"params": [p], "decay": False, "whole": False, "decoupled": p is own} for p in (own, rest)]
+    groups = [{"params": [p], "decay": False, "whole": False, "rates": Own(p is own)} for p in (own, rest)]
     rule = OPTIMIZERS["sgd"](groups, OptimizerConfig(lr=1.0))
     delay = Delay(1, of_gradient=1, of_weights=1, learning_rate=0.1, decoupled_lr=0.5)
     corrected = CORRECTIONS["predict"](rule, delay, (1.0, 1.0))

@@ -17,6 +17,7 @@ GENERATE = "generate_text --load x"
 PREPROCESS = f"preprocess_data --input {__file__} --output-prefix {{tmp}}/out"
 EVALUATE = "evaluate --load x"
 PROFILE = "profile_layers --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1 --train-iters 1"
+COORDINATES = f"coordinate_check {PROFILE.partition(' ')[2]} --micro-batch-size 1 --mock-data --vocab-size 64"
 TASKS = "evaluate_harness --load x --tasks t"
 
 #: The tool and its flags -> how the one line begins.
@@ -54,6 +55,15 @@ LINES = [
     (f"{EVALUATE} --text-file {{tmp}}", "--text-file={tmp}: is a directory; give a file"),
     (f"{EVALUATE} --text-file {__file__} --micro-batch-size 0", "--micro-batch-size=0: must be >= 1"),
     (f"{EVALUATE} --text-file {__file__} --overlap -1", "--overlap=-1: must be >= 0"),
+    (f"{COORDINATES} --widths 32", "--widths=32: two or more widths and commas between them, such as 64,128,256"),
+    (f"{COORDINATES} --widths 8,x", "--widths=8,x: two or more widths"),
+    (
+        f"{COORDINATES} --widths 8,12 --steps 0",
+        "--widths=12: --num-attention-heads=1 would be 1.5; use multiples of --hidden-size=8",
+    ),
+    (f"{COORDINATES} --widths 8,16 --steps -1", "--steps=-1: must be >= 0"),
+    (f"{COORDINATES} --widths 8,16 --steps 9", "--train-iters=1: not above --steps=9; train longer"),
+    (f"{COORDINATES} --widths 8,16 --steps 0 --nprocs 2", "--nprocs=2: the widths are trained by one process; drop it"),
     (
         f"{PROFILE} --vocab-size 300 --output {{tmp}}/p.json --model-module m.py:f",
         "--model-module=m.py:f: megalite.time_layers times layers of your own",
@@ -123,7 +133,16 @@ def test_one_line_and_status_2(words: str, begin: str, tmp_path: Path, capsys: p
 
 
 #: Tools whose `main` catches its errors itself.
-OWN = ("profile_layers", "check_plan", "compare_published", "show_schedule", "prove_layout", "replay", "plan")
+OWN = (
+    "profile_layers",
+    "coordinate_check",
+    "check_plan",
+    "compare_published",
+    "show_schedule",
+    "prove_layout",
+    "replay",
+    "plan",
+)
 
 
 def test_flags_are_judged_before_torch_is_imported() -> None:
