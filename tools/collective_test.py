@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from layout_flags import ToolSettings, add_layout_flags, run_on_ranks
-from megalite.config import DeviceOptions, ParallelConfig, parse_meshes
+from megalite.config import DeviceOptions, ParallelConfig
 from megalite.errors import ConfigError, RuntimeFailure
 from megalite.launch import launch
 from megalite.planner import Hardware, available, load_hardware
@@ -52,27 +52,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = ", ".join(available())
     parser.add_argument("--hardware", metavar="NAME|FILE", help=f"compare with {names}, or a YAML file like theirs")
-    add_layout_flags(parser, "stage_meshes")
+    add_layout_flags(parser)
     flags = parser.parse_args(argv)
-    if flags.stage_meshes is not None:
-        _read_meshes(flags)
     flags.expected = load_hardware(flags.hardware) if flags.hardware is not None else None
     return flags
-
-
-def _read_meshes(flags: argparse.Namespace) -> None:
-    """Meshes that are alike are another spelling of two sizes. Raises ConfigError."""
-    given = f"--stage-meshes={flags.stage_meshes}"
-    try:
-        meshes = parse_meshes(flags.stage_meshes)
-    except ValueError as error:
-        raise ConfigError(f"{given}: {error}") from None
-    for name, size in vars(flags).items():
-        if name.endswith("parallel_size") and size not in (None, 1):
-            raise ConfigError(f"{given}: says the sizes of each stage; drop --{name.replace('_', '-')}")
-    if len(set(meshes)) == 1:
-        flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size = meshes[0].tp, len(meshes)
-        flags.stage_meshes = None
 
 
 def measure_local(size: int, device: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from command_line import ToolParser, stored
-from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, show
+from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, parse_meshes, show
 from megalite.config import Option as ConfigOption
 from megalite.errors import ConfigError
 from megalite.launch import launch, read_environment
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 LAYOUT = (
     "nprocs",
     "tensor_model_parallel_size",
+    "stage_meshes",
     "pipeline_model_parallel_size",
     "context_parallel_size",
     "cp_comm_type",
@@ -31,9 +32,6 @@ LAYOUT = (
     "distributed_backend",
     "distributed_timeout_minutes",
 )
-
-MORE = ("stage_meshes",)
-"""Fields that some tools know."""
 
 Body = Callable[[argparse.Namespace, "World"], None]
 """What every rank runs."""
@@ -47,11 +45,10 @@ class ToolSettings:
     flags: tuple[str, ...]
 
 
-def add_layout_flags(parser: ToolParser, *more: str) -> None:
-    """The flags of the layout, with the words and bounds of the configuration. more: fields that this tool knows,
-    too."""
+def add_layout_flags(parser: ToolParser) -> None:
+    """The flags of the layout, with the words and bounds of the configuration."""
     group = parser.add_argument_group("ranks that hold the model; those beyond one copy of it are replicas")
-    for option in _options(more):
+    for option in _options():
         group.add_argument(
             option.flag,
             type=option.kind,
@@ -81,21 +78,9 @@ def loaded_model(flags: argparse.Namespace, world: World) -> LoadedModel:
 
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     """Starts the ranks that the flags ask for, or is one of them; the exit status. Raises ConfigError."""
-    options = _options([name for name in MORE if hasattr(flags, name)])
-    values = {option.name: getattr(flags, option.name) for option in options}
-    for option in options:
-        value, least = values[option.name], option.facts.get("ge", option.facts.get("gt"))
-        numbers = value if isinstance(value, list) else [value]
-        if least is not None and any(number is not None and number < least for number in numbers):
-            raise ConfigError(f"{option.flag}={show(value)}: must be at least {least}")
-        values[option.name] = tuple(value) if isinstance(value, list) else value
-    parallel: ParallelConfig = build_section(ParallelConfig, values)
-    if parallel.context.context_parallel_size == 1 and parallel.context.cp_comm_type != "p2p":
-        kind = parallel.context.cp_comm_type
-        raise ConfigError(f"--cp-comm-type={kind}: has no effect at --context-parallel-size=1; drop it")
     place = read_environment()
     given = tuple(f"{name}={value}" for name, value in sorted(vars(flags).items()))
-    flags.parallel = parallel
+    flags.parallel = parallel = layout_of(flags)
 
     def rank(settings: ToolSettings, world: World) -> None:
         body(flags, world)
@@ -104,6 +89,40 @@ def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     return launch(ToolSettings(parallel, given), rank, place)
 
 
-def _options(more: Sequence[str] = ()) -> list[ConfigOption]:
+def layout_of(flags: argparse.Namespace) -> ParallelConfig:
+    """The layout that the flags ask for. Raises ConfigError."""
+    options = _options()
+    values = {option.name: getattr(flags, option.name) for option in options}
+    for option in options:
+        value, least = values[option.name], option.facts.get("ge", option.facts.get("gt"))
+        numbers = value if isinstance(value, list) else [value]
+        if least is not None and any(number is not None and number < least for number in numbers):
+            raise ConfigError(f"{option.flag}={show(value)}: must be at least {least}")
+        values[option.name] = tuple(value) if isinstance(value, list) else value
+    if values["stage_meshes"] is not None:
+        values |= _of_meshes(values)
+    parallel: ParallelConfig = build_section(ParallelConfig, values)
+    if parallel.context.context_parallel_size == 1 and parallel.context.cp_comm_type != "p2p":
+        kind = parallel.context.cp_comm_type
+        raise ConfigError(f"--cp-comm-type={kind}: has no effect at --context-parallel-size=1; drop it")
+    return parallel
+
+
+def _of_meshes(values: dict[str, Any]) -> dict[str, Any]:
+    """What `--stage-meshes` says of other fields: meshes that are alike are another spelling of two sizes. Raises
+    ConfigError."""
+    given = f"--stage-meshes={values['stage_meshes']}"
+    try:
+        meshes = parse_meshes(values["stage_meshes"])
+    except ValueError as error:
+        raise ConfigError(f"{given}: {error}") from None
+    for name, size in values.items():
+        if name.endswith("parallel_size") and size not in (None, 1):
+            raise ConfigError(f"{given}: says the sizes of each stage; drop --{name.replace('_', '-')}")
+    alike = {"stage_meshes": None, "tensor_model_parallel_size": meshes[0].tp} if len(set(meshes)) == 1 else {}
+    return {"pipeline_model_parallel_size": len(meshes), **alike}
+
+
+def _options() -> list[ConfigOption]:
     found = {option.name: option for option in options_of("parallel", SECTIONS["parallel"])}
-    return [found[name] for name in (*LAYOUT, *more)]
+    return [found[name] for name in LAYOUT]

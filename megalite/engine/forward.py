@@ -20,9 +20,9 @@ def run_forwards(
     stages: Mapping[StageKey, Stage],
     channel: Channel,
     microbatches: Sequence[StageInput],
-) -> list[Tensor]:
-    """What the last stage makes of each micro-batch, on the rank that holds it; an empty list elsewhere. Collective
-    over the pipeline.
+) -> dict[int, Tensor]:
+    """Number of a micro-batch -> what the last stage makes of it, in order, on the rank that does. Collective over the
+    pipeline.
 
     program: of forwards alone (`schedule.forward_program`). rank: along the pipeline. stages: this rank's.
     """
@@ -35,7 +35,7 @@ def run_forwards(
     else:  # a part of a prompt goes through the first round alone, and nobody takes what that hands on
         channel.flush()
     found = executor.take_losses()
-    return [found[number] for number in sorted(found)]
+    return {number: found[number] for number in sorted(found)}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Generation, episode after episode.
 
-    slots     as many groups as stages are under way at once; a group that has ended leaves its slot to the next
+    slots     as many groups as pipeline ranks are under way at once; a group that has ended leaves its slot to the next
     episode   a program of forwards: for new groups their prompt, for others the token that is pending, then rounds of
               one token for everyone. Nothing is agreed upon inside of it
     between   the stages tell each other which tokens were chosen, so all of them know what comes next
@@ -22,7 +22,7 @@ from torch import Tensor
 from megalite.comm import Axis, Channel, all_gather_json, all_reduce_
 from megalite.engine import run_forwards
 from megalite.generation.groups import Group, Request, Row, group_size
-from megalite.generation.sampling import Sampling
+from megalite.generation.sampling import NO_NUMBER, Sampling
 from megalite.generation.stages import GenerationStage, ModelParts, Turn, num_blocks
 from megalite.nn import KeyValueCache
 from megalite.parallel.pipeline import Stage
@@ -77,7 +77,7 @@ class Generator:
     """Continues texts on the ranks that hold a model.
 
     rank: pipeline rank. placement: of the model's stages. channel: between pipeline ranks.
-    stages: the axis through the pipeline. replicas: the data-parallel axis.
+    stages: the axis through the pipeline. replicas: those that generate texts of their own.
     together: whether replicas share experts, so that they take every step together; `stages` then goes through the
         pipelines of all replicas.
     num_choices: ids from here on are never chosen; None: the model's vocabulary.
@@ -116,18 +116,27 @@ class Generator:
         rows = [Row(request, self.parts.config.max_positions, max_new_tokens) for request in requests]
         waiting = self._dealt(rows, micro_batch_size)
         slots: list[Slot] = []
-        while True:
-            slots += islice(waiting, self.placement.num_ranks - len(slots))
-            if not slots:
-                break
+        while slots := self._next(slots, waiting):
             self._episode(slots, sampling, stops, on_tokens)
             for row in (row for slot in slots for group in slot.groups for row in group.rows):
                 row.ended = row.ended or ended(row.new)
-            slots = [slot for slot in slots if slot.remaining]
         number = {id(row): place for place, row in enumerate(rows)}
         mine = {str(number[id(row)]): None if row.broken else row.new for row in self._own(rows)}
         texts = {int(place): new for part in all_gather_json(mine, self.replicas) for place, new in part.items()}
         return [texts[place] for place in range(len(rows))]
+
+    def _next(self, slots: Sequence[Slot], waiting: Iterator[Slot]) -> list[Slot]:
+        """Groups that go on, and others in place of those that have ended, to the last that has tokens to come.
+
+        A slot's number says which of the ranks of a stage that take turns has its caches, so there a group keeps its
+        place, and one in between whose group has ended gets a group of nothing.
+        """
+        going = [slot if slot.remaining else next(waiting, None) for slot in slots]
+        going += islice(waiting, self.placement.num_ranks - len(slots))
+        while going and going[-1] is None:
+            going.pop()
+        filled = [slot or Slot([Group([nothing()])], 0) for slot in going] if self.placement.workers else going
+        return [slot for slot in filled if slot is not None]
 
     def _own(self, rows: Sequence[Row]) -> list[Row]:
         return self._share(rows, self.replicas.rank)
@@ -151,7 +160,8 @@ class Generator:
         """New groups' prompts, then a token for everyone, round after round."""
         pending = [slot.pending(self.parts.unit) for slot in slots]
         alone = self.placement.num_ranks == 1 and not self.together
-        rounds = min(max(slot.remaining for slot in slots), min(slot.room for slot in slots))
+        under_way = [slot for slot in slots if slot.remaining]
+        rounds = min(max(slot.remaining for slot in under_way), min(slot.room for slot in under_way))
         rounds = min(rounds, self.rounds or (1 if alone else ROUNDS))
         chunks = tuple(self._chunks(slot, tokens, len(slots)) for slot, tokens in zip(slots, pending, strict=True))
         program = proved_program(self.placement, len(slots), rounds, chunks)
@@ -172,7 +182,7 @@ class Generator:
         """Into how many parts a prompt is cut: enough of them to fill the pipeline."""
         ranks = self.placement.num_ranks
         n = tokens.shape[1]
-        if ranks == 1 or slot.mine.columns or self.parts.cp.size > 1:
+        if ranks == 1 or slot.mine.columns or self.parts.cp.size > 1 or self.placement.workers:
             return 1
         return max(1, min(-(-PIECES * ranks // num_slots), n, tokens.numel() // self.least_chunk))
 
@@ -209,11 +219,11 @@ class Generator:
         """The chosen tokens of all groups, on every stage: int64 `[replicas, slots, rounds, b]` on the CPU."""
         width = max(len(group.rows) for slot in slots for group in slot.groups)
         shape = (len(slots[0].groups), len(slots), rounds, width)
-        table = torch.zeros(shape, dtype=torch.int64, device=self.parts.device)
+        table = torch.full(shape, NO_NUMBER, device=self.parts.device)
         for place, (slot, turn) in enumerate(zip(slots, turns, strict=False)):
             for round_, tokens in enumerate(turn.chosen):
                 table[slot.place, place, round_, : len(tokens)] = tokens
-        all_reduce_(table, self.stages)
+        all_reduce_(table, self.stages, op="max")
         return table.cpu()
 
 

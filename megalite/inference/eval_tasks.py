@@ -36,8 +36,7 @@ class TaskEvaluator:
         self._use, self._settings, mesh = use, use.state.config.logging.eval_tasks, use.mesh
         flag = f"`eval_task_files`={' '.join(self._settings.eval_task_files)}"
         optional_package(flag, "lm_eval")
-        mesh.over("cp", "dp", "pp")  # communicators are made with the run
-        mesh.over("dp", "pp")
+        mesh.over("dp", "pp")  # communicators are made with the run
         self._names = {name_of(path): path for path in self._settings.eval_task_files}
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         first = patiently(self._made if mesh.world.is_first else None, mesh.world)  # it fills the caches of the data

@@ -139,30 +139,31 @@ def score_source(
     mesh = loaded.mesh
     token_bytes = loaded.tokenizer.token_bytes()
     widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
-    together = size * mesh.size("dp") * at_once(loaded)
+    together = size * mesh.size("stream") * at_once(loaded)
     total = torch.zeros(3, dtype=torch.float64, device=loaded.device)  # loss, tokens, bytes
-    counts = loaded.parts.num_stages - 1 in loaded.parts.stages and mesh.coordinate("tp") == 0
     eod_id = loaded.tokenizer.eod_id
     loader = BatchLoader(
         source,
         consumed_samples=0,
         micro_batch_size=size,
-        dp_rank=mesh.coordinate("dp"),
-        dp_size=mesh.size("dp"),
+        dp_rank=mesh.coordinate("stream"),
+        dp_size=mesh.size("stream"),
         masks=DocumentMasks() if eod_id is None else DocumentMasks.of(loaded.config.data, eod_id),
     )
     for number, given in enumerate(loader.full_pass(together), 1):
         microbatches = [_without_overlap(microbatch, overlap) for microbatch in given]
         sums = score_all(loaded, microbatches, _weighted_loss)
-        if counts:
-            cut = [loaded.parts.cut(microbatch) for microbatch in microbatches]
+        if sums and mesh.coordinate("tp") == 0:
+            cut = [loaded.parts.cut(microbatches[number]) for number in sums]
             spelled = (
                 0
                 if widths is None
                 else sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
             )
             counted = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
-            total += torch.cat((torch.stack(sums).sum()[None], torch.tensor(counted, device=total.device)))
+            total += torch.cat(
+                (torch.stack(list(sums.values())).sum()[None], torch.tensor(counted, device=total.device))
+            )
         on_progress(min(number * together, len(source)), len(source), "")
     all_reduce_(total, mesh.world)
     loss_sum, num_tokens, num_bytes = total.tolist()

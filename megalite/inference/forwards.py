@@ -23,8 +23,9 @@ micro-batch are this rank's part where ranks share sequences."""
 
 
 @torch.inference_mode()
-def score_all(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Score) -> list[Tensor]:
-    """Applies `score` to each micro-batch, on the ranks of the last stage; nothing on the others. Collective."""
+def score_all(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Score) -> dict[int, Tensor]:
+    """Applies `score` to each micro-batch, on the rank of the last stage that has it: number -> what it gives.
+    Collective."""
     parts = loaded.parts
     rank = loaded.mesh.coordinate("pp")
     program = forward_program(loaded.placement, len(microbatches))
@@ -60,4 +61,4 @@ class _Scoring(Stage):
 
 def at_once(loaded: LoadedModel) -> int:
     """Micro-batches of a replica that go through the pipeline together: idle for at most a fifth of the time."""
-    return 1 if loaded.parts.num_stages == 1 else 4 * loaded.parts.num_stages
+    return 1 if loaded.parts.num_stages == 1 else 4 * loaded.placement.num_ranks

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import Meta, copy_extras, is_huggingface, read_manifest, reader_of, resolve_checkpoint
-from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World
+from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World, open_channel
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
 from megalite.convert import ORIGIN_META, HuggingFaceSource, Origin, stop_tokens
 from megalite.data import Tokenizer, load_tokenizer
@@ -27,7 +27,7 @@ from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext
-from megalite.schedule import StagePlacement, forward_program, token_pairs
+from megalite.schedule import StagePlacement, forward_program, loop, round_robin, token_pairs
 from megalite.stores import Place
 from megalite.train import config_of, load_model, load_weights, make_mesh, parameter_dtype
 
@@ -76,11 +76,6 @@ class LoadedModel:
         return self.mesh.size("ep") > 1
 
     @property
-    def replicas_and_stages(self) -> Axis:
-        """The axis through the pipelines of all replicas, and the ranks that share sequences."""
-        return self.mesh.over("cp", "dp", "pp")
-
-    @property
     def generator(self) -> Generator:
         """Continues texts. All ranks use it together."""
         return Generator(
@@ -89,7 +84,7 @@ class LoadedModel:
             self.placement,
             self.channel,
             self.mesh.over("dp", "pp") if self.together else self.mesh["pp"],
-            self.mesh["dp"],
+            self.mesh["stream"],
             self.together,
             num_choices=self.tokenizer.vocab_size,
         )
@@ -125,11 +120,10 @@ def load_for_inference(
     config = dataclasses.replace(config, model=model_config, parallel=parallel)
     if problems := layout_problems(config, world.size):
         raise ConfigError(problems)
-    ranks = parallel.pipeline_model_parallel_size
     mesh = make_mesh(config.parallel, dataclasses.replace(world, device=target))
-    placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
-    pairs = placement.neighbours | token_pairs(placement)
-    channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), pairs)
+    workers = parallel.workers
+    placement = round_robin(workers) if workers else loop(parallel.pipeline_model_parallel_size)
+    channel = open_channel(mesh, token_pairs(placement), split=False)
     parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
     found.load(shards, mesh.world)
@@ -144,7 +138,7 @@ def load_for_inference(
         *found.progress,
         found.origin,
     )
-    _ = loaded.generator, loaded.replicas_and_stages  # makes their communicators
+    _ = loaded.generator  # makes its communicators
     mesh.complete()
     return loaded
 

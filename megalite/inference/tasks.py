@@ -47,7 +47,7 @@ def score_continuations(
     a continuation is empty or longer than the model's positions.
     """
     limit = loaded.config.model.max_positions
-    replicas = loaded.mesh.size("dp")
+    replicas = loaded.mesh.size("stream")
     following = iter(pairs)
     while chosen := list(itertools.islice(following, micro_batch_size * replicas * at_once(loaded))):
         rows = []
@@ -64,16 +64,16 @@ def score_continuations(
 def _score_rows(loaded: LoadedModel, rows: list[tuple[list[int], int]], size: int) -> list[Continuation]:
     """rows: (ids of context and continuation, length of the continuation)."""
     mesh = loaded.mesh
-    replicas = loaded.mesh.size("dp")
-    mine = range(mesh.coordinate("dp"), len(rows), replicas)
+    replicas = mesh.size("stream")
+    mine = range(mesh.coordinate("stream"), len(rows), replicas)
     count = -(-len(rows) // (size * replicas))  # the same on all replicas, which may hold each other's experts
     parts = [mine[first * size : (first + 1) * size] for first in range(count)]
     filled = [[rows[place] for place in part] or [([0, 0], 0)] for part in parts]
     found = score_all(loaded, [_padded(part, loaded.parts.unit) for part in filled], _likelihoods)
     table = torch.zeros(len(rows), 2, dtype=torch.float64, device=loaded.device)
-    for part, scores in zip(parts, found, strict=False):
-        table[list(part)] = scores[: len(part)]
-    all_reduce_(table, loaded.replicas_and_stages)
+    for number, scores in found.items() if mesh.coordinate("tp") == 0 else ():
+        table[list(parts[number])] = scores[: len(parts[number])]
+    all_reduce_(table, mesh.world)
     return [
         Continuation(likelihood, misses == 0, count)
         for (likelihood, misses), (_, count) in zip(table.tolist(), rows, strict=True)

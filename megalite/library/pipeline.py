@@ -297,7 +297,7 @@ class Pipeline:
             with self._whole(), nullcontext(0) if self.optimizer is None else self.optimizer.masters() as version:
                 stages = {key: ForwardOnly(stage, version) for key, stage in self.stages.items() if key[1] == 0}
                 found = run_forwards(program, self.mesh.coordinate("pp"), stages, self._channel, samples)
-                return self._mean(found, micro_batches)
+                return self._mean(list(found.values()), micro_batches)
         finally:
             for module, mode in training:
                 module.training = mode

@@ -71,7 +71,7 @@ from megalite.schedule.schedules.registry import (
     schedule_warnings,
 )
 from megalite.schedule.simulate import Costs, Span, Time, Timeline, simulate
-from megalite.schedule.stage_placement import StagePlacement
+from megalite.schedule.stage_placement import StagePlacement, loop, round_robin
 from megalite.schedule.text_format import dump_program, load_program, parse_program
 from megalite.schedule.transfers import Residency, insert_transfers, residency
 from megalite.schedule.validate import ValidationReport, validate

@@ -58,7 +58,7 @@ def forward_program(
 
     program = Program(
         name="decode" if rounds > 1 else "forward only",
-        placement=StagePlacement(placement.name, ranks, (placement.ranks[0] * rounds,), placement.workers * rounds),
+        placement=placement.repeated(rounds),
         num_microbatches=sum(chunks),
         order=lambda rank, batch: list(order(rank, batch)),
         weight_versions=(1,) * ranks,
@@ -78,7 +78,6 @@ def forward_program(
     return lowered.with_order(without_tokens_of_chunks)
 
 
-def token_pairs(placement: StagePlacement) -> set[tuple[int, int]]:
-    """The ranks (lower, higher) between which tokens come back: of the first and the last stage, if they differ."""
-    first, last = placement.ranks[0][0], placement.ranks[0][-1]
-    return {(min(first, last), max(first, last))} if first != last else set()
+def token_pairs(placement: StagePlacement) -> frozenset[tuple[int, int]]:
+    """Neighbours in generation (lower, higher): tokens come back from the last stage to the first."""
+    return placement.repeated(2).neighbours

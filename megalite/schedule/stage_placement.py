@@ -48,6 +48,11 @@ class StagePlacement:
         return 1 if self.workers else self.num_stages // self.num_ranks
 
     @property
+    def _counts(self) -> tuple[int, ...]:
+        """Ranks of each stage that take turns."""
+        return self.workers or (1,) * self.num_stages
+
+    @property
     def round(self) -> int:
         """Micro-batches after which every worker has had as many turns as the others of its stage: batches are
         multiples of it."""
@@ -56,16 +61,18 @@ class StagePlacement:
     @property
     def neighbours(self) -> frozenset[tuple[int, int]]:
         """Pairs of ranks (lower, higher) that hold consecutive stages: no others ever send to each other."""
-        if self.workers:
-            return frozenset(self._turns())
-        steps = ((a, b) for ranks in self.ranks for a, b in itertools.pairwise(ranks))
-        return frozenset((min(a, b), max(a, b)) for a, b in steps if a != b)
+        return frozenset((min(a, b), max(a, b)) for a, b in self._steps() if a != b)
 
-    def _turns(self) -> Iterator[tuple[int, int]]:
-        """Pairs of workers of consecutive stages that meet in some micro-batch."""
-        for (begin, count), (above, more) in itertools.pairwise(zip(self.ranks[0], self.workers, strict=True)):
-            shared = gcd(count, more)
-            yield from ((begin + a, above + b) for a in range(count) for b in range(a % shared, more, shared))
+    def _steps(self) -> Iterator[tuple[int, int]]:
+        """Ranks of consecutive stages that meet in some micro-batch."""
+        for ranks in self.ranks:
+            for (begin, count), (above, more) in itertools.pairwise(zip(ranks, self._counts, strict=True)):
+                shared = gcd(count, more)
+                yield from ((begin + a, above + b) for a in range(count) for b in range(a % shared, more, shared))
+
+    def repeated(self, rounds: int) -> StagePlacement:
+        """The stages of one replica so many times, one after the other."""
+        return StagePlacement(self.name, self.num_ranks, (self.ranks[0] * rounds,), self.workers * rounds)
 
     def rank_of(self, stage: int, replica: int = 0, microbatch: int = 0) -> int:
         """The rank that runs this micro-batch on this stage."""
@@ -81,13 +88,11 @@ class StagePlacement:
 
     def stages_of(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(stage, replica) pairs held by `rank`, in ascending order of replica, then stage."""
-        if self.workers:
-            return ((max(stage for stage, first in enumerate(self.ranks[0]) if first <= rank), 0),)
         return tuple(
             (stage, replica)
             for replica, ranks in enumerate(self.ranks)
-            for stage, holder in enumerate(ranks)
-            if holder == rank
+            for stage, (first, count) in enumerate(zip(ranks, self._counts, strict=True))
+            if first <= rank < first + count
         )
 
 

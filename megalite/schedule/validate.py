@@ -199,9 +199,8 @@ def _forwards(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iter
         wanted.discard((part.stage, part.microbatch))
     for stage, microbatch in sorted(wanted):
         rank = program.placement.rank_of(stage, microbatch=microbatch)
-        yield MessageFault(
-            f"micro-batch {microbatch} has no F on stage {stage} (rank {rank})", rank, len(lists[rank]) - 1
-        )
+        missing = f"micro-batch {microbatch} has no F on stage {stage} (rank {rank})"
+        yield MessageFault(missing, rank, len(lists[rank]) - 1)
 
 
 def _idle(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
@@ -271,6 +270,7 @@ def _circle(program: Program, lists: Lists, run: Sequence[BatchRange]) -> list[M
     done: set[ResultKey] = set()
     arrived: dict[int | tuple[int], set[int]] = defaultdict(set)
     ends = [set(accumulate(len(program.order(rank, batch)) for batch in run)) for rank in range(len(lists))]
+    everyone = sum(map(bool, lists))  # but for a rank whose turn never comes
     position = [0] * len(lists)
     needs: list[tuple[int, list[ResultKey]]] = [(-1, [])] * len(lists)
     moved = True
@@ -286,14 +286,14 @@ def _circle(program: Program, lists: Lists, run: Sequence[BatchRange]) -> list[M
                 if action.kind in (NORM, STEP) and not program.update_per_microbatch:
                     moved |= rank not in arrived[action.microbatch]
                     arrived[action.microbatch].add(rank)
-                    if action.kind == STEP and len(arrived[action.microbatch]) < len(lists):
+                    if action.kind == STEP and len(arrived[action.microbatch]) < everyone:
                         break
                 if position[rank] + 1 in ends[rank]:
                     number = (sum(end <= position[rank] for end in ends[rank]),)
                     moved |= rank not in arrived[number]
                     arrived[number].add(rank)
                     done.update(produced(action))
-                    if len(arrived[number]) < len(lists):
+                    if len(arrived[number]) < everyone:
                         break
                 done.update(produced(action))
                 position[rank] += 1

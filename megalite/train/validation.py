@@ -95,8 +95,8 @@ class Validator:
                     local = [self._data.cut(mb.to(self._device)) for mb in microbatches]
                     losses = self._losses(local)
                     if self._mesh.coordinate("tp") == 0 and losses:
-                        own = [mb for number, mb in enumerate(local) if self._ends_here(number)]
-                        total += torch.stack([torch.stack(losses).double().sum(), *self._sizes(own)])
+                        summed = torch.stack(list(losses.values())).double().sum()
+                        total += torch.stack([summed, *self._sizes([local[number] for number in losses])])
                 interrupted.close()
         finally:
             bar.close()
@@ -114,17 +114,12 @@ class Validator:
         spelled = [(self._token_bytes[mb.labels].double() * mb.loss_mask.double()).sum() for mb in microbatches]
         return [tokens, torch.stack(spelled).sum()]
 
-    def _losses(self, microbatches: list[Microbatch]) -> list[Tensor]:
-        """Summed losses of the micro-batches on the rank that computed them; an empty list elsewhere."""
+    def _losses(self, microbatches: list[Microbatch]) -> dict[int, Tensor]:
+        """Summed losses of the micro-batches that end on this rank, by number."""
         program = forward_program(self._model.placement, len(microbatches))
         version = self._newest_version()
         stages = {key: ForwardOnly(stage, version) for key, stage in self._model.stages.items() if key[1] == 0}
         return run_forwards(program, self._mesh.coordinate("pp"), stages, self._channel, microbatches)
-
-    def _ends_here(self, number: int) -> bool:
-        """Whether this rank computes the loss of a micro-batch."""
-        placement = self._model.placement
-        return placement.rank_of(placement.num_stages - 1, 0, number) == self._mesh.coordinate("pp")
 
     def _train(self, mode: bool) -> None:
         for stage in self._model.stages.values():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import collective_test
+from layout_flags import layout_of
 from megalite.comm import World
 from megalite.config import ParallelConfig
 from megalite.config.parallel import ExpertParallelism
@@ -67,12 +68,12 @@ def test_groups_of_stages_that_differ() -> None:
 )
 def test_bad_meshes(flags: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        collective_test.parse(flags.split())
+        layout_of(collective_test.parse(flags.split()))
     assert said in str(caught.value)
 
 
 def test_meshes_that_are_alike_are_two_sizes() -> None:
-    flags = collective_test.parse(["--stage-meshes", "2x2,2x2"])
+    flags = layout_of(collective_test.parse(["--stage-meshes", "2x2,2x2"]))
     assert (flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.stage_meshes) == (2, 2, None)
 
 

@@ -113,7 +113,10 @@ Layout = dict[str, int | str]
 
 
 def parallel_of(layout: Layout) -> ParallelConfig:
-    """tp, pp, cp, ep, kind (of cp) -> the section."""
+    """tp, pp, cp, ep, kind (of cp), or meshes -> the section."""
+    if "meshes" in layout:
+        meshes = str(layout["meshes"])
+        return ParallelConfig(stage_meshes=meshes, pipeline_model_parallel_size=meshes.count(",") + 1)
     cp = ContextParallelism(context_parallel_size=int(layout.get("cp", 1)), cp_comm_type=str(layout.get("kind", "p2p")))
     return ParallelConfig(
         tensor_model_parallel_size=int(layout.get("tp", 1)),
@@ -132,7 +135,8 @@ def continued(world: World, directory: str, layout: Layout, sampling: list[Sampl
     pieces = replace(loaded.generator, least_chunk=2, rounds=3)
     cut = pieces.run(requests, sampling[0], stops=loaded.stops, **options)
     assert cut == [ids for (ids,) in generate(loaded, PROMPTS, sampling[0], **options)]
-    return [generate(loaded, PROMPTS, how, **options) for how in sampling]
+    early = pieces.run(requests, Sampling(seed=9), stops=range(0, 257, 6), **options)  # in between a group ends
+    return [*(generate(loaded, PROMPTS, how, **options) for how in sampling), early]
 
 
 def scored(world: World, directory: str, layout: Layout) -> Any:
@@ -176,7 +180,7 @@ def equal_everywhere(tmp_path: Path, name: str, layout: Layout, ranks: int, **op
     how = [GREEDY, DRAWN, FILTERED]
     expected = run_single(continued, str(tmp_path), {}, how, **options)
     assert [one for (one,) in expected[0]] == [without_cache(stack, prompt, 12) for prompt in PROMPTS]
-    assert expected[0] != expected[1] != expected[2]
+    assert expected[0] != expected[1] != expected[2] and len(set(map(len, expected[3]))) > 3
     for found in run_ranks(continued, ranks, str(tmp_path), layout, how, **options):
         assert found == expected, layout
 
@@ -197,7 +201,13 @@ def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
 @pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("name", "layout", "ranks"),
-    [("gpt", {"tp": 2, "pp": 2}, 4), ("windows", {"cp": 2}, 2), ("olmo3", {"tp": 2}, 2), ("gemma3", {"pp": 2}, 2)],
+    [
+        ("gpt", {"meshes": "1x2,1x1"}, 3),
+        ("gpt", {"tp": 2, "pp": 2}, 4),
+        ("windows", {"cp": 2}, 2),
+        ("olmo3", {"tp": 2}, 2),
+        ("gemma3", {"pp": 2}, 2),
+    ],
 )
 def test_a_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
     equal_everywhere(tmp_path, name, layout, ranks)
@@ -216,6 +226,9 @@ MATRIX: list[tuple[Layout, int]] = [
     ({"cp": 2, "pp": 2}, 4),
     ({"cp": 2, "tp": 2}, 4),
     ({"cp": 4}, 4),
+    ({"meshes": "2x1,1x2"}, 4),
+    ({"meshes": "1x3,1x1"}, 4),
+    ({"meshes": "1x1,1x2,1x1"}, 4),
 ]
 
 

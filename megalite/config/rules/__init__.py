@@ -42,7 +42,7 @@ from megalite.config.rules.run import (
     weight_decay,
 )
 from megalite.config.rules.shape import model_shape, recompute
-from megalite.config.rules.stage_meshes import stage_meshes
+from megalite.config.rules.stage_meshes import stage_meshes, training_stage_meshes
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
 
@@ -62,6 +62,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     lora,
     world,
     stage_meshes,
+    training_stage_meshes,
     tensor_parallel,
     overlap,
     context_parallel,
