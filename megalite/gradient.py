@@ -239,6 +239,11 @@ class WeightGradQueue:
     def __init__(self) -> None:
         self._items: list[Callable[[], None]] | None = None
 
+    @property
+    def collecting(self) -> bool:
+        """Whether what is put now runs later."""
+        return self._items is not None
+
     def put(self, compute: Callable[[], None]) -> None:
         """Runs `compute` now, or keeps it for later while collecting."""
         if self._items is None:

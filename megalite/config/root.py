@@ -93,6 +93,13 @@ class Config:
         return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
 
     @property
+    def keeps_float8(self) -> bool:
+        """Whether weights stay in float8 beside their own dtype until an update changes them: not where they come and
+        go."""
+        permanent = self.parallel.zero_stage < 3 and self.optimizer.offload.param_offload != "cpu"
+        return self.training.float8.fp8_format is not None and permanent
+
+    @property
     def length_schedule(self) -> LengthSchedule:
         """Tokens of a sequence by samples consumed. ValueError for a malformed flag (validation reports it)."""
         return LengthSchedule.parse(self.training.seq_length_schedule, self.model.seq_length)

@@ -84,9 +84,9 @@ class Float8(Spelled):
     )
     fp8_recipe: str = option(
         "tensorwise",
-        "what shares a scale: a tensor, a row, or a block of 128 (of weights 128 x 128); delayed: a tensor, by what it "
-        "was in updates before",
-        choices=("tensorwise", "rowwise", "blockwise", "delayed"),
+        "what shares a scale: a tensor, a row, a block of 128 (of weights 128 x 128), or of 32 (mxfp8, emulated only); "
+        "delayed: a tensor, by what it was in updates before",
+        choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"),
         only_with="fp8_format",
     )
     fp8_amax_history_len: int = option(

@@ -29,6 +29,7 @@ from megalite.inventory import (
     model_layers,
 )
 from megalite.planner.communication import CommGroup
+from megalite.planner.float8 import rounding_passes
 from megalite.planner.hardware import Hardware
 from megalite.planner.software import MEGALITE, Software
 
@@ -172,6 +173,7 @@ class Roofline:
         weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay and not p.frozen)
         accumulate = weights * self._accumulated(size)
         adapted = self._adapters(config, layer)
+        passes = [self.traffic(n, 0) for n in rounding_passes(config, layer)] if self._multiplies_float8 else [0.0] * 3
         again = model.recompute_granularity == "selective" and not ours.fused_attention
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         if config.parallel.tp_comm_overlap:
@@ -183,16 +185,22 @@ class Roofline:
         dispatched = self._expert_messages(config, layer, products) + self._shared_keys(config, layer)
         forward, backward = forward + shared[0] + dispatched, backward + shared[1] + dispatched
         return LayerTimes(
-            matrices + adapted + attention + self.traffic(moved, ours.kernels) + forward,
+            matrices + adapted + attention + self.traffic(moved, ours.kernels) + passes[0] + forward,
             matrices
             + adapted
             + attention_back
             + again * attention
             + self.traffic(ours.backward * moved, ours.kernels * 12 // 7)
+            + passes[1]
             + backward,
-            (0.0 if layer.is_frozen else matrices) + adapted + self.traffic(accumulate, 8),
+            (0.0 if layer.is_frozen else matrices) + adapted + self.traffic(accumulate, 8) + passes[2],
             hidden,
         )
+
+    @property
+    def _multiplies_float8(self) -> bool:
+        """Whether it has products in 8 bits of which the file knows the rate."""
+        return "fp8" in self.hardware.matrix_flops
 
     def _adapters(self, config: Config, layer: Layer) -> float:
         """Seconds of the products with A and with B of all adapters of a block, in one direction."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
 from megalite.planner.activations import StageActivations, stage_activations, workspace_bytes
+from megalite.planner.float8 import kept_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.schedule import (
     BACKWARD,
@@ -187,6 +188,8 @@ def _states(
             num_gradients=program.gradient_buffers,
             on_cpu=on_cpu,
         )
+        kept = program.weight_versions[rank] * kept_bytes(config, cuts[stage])
+        states = replace(states, weights=states.weights + kept)
         total, scratch = total + states, max(scratch, states.scratch)
     # Gradients that go to the host share one pool, of pieces of one size.
     return replace(total, scratch=scratch) if plan.hosts_params else total

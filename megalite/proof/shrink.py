@@ -135,7 +135,7 @@ def made_data(config: Config) -> Config:
 def _float8(config: Config, changes: _Changes) -> Float8:
     """The products' format. One process computes sample by sample, and blocks of 128 would not fit a small model."""
     given = config.training.float8
-    if given.fp8_recipe != "blockwise":
+    if given.fp8_recipe not in ("blockwise", "mxfp8"):
         return given
     changes.note("--fp8-recipe", given.fp8_recipe, "rowwise")
     return replace(given, fp8_recipe="rowwise")

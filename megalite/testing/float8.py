@@ -6,6 +6,8 @@ in those before `[3, n]`, of which scales are made once there is something in it
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -70,12 +72,20 @@ class PlainFloat8:
             return said(x, dtype)
         if self.recipe == "rowwise":
             return torch.stack([said(row, dtype) for row in x])
+        if self.recipe == "mxfp8":  # OCP MX: 32 numbers of a row share a power of two
+            return torch.stack([torch.cat([power(part, dtype) for part in row.split(32)]) for row in x])
         bands = [[said(part, dtype) for part in band.split(128, 1)] for band in x.split(height)]
         return torch.cat([torch.cat(band, 1) for band in bands])
 
     def weight(self, x: Tensor) -> Tensor:
         """The same of a weight."""
         return self.rows(x, "w", height=128)
+
+
+def power(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same with the smallest power of two for a scale with which nothing is cut off."""
+    exponent = math.ceil(math.log2(max(float(x.abs().max()), 2.0**-100) / LARGEST[dtype]))
+    return torch.ldexp(torch.ldexp(x, torch.tensor(-exponent)).to(dtype).to(x.dtype), torch.tensor(exponent))
 
 
 def said(x: Tensor, dtype: torch.dtype, most: float | None = None) -> Tensor:

@@ -234,6 +234,7 @@ def _build_module(
         seed=config.training.seed,
         weight_grads=notes[0],
         float8=config.training.float8,
+        keeps_float8=config.keeps_float8,
         loads=notes[1],
         magnitudes=notes[2],
         halves=halves,

@@ -13,7 +13,7 @@ import torch
 
 from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint, without_gc
 from megalite.comm import Axis, ContextAxes
-from megalite.config import Config, DataConfig, dump_yaml, meant_for_this_host, missing_data, missing_packages
+from megalite.config import Config, DataConfig, Float8, dump_yaml, meant_for_this_host, missing_data, missing_packages
 from megalite.data import Datasets, Tokenizer, build_datasets, cache_directory, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
@@ -102,10 +102,14 @@ def time_text(config: Config, world_size: int, device_name: str, *, here: bool =
         return f"not known; tools/plan.py predicts it, with `num_devices` {world_size} and a `hardware`"
     if hardware is None:
         return "not known for this hardware; the run says how much is left in each of its lines"
-    seconds = predict(config, world_size, hardware, Roofline(hardware)).step_time
+    seconds, beside = predict(config, world_size, hardware, Roofline(hardware)).step_time, ""
+    if config.training.float8.fp8_format is not None:
+        wide = replace(config, training=replace(config.training, float8=Float8()))
+        other = predict(wide, world_size, hardware, Roofline(hardware)).step_time
+        beside = f"; without `fp8_format` {other / seconds:.2f} times that"
     whole = duration(seconds * config.train_iterations(world_size))
     step = f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-    return f"{step} a step, {whole} in all (predicted for {hardware.name}, without evaluations)"
+    return f"{step} a step, {whole} in all (predicted for {hardware.name}, without evaluations{beside})"
 
 
 def without_files(config: Config) -> tuple[Config, Tokenizer]:

@@ -63,8 +63,10 @@ def test_rows(name: str) -> None:
 
 
 @pytest.mark.full
-def test_blocks_end_where_ranks_do() -> None:
-    model = ("--hidden-size", "256", "--fp8", "format=e4m3", "recipe=blockwise", "--seq-length", "48")
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_blocks_end_where_ranks_do(recipe: str) -> None:
+    width = "256" if recipe == "blockwise" else "64"
+    model = ("--hidden-size", width, "--fp8", "format=e4m3", f"recipe={recipe}", "--seq-length", "48")
     compare(case("tp2 sequence parallel", *model), steps=2)
 
 

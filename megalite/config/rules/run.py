@@ -130,7 +130,7 @@ def mup(config: Config, world_size: int) -> Iterator[str]:
 
 
 def float8(config: Config, world_size: int) -> Iterator[str]:
-    """Formats beside it, and blocks of 128 that end where ranks do."""
+    """Formats beside it, and blocks that end where ranks do."""
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size
     if given.fp8_format is None:
         return
@@ -147,7 +147,8 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
             f"`fp8_amax_history_len`={given.fp8_amax_history_len}: `fp8_recipe`={given.fp8_recipe} looks at the "
             "numbers themselves; drop it, or use `fp8_recipe`=delayed"
         )
-    if given.fp8_recipe != "blockwise":
+    block = {"blockwise": 128, "mxfp8": 32}.get(given.fp8_recipe)
+    if block is None:
         return
     sizes = {
         "the queries, keys and values": (model.query_size + 2 * model.kv_size, TP, tp),
@@ -156,8 +157,9 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
         "the tokens of a micro-batch, twice": (model.seq_length * config.training.micro_batch_size, CP, 2 * context),
     }
     for what, (size, axis, parts) in sizes.items():
-        if parts > (2 if axis == CP else 1) and size % (128 * parts):
-            yield f"`fp8_recipe`=blockwise: {axis} cuts {what}, {size}, not at multiples of 128; use rowwise"
+        if parts > (2 if axis == CP else 1) and size % (block * parts):
+            where = f"{axis} cuts {what}, {size}, not at multiples of {block}"
+            yield f"`fp8_recipe`={given.fp8_recipe}: {where}; use rowwise"
 
 
 def learning_rate(config: Config, world_size: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,7 @@ class LayerContext:
     seed: keys dropout.
     weight_grads: takes the computations of weight gradients, which run at once or (zero-bubble schedules) later.
     float8: the format and scales of linear layers' products.
+    keeps_float8: whether weights stay in float8, too, until an update changes them.
     loads: where routers note what they did.
     magnitudes: where products in float8 note the size of their operands.
     host_embedding: makes the word embedding, if its rows are on the host.
@@ -49,6 +51,7 @@ class LayerContext:
     seed: int = 1234
     weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
     float8: Float8 = Float8()
+    keeps_float8: bool = False
     loads: ExpertLoads = field(default_factory=ExpertLoads)
     magnitudes: Magnitudes = field(default_factory=Magnitudes)
     host_embedding: Callable[[LayerContext], nn.Module] | None = None
@@ -64,9 +67,10 @@ class LayerContext:
         cuts = {"in": inputs, "out": outputs}
         axes = {dim: [] if axis is None else [axis] for dim, axis in cuts.items()}
         axes["tokens"] = [self.cp.heads, self.cp.ring, *([] if tokens is None else [tokens])]
+        how: Any = {"keeps": self.keeps_float8, "postponed": lambda: self.weight_grads.collecting}
         if self.float8.fp8_recipe == "delayed":
-            return DelayedProducts(self.float8, axes, self.wide_dtype, self.magnitudes, self.device)
-        return Float8Products(self.float8, axes, self.wide_dtype)
+            return DelayedProducts(self.float8, axes, self.wide_dtype, self.magnitudes, self.device, **how)
+        return Float8Products(self.float8, axes, self.wide_dtype, **how)
 
     @property
     def sequence_split(self) -> bool:

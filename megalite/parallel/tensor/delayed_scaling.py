@@ -12,7 +12,7 @@ has only been zero is not scaled.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megalite.comm import Axis
 from megalite.config import Float8
 from megalite.microbatch_notes import OPERANDS, Magnitudes
+from megalite.parallel.tensor import float8_kernels
 from megalite.parallel.tensor.float8 import Float8Products, Kept
 
 
@@ -27,7 +28,7 @@ class ScaleTable:
     """Histories and scales of the layers of one weight version of a stage.
 
     history: `[layers, 3, n]`, of x, w and dy, the newest first. scales: `[layers, 3, 1, 1]`. known: whether an update
-    has written them.
+    has written them. taken_up: how often.
     """
 
     def __init__(self, layers: Sequence[DelayedProducts]) -> None:
@@ -36,7 +37,7 @@ class ScaleTable:
         self.scales = torch.ones(len(layers), len(OPERANDS), 1, 1, dtype=first.wide, device=first.device)
         highest = [torch.finfo(first.format_of(name)).max for name in OPERANDS]
         self._highest = torch.tensor(highest, dtype=first.wide, device=first.device)
-        self.known = False
+        self.known, self.taken_up = False, 0
         for number, products in enumerate(layers):
             products.table, products.layer = self, number
 
@@ -44,7 +45,7 @@ class ScaleTable:
         """From now on scales are those of the history as it is now."""
         most = self.history.amax(2)
         self.scales.copy_(torch.where(most > 0, most / self._highest, 1.0)[..., None, None])
-        self.known = True
+        self.known, self.taken_up = True, self.taken_up + 1
 
 
 class DelayedProducts(Float8Products):
@@ -60,20 +61,28 @@ class DelayedProducts(Float8Products):
         wide: torch.dtype,
         magnitudes: Magnitudes,
         device: torch.device | str,
+        *,
+        keeps: bool = False,
+        postponed: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(given, cuts, wide)
+        super().__init__(given, cuts, wide, keeps=keeps, postponed=postponed)
         self.magnitudes, self.length, self.device = magnitudes, given.fp8_amax_history_len, device
         self.table: ScaleTable | None = None
         self.layer = 0
 
     def _scale(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Tensor:
         key = name, ""
-        if key not in kept.scales:
-            if self.magnitudes.wanted:
-                self.magnitudes.note(self.layer, name, x.abs().amax().to(self.wide))
-            if self.table is not None and self.table.known:
-                kept.scales[key] = self.table.scales[self.layer, OPERANDS.index(name)]
+        if self.magnitudes.wanted and (key not in kept.scales or name == "w"):
+            if key not in kept.magnitudes:  # of a weight once for all micro-batches
+                look = float8_kernels.kernels_on(x.device.type).largest
+                kept.magnitudes[key] = look(x, self.recipe, False).to(self.wide)
+            self.magnitudes.note(self.layer, name, kept.magnitudes[key])
+        if key not in kept.scales and self.table is not None and self.table.known:
+            kept.scales[key] = self.table.scales[self.layer, OPERANDS.index(name)]
         return super()._scale(name, x, dims, kept)
+
+    def _version_of(self, weight: Tensor) -> Hashable:
+        return super()._version_of(weight), None if self.table is None else self.table.taken_up
 
 
 def delayed_products(module: nn.Module) -> dict[str, DelayedProducts]:

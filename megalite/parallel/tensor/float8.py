@@ -8,9 +8,13 @@
     delayed      each tensor, from updates before (`delayed_scaling`)           all ranks of a stage, at an update
     rowwise      each row of an operand, the contracted dimension along it      those that cut this dimension
     blockwise    128 numbers of a row; of a weight 128 x 128 (arXiv 2412.19437)  none: blocks end where ranks do
+    mxfp8        32 numbers of a row, a power of two (OCP MX; arXiv 2506.08027)  none
 
 Formats (arXiv 2209.05433): `e4m3` for all, or `hybrid`: e5m2 for gradients. As scales are those of the whole tensor,
 whatever ranks hold it, any layout computes what one process does with micro-batches of the same size.
+
+A weight is looked at and rounded once for all micro-batches that see the same values: parameters share the version
+counter of their flat buffer, which every update moves on.
 
 On a CPU the same rounded numbers are multiplied as they are, in fp32 or wider. That is the oracle of the kernel
 (`torch._scaled_mm`), and what tests compare layouts by.
@@ -18,69 +22,31 @@ On a CPU the same rounded numbers are multiplied as they are, in fp32 or wider. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.comm import Axis, all_reduce_
 from megalite.config import Config, Float8
 from megalite.errors import ConfigError
 from megalite.gradient import GradSink
+from megalite.parallel.tensor import float8_kernels
+from megalite.parallel.tensor.float8_kernels import BLOCK, Operand, scale_of
 from megalite.parallel.tensor.products import Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = 128
 MULTIPLE = 16
 """A GPU's kernel needs every dimension of a product to be one of this."""
-TINY = 2.0**-100
-"""Taken for the largest magnitude of zeros."""
+BY_ROW = "rowwise", "mxfp8"
+"""Recipes by which a weight and its transpose have scales of their own."""
+BY_BLOCK = "blockwise", "mxfp8"
 
 
-class Operand(NamedTuple):
-    """An operand of a product, `[n, k]` in float8. It stands for `values * scale`; scale `[1, 1]`, `[n, 1]`, or
-    a number for each block, `[n or n / 128, k / 128]`."""
-
-    values: Tensor
-    scale: Tensor
-
-    def widened(self) -> Tensor:
-        """`[n, k]` in the scale's dtype."""
-        return self.values.to(self.scale.dtype) * expanded(self.scale, self.values)
-
-
-def expanded(scale: Tensor, like: Tensor) -> Tensor:
-    """The scale of each element, or one that broadcasts."""
-    for dim in (0, 1):
-        if scale.shape[dim] not in (1, like.shape[dim]):
-            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, like.shape[dim])
-    return scale
-
-
-def largest(x: Tensor, recipe: str, *, square: bool) -> Tensor:
-    """The largest magnitude of each part of `[n, k]` that has a scale of its own, as `Operand` says."""
-    if recipe == "rowwise":
-        return x.abs().amax(1, keepdim=True)
-    if recipe != "blockwise":
-        return x.abs().amax().view(1, 1)
-    n, k = x.shape
-    rows = -(-n // BLOCK) if square else n
-    padded = F.pad(x, (0, -k % BLOCK, 0, -n % BLOCK if square else 0)).abs()
-    return padded.view(rows, -1, padded.shape[1] // BLOCK, BLOCK).amax((1, 3))
-
-
-def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Operand:
-    """`x` `[n, k]` with this scale; what is larger than the format's largest number becomes that."""
-    most = torch.finfo(dtype).max
-    values = (x.to(scale.dtype) / expanded(scale, x)).clamp(-most, most)
-    return Operand(values.to(dtype).contiguous(), scale)
-
-
-def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """a b^T + bias, `[n, k]` and `[m, k]` -> `[n, m]` in `dtype`, added up in fp32 or wider."""
+def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
+    """a b^T + bias, `[n, k]` and `[m, k]` -> `[n, m]` in `dtype`, added up in fp32 or wider. fast: on a GPU the
+    sums may keep fewer digits than fp32 within a block, as is usual forward."""
     if not a.values.is_cuda:
         y = torch.mm(a.widened(), b.widened().t())
         return (y if bias is None else y + bias).to(dtype)
@@ -93,42 +59,71 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = No
     by_tensor = scale_a.numel() == scale_b.numel() == 1
     out = dtype if by_tensor else torch.bfloat16  # the other kernels write nothing else
     fused = bias is not None and out != torch.float32
-    y = torch._scaled_mm(a.values, b.values.t(), scale_a, scale_b.t(), bias=bias if fused else None, out_dtype=out)
+    y = torch._scaled_mm(
+        a.values, b.values.t(), scale_a, scale_b.t(), bias=bias if fused else None, out_dtype=out, use_fast_accum=fast
+    )
     return (y if bias is None or fused else y + bias).to(dtype)
 
 
 @dataclass
 class Kept:
-    """State from a forward to its backward: scales by operand (x, w, dy) and the dimension that is contracted."""
+    """State from a forward to its backward: scales, and where they are noted magnitudes, by operand (x, dy) and the
+    dimension that is contracted; dy rounded, if its transpose has the same scale."""
 
     scales: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    magnitudes: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    gradient: Operand | None = None
+
+
+class RoundedWeight(Kept):
+    """What is known of a weight in one version: scales, and by the dimension that is contracted it in float8."""
+
+    def __init__(self, version: Hashable) -> None:
+        super().__init__()
+        self.version = version
+        self.operands: dict[str, Operand] = {}
 
 
 class Float8Products(Products):
     """The three products of a linear layer with operands in float8.
 
-    cuts: axes that cut the layer's dimensions in, out and tokens. wide: dtype of scales, and of the emulation.
+    cuts: axes that cut the layer's dimensions in, out and tokens. wide: dtype of scales, and of the emulation. keeps:
+    whether a rounded weight stays in memory until an update changes it (2 bytes an element). postponed: whether weight
+    gradients are computed later, so that nothing more should be kept for them.
     """
 
-    def __init__(self, given: Float8, cuts: Mapping[str, Sequence[Axis]], wide: torch.dtype) -> None:
+    def __init__(
+        self,
+        given: Float8,
+        cuts: Mapping[str, Sequence[Axis]],
+        wide: torch.dtype,
+        *,
+        keeps: bool = False,
+        postponed: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(wide)
         self.recipe, self.wide = given.fp8_recipe, wide
         self.gradients = E5M2 if given.fp8_format == "hybrid" else E4M3
         self.cuts = {dim: [axis for axis in axes if axis.size > 1] for dim, axes in cuts.items()}
+        self.keeps, self.postponed = keeps, postponed
+        self._rounded = RoundedWeight(None)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
         kept, rows = Kept(), x.flatten(0, -2)
-        a = self._operand("x", rows, ("tokens", "in"), kept)
-        b = self._operand("w", weight.flatten(0, -2), ("out", "in"), kept)
-        return product(a, b, x.dtype, None if bias is None else bias.flatten()).view(*x.shape[:-1], -1), kept
+        a, b = self._operand("x", rows, ("tokens", "in"), kept), self._of_weight(weight, "in")
+        y = product(a, b, x.dtype, None if bias is None else bias.flatten(), fast=True)
+        return y.view(*x.shape[:-1], -1), kept
 
     def begin_backward(self, dy: Tensor, weight: Tensor, kept: Kept) -> None:
-        self._scale("dy", dy.flatten(0, -2), ("tokens", "out"), kept)
-        self._scale("w", weight.flatten(0, -2).t(), ("in", "out"), kept)
+        if self._sharers(("tokens", "out")):
+            self._scale("dy", dy.flatten(0, -2), ("tokens", "out"), kept)
+        if self._sharers(("in", "out")):
+            self._weight_scale(weight, "out")
 
     def input_gradient(self, dy: Tensor, weight: Tensor, kept: Kept) -> Tensor:
-        a = self._operand("dy", dy.flatten(0, -2), ("tokens", "out"), kept)
-        b = self._operand("w", weight.flatten(0, -2).t(), ("in", "out"), kept)
+        a, b = self._operand("dy", dy.flatten(0, -2), ("tokens", "out"), kept), self._of_weight(weight, "out")
+        if self._has_one_scale and not self.postponed():
+            kept.gradient = a
         return product(a, b, dy.dtype).view(*dy.shape[:-1], -1)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, weight: Tensor, kept: Kept) -> Tensor:
@@ -138,27 +133,67 @@ class Float8Products(Products):
         sink.add(self._weight_gradient(dy, x, kept))
 
     def _weight_gradient(self, dy: Tensor, x: Tensor, kept: Kept) -> Tensor:
-        a = self._operand("dy", dy.t(), ("out", "tokens"), kept)
-        b = self._operand("x", x.t(), ("in", "tokens"), kept)
-        return product(a, b, self.wide)
+        made, kept.gradient = kept.gradient, None
+        a = self._operand("dy", dy.t(), ("out", "tokens"), kept) if made is None else made.transposed()
+        return product(a, self._operand("x", x.t(), ("in", "tokens"), kept), self.wide)
 
-    def _operand(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Operand:
-        return rounded(x, self._scale(name, x, dims, kept), self.format_of(name))
+    @property
+    def _has_one_scale(self) -> bool:
+        """Whether a tensor has one scale, the same whatever is contracted."""
+        return self.recipe in ("tensorwise", "delayed")
 
     def format_of(self, name: str) -> torch.dtype:
         """The dtype of an operand: x, w or dy."""
         return self.gradients if name == "dy" else E4M3
 
+    def _operand(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Operand:
+        kernels, dtype = float8_kernels.kernels_on(x.device.type), self.format_of(name)
+        if self._has_one_scale or self._sharers(dims):
+            scale = self._scale(name, x, dims, kept)
+            return Operand(kernels.rounded(x, scale, dtype), scale)
+        values, scale = kernels.scaled(x, self.recipe, name == "w", dtype, self.wide)
+        return Operand(values.flatten(1), scale.flatten(1))
+
+    def _sharers(self, dims: tuple[str, str]) -> list[Axis]:
+        """Axes whose ranks hold parts of what shares a scale, of an operand whose last dimension is contracted."""
+        if self.recipe in BY_BLOCK:
+            return []
+        return [axis for dim in (dims if self._has_one_scale else dims[1:]) for axis in self.cuts[dim]]
+
+    def _of_weight(self, weight: Tensor, contracted: str) -> Operand:
+        """The weight `[out, in]`, or its transpose where 'out' is contracted, in float8; made once while it is kept."""
+        scale, known = self._weight_scale(weight, contracted), self._rounded.operands
+        if contracted in known:
+            return known[contracted]
+        if contracted == "out" and "in" in known and self.recipe not in BY_ROW:
+            operand = known["in"].transposed()
+        else:
+            matrix = weight.flatten(0, -2) if contracted == "in" else weight.flatten(0, -2).t()
+            operand = Operand(float8_kernels.kernels_on(weight.device.type).rounded(matrix, scale, E4M3), scale)
+        if self.keeps:
+            known[contracted] = operand
+        return operand
+
+    def _weight_scale(self, weight: Tensor, contracted: str) -> Tensor:
+        if contracted == "out" and self.recipe not in BY_ROW:
+            return self._weight_scale(weight, "in").t()
+        if self._rounded.version != self._version_of(weight):
+            self._rounded = RoundedWeight(self._version_of(weight))
+        matrix, other = weight.flatten(0, -2), {"in": "out", "out": "in"}[contracted]
+        return self._scale("w", matrix if contracted == "in" else matrix.t(), (other, contracted), self._rounded)
+
+    def _version_of(self, weight: Tensor) -> Hashable:
+        """Equal while the weight's values and its scale are."""
+        return weight._version
+
     def _scale(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Tensor:
         """The scale of an operand whose last dimension is contracted, the same on all ranks that hold parts of it."""
-        whole = self.recipe in ("tensorwise", "delayed")
-        key = name, "" if whole else dims[1]
+        key = name, "" if self._has_one_scale else dims[1]
         if key not in kept.scales:
-            most = largest(x, self.recipe, square=name == "w").to(self.wide)
-            for dim in dims if whole else dims[1:]:
-                for axis in self.cuts[dim] if self.recipe != "blockwise" else ():
-                    all_reduce_(most, axis, op="max")
-            kept.scales[key] = most.clamp(min=TINY) / torch.finfo(self.format_of(name)).max
+            most = float8_kernels.kernels_on(x.device.type).largest(x, self.recipe, name == "w").to(self.wide)
+            for axis in self._sharers(dims):
+                all_reduce_(most, axis, op="max")
+            kept.scales[key] = scale_of(most, self.recipe, self.format_of(name))
         return kept.scales[key]
 
 
@@ -169,6 +204,8 @@ def check_float8(config: Config, device: torch.device) -> None:
     if given.fp8_format is None or device.type == "cpu":
         return
     flag = f"`fp8_format`={given.fp8_format}"
+    if given.fp8_recipe == "mxfp8":
+        raise ConfigError("`fp8_recipe`=mxfp8: emulated on a CPU, not built for GPUs (docs/fp8.md); use blockwise")
     if not config.training.precision.bf16:
         raise ConfigError(f"{flag}: needs `bf16` on a GPU")
     tp, step = config.parallel.tensor_model_parallel_size, BLOCK if given.fp8_recipe == "blockwise" else MULTIPLE

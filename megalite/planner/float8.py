@@ -1,0 +1,57 @@
+"""What `--fp8` takes beside its products: passes over memory that round operands, and weights that are kept rounded.
+
+Bytes an element as `tests/unit/nn/test_float8_operands.py` counts them of the compiled kernels: x is looked at (2), and
+rounded along each of the two dimensions that are contracted (3 each); dy likewise, its transpose made of bytes (2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megalite.config import Config
+from megalite.inventory import Layer, Product, micro_tokens, model_layers
+
+LOOK, ROUND, TURN = 2.0, 3.0, 2.0
+
+
+class Passes(NamedTuple):
+    """Bytes that a micro-batch of a layer reads and writes to round operands."""
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+
+
+def rounded_products(layer: Layer) -> Iterator[Product]:
+    """The products of a layer that are computed in float8."""
+    if layer.kind == "block":
+        for product in layer.products:
+            if not (product.core or product.name == "router" or product.name.startswith("experts.")):
+                yield product
+
+
+def rounding_passes(config: Config, layer: Layer) -> Passes:
+    """Of a layer. Weights that are kept are rounded once for all micro-batches, which is left out."""
+    given, tokens = config.training.float8, micro_tokens(config)
+    if given.fp8_format is None:
+        return Passes()
+    look = 0.0 if given.fp8_recipe == "delayed" else LOOK
+    forward = gradient = weight = 0.0
+    for product in rounded_products(layer):
+        n, k = product.local(product.shards(config.parallel))
+        of_weight = 0.0 if config.keeps_float8 else n * k * (look + ROUND)
+        forward += tokens * k * (look + ROUND) + of_weight
+        gradient += tokens * n * (look + ROUND) + of_weight
+        weight += tokens * (k * ROUND + n * TURN)
+    return Passes(forward, gradient, weight)
+
+
+def kept_bytes(config: Config, items: range) -> int:
+    """Of the weights of a stage in one version, as `[out, in]` and as its transpose."""
+    if not config.keeps_float8:
+        return 0
+    layers = model_layers(config.model)
+    sizes = [p.local(p.shards(config.parallel)) for item in items for p in rounded_products(layers[item])]
+    return 2 * sum(math.prod(size) for size in sizes)
