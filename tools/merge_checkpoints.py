@@ -47,13 +47,10 @@ def checkpoints_of(flags: argparse.Namespace) -> list[Place]:
     """What is merged, in order. Raises MegaliteError."""
     from megalite.checkpoint import committed, resolve_checkpoint  # torch comes with it
 
-    if flags.last is None:
-        found = [resolve_checkpoint(path) for path in flags.load]
-    else:
-        there = committed(flags.load[0])
-        found = there[-flags.last :]
-        if len(there) < flags.last:
-            raise ConfigError(f"--last={flags.last}: {flags.load[0]} holds {len(there)} committed checkpoints")
+    one, last = flags.load[0], flags.last
+    found = committed(one)[-last:] if last else [resolve_checkpoint(path) for path in flags.load]
+    if last and len(found) < last:
+        raise ConfigError(f"--last={last}: {one} holds {len(found)} committed checkpoints")
     if flags.weights is not None and len(flags.weights) != len(found):
         raise ConfigError(f"--weights: {len(flags.weights)} of them, for {len(found)} checkpoints; give one for each")
     return found

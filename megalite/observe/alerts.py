@@ -41,7 +41,7 @@ class PrometheusHook(Hook):
         self.registry.register(self)
         if self._port is not None:
             self.server, _ = self.client.start_http_server(self._port, "127.0.0.1", self.registry)
-        self._set(running=1, iterations=trainer.train_iters, world_size=trainer.mesh.size("world"))
+        self._set(running=1, train_iters=trainer.train_iters, world_size=trainer.mesh.size("world"))
         self._count(**dict.fromkeys((*COUNTED, "saves", "rollbacks"), 0))
         self._write()
 

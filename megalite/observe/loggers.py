@@ -86,11 +86,11 @@ class ConsoleHook(Hook):
     Megatron-LM's.
 
     Args:
-        stream: where to; the standard output of the moment by default.
+        stream: where to, or a file to append to; the standard output of the moment by default.
         now: the time that precedes a line.
     """
 
-    def __init__(self, stream: TextIO | None = None, *, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, stream: TextIO | Path | None = None, *, now: Callable[[], datetime] = datetime.now) -> None:
         self._stream = stream
         self._now = now
         self._stepped = False
@@ -107,12 +107,9 @@ class ConsoleHook(Hook):
         self._stepped = True
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        short = is_terminal(self._stream or sys.stdout)
-        self._print(
-            progress_line(record, trainer.train_iters)
-            if short
-            else train_line(record, trainer.train_iters, self._now())
-        )
+        last, to = trainer.train_iters, self._stream or sys.stdout
+        terminal = not isinstance(to, Path) and is_terminal(to)
+        self._print(progress_line(record, last) if terminal else train_line(record, last, self._now()))
         if (rank := record.get("slowest_rank")) is not None:
             ratio, host = record["slowest_rank_ratio"], record.get("slowest_rank_host", "")
             self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the others of its stage")
@@ -140,26 +137,14 @@ class ConsoleHook(Hook):
         )
 
     def _print(self, line: str) -> None:
+        if isinstance(self._stream, Path):
+            self._stream.parent.mkdir(parents=True, exist_ok=True)
+            with self._stream.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(line + "\n")
+            return
         stream = self._stream or sys.stdout
         stream.write(line + "\n")
         stream.flush()
-
-
-class LogFileHook(ConsoleHook):
-    """What the console would print elsewhere than on a terminal, appended to a file."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def on_start(self, trainer: TrainerView) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = self._path.open("a", encoding="utf-8", errors="backslashreplace")
-
-    def on_end(self, trainer: TrainerView, summary: Record) -> None:
-        super().on_end(trainer, summary)
-        if self._stream is not None:
-            self._stream.close()
 
 
 def progress_line(record: Record, train_iters: int) -> str:

@@ -27,7 +27,7 @@ from megalite.observe.alerts import EventHook, PrometheusHook
 from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
-from megalite.observe.loggers import ConsoleHook, LogFileHook, TensorBoardHook, WandbHook
+from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
 from megalite.observe.pace import PaceHook
 from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
@@ -66,7 +66,7 @@ def make_hooks(
             hooks.append(guarded(JsonlHook(metrics, start_facts), str(metrics)))
             if is_terminal(sys.stdout):
                 path = metrics.with_name(LOG_FILE)
-                hooks.append(guarded(LogFileHook(path), str(path)))
+                hooks.append(guarded(ConsoleHook(path), str(path)))
         if save is not None and logging.samples.sample_interval is not None:
             path = Path(save) / SAMPLES_FILE
             hooks.append(guarded(SamplesHook(path), str(path)))

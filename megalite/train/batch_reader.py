@@ -113,8 +113,7 @@ class BatchReader:
     def part_sums(self, microbatch: int) -> Tensor:
         """By part of the blend: the summed loss of this rank's tokens of the micro-batch, and how many count, `[2 P]`
         in fp64."""
-        batch = self.batch(self.number_of(microbatch))
-        own = batch.microbatches[microbatch - batch.first]
+        own, _ = self.get(microbatch)
         assert own.token_losses is not None and own.blend_parts is not None
         sums = torch.stack((own.token_losses * own.loss_mask, own.loss_mask)).sum(2, dtype=torch.float64)
         return sums.new_zeros(2, len(self.part_names)).index_add_(1, own.blend_parts, sums).flatten()

@@ -113,15 +113,16 @@ class Rollback:
         """After a spike in this iteration: what was done, as a record; None where no checkpoint is that old. Raises
         RuntimeFailure where there was no progress too many times."""
         begin = max(0, spike - self.settings.rollback_iters)
-        earlier, rollbacks = self.passed.by_rollback(begin + 1), 1
-        if earlier is not None:
+        rollbacks = 1
+        if (earlier := self.passed.by_rollback(begin + 1)) is not None:
             begin, rollbacks = min(begin, earlier.after), earlier.rollbacks + 1
-        if earlier is not None and rollbacks > self.settings.rollback_limit:
-            raise RuntimeFailure(
-                f"iteration {spike}: another spike, after {rollbacks - 1} rollbacks (`rollback_limit`) that passed "
-                f"over the samples {earlier.first:,} to {earlier.last:,}: these samples are not the cause; checkpoints "
-                f"up to iteration {begin} stay; continue from one with a lower `lr`, or look further back in the data"
-            )
+            if rollbacks > self.settings.rollback_limit:
+                raise RuntimeFailure(
+                    f"iteration {spike}: another spike, after {earlier.rollbacks} rollbacks (`rollback_limit`) that "
+                    f"passed over the samples {earlier.first:,} to {earlier.last:,}: these samples are not the cause; "
+                    f"checkpoints up to iteration {begin} stay; continue from one with a lower `lr`, or look further "
+                    "back in the data"
+                )
         path = self.find(begin)
         self.guard.rolls_back = None
         if path is None:

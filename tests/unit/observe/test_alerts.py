@@ -59,6 +59,7 @@ def test_the_file_has_the_newest_numbers(tmp_path: Path) -> None:
     hooks.on_evaluation(trainer, {"kind": "task", "iteration": 3, "task": "mine", "acc": 0.5})
     hooks.on_save(trainer, iteration=3, path="x", seconds=0.5)
     found = read(path.read_text())
+    assert found["megalite_train_iters"] == 100 and found["megalite_iterations"] == 1, "of the run, of the log line"
     assert found["megalite_lm_loss"] == 2.0 and found["megalite_iteration"] == 3 and found["megalite_running"] == 1
     assert found["megalite_skipped_iterations_total"] == 1 and found["megalite_nan_iterations_total"] == 0
     assert found['megalite_valid_lm_loss co\\"de'] == 2.0 and found["megalite_task_acc mine"] == 0.5

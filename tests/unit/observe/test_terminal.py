@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megalite.observe.hooks import Hook, Hooks
-from megalite.observe.loggers import COLUMNS, ConsoleHook, LogFileHook, progress_line
+from megalite.observe.loggers import COLUMNS, ConsoleHook, progress_line
 from megalite.observe.observers import JsonlHook, PictureHook, make_hooks
 from megalite.observe.pace import PaceHook
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
@@ -47,7 +47,7 @@ def _records(trainer: FakeTrainer, *, steps: int, seconds: float, metrics: Path 
 def test_a_terminal_gets_short_lines_and_the_file_long_ones(tmp_path: Path) -> None:
     terminal, path = Terminal(), tmp_path / "train.log"
     trainer = FakeTrainer(tiny_config(log_interval=1), train_iters=2000)
-    hooks = Hooks([PaceHook(None), ConsoleHook(terminal), LogFileHook(path)])
+    hooks = Hooks([PaceHook(None), ConsoleHook(terminal), ConsoleHook(path)])
     hooks.on_start(trainer)
     hooks.after_step(trainer, trainer.step())
     hooks.on_end(trainer, "completed")
