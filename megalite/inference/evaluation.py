@@ -198,6 +198,8 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         test_data_path=(),
         data_args_path=None,
         data_schedule=None,
+        validation_set_names=(),
+        loss_by_part=False,
         mock_data=False,
         split=split if split is not None and split != name else config.data.split,
     )

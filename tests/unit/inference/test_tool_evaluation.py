@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,8 +81,11 @@ def test_bytes_of_characters(tmp_path: Path) -> None:
     assert score.num_bytes == len(TEXT.encode()) - 1
 
 
-def test_data_path_whole_and_split(loaded: tuple, tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_run", [{}, {"validation_set_names": ("a", "b"), "loss_by_part": True}])
+def test_data_path_whole_and_split(of_run: dict, loaded: tuple, tmp_path: Path) -> None:
+    """of_run: what the run that saved the model was told of its own data."""
     model, stack = loaded
+    model = replace(model, config=replace(model.config, data=replace(model.config.data, **of_run)))
     documents = [list(TEXT[a:b].encode()) + [256] for a, b in ((0, 40), (40, 70), (70, 100), (100, 150))]
     with IndexedWriter(tmp_path / "corpus", vocab_size=257) as writer:
         for document in documents:
