@@ -12,6 +12,7 @@ import logging
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
@@ -53,7 +54,9 @@ def main(argv: list[str]) -> None:
     config, tokenizer = resolve_tokenizer(config)
     datasets = open_datasets(config, world, tokenizer)
     print(tokenizer.describe())
-    for name, dataset in (("train", datasets.train), ("valid", datasets.valid), ("test", datasets.test)):
+    named: list[tuple[str, Any]] = [(f"valid ({name})", part) for name, part in datasets.valid_sets.items()]
+    valid = named or [("valid", datasets.valid)]
+    for name, dataset in (("train", datasets.train), *valid, ("test", datasets.test)):
         print(f"{name}: {len(dataset):,} samples" if dataset is not None else f"{name}: not used")
     where = cache_directory(config.data.data_cache_path, config.checkpoint.run_folder)
     print(f"built in {time.monotonic() - started:.1f} s; kept in {where}")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from datetime import datetime
 
-from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, names_of, render_chart, series
+from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, render_chart, series
 from megalite.progress import amount, duration
 
 #: Of the picture of experts: blocks, and points in time.
@@ -35,12 +35,11 @@ def render_report(title: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> s
     ]
     figures = []
     for name, kind, key in charts:
-        parts = [part for _, records in runs for part in names_of(records, kind, key)]
-        for part in dict.fromkeys(parts):
-            curves = [Curve(run, series(records, kind, key, part)) for run, records in runs]
+        found = [(run, series(records, kind, key)) for run, records in runs]
+        for part in dict.fromkeys(part for _, parts in found for part in parts):
+            curves = [Curve(run, parts.get(part, [])) for run, parts in found]
             caption = f"{name}: {html.escape(part)}" if part else name
-            if any(curve.points for curve in curves):
-                figures.append(f"<figure><figcaption>{caption}</figcaption>{render_chart(curves)}</figure>")
+            figures.append(f"<figure><figcaption>{caption}</figcaption>{render_chart(curves)}</figure>")
     for run, records in runs:
         for block, loads in expert_loads(records):
             caption = f"load of the experts of block {block}, {html.escape(run)} (dark: twice the mean)"

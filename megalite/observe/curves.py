@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.observe.stats import Record
@@ -31,20 +32,16 @@ class Curve:
     points: Sequence[Point]
 
 
-def names_of(records: Sequence[Record], kind: str, key: str) -> list[str | None]:
-    """The validation sets, or parts of a blend, that have the value; None is that without a name."""
-    return list(dict.fromkeys(name for record in records if record.get("kind") == kind for name in _named(record, key)))
-
-
-def series(records: Sequence[Record], kind: str, key: str, of: str | None = None) -> list[Point]:
-    """(iteration, value) of the records of a kind that have the value. of: the validation set, or part of a blend."""
-    found = [(record["iteration"], _named(record, key).get(of)) for record in records if record.get("kind") == kind]
-    return [(float(iteration), float(value)) for iteration, value in found if value is not None]
-
-
-def _named(record: Record, key: str) -> Mapping[str | None, float | None]:
-    value = record.get(key)
-    return value if isinstance(value, dict) else {record.get("set"): value}
+def series(records: Sequence[Record], kind: str, key: str) -> dict[str | None, list[Point]]:
+    """Validation set, or part of a blend, or None where there are no names -> (iteration, value) of the records of a
+    kind that have the value."""
+    found = defaultdict[str | None, list[Point]](list)
+    for record in records:
+        value = record.get(key) if record.get("kind") == kind else None
+        for name, number in (value if isinstance(value, dict) else {record.get("set"): value}).items():
+            if number is not None:
+                found[name].append((float(record["iteration"]), float(number)))
+    return found
 
 
 def render_chart(curves: Sequence[Curve]) -> str:
@@ -94,19 +91,16 @@ def _tick(value: float) -> str:
 
 def loss_picture(title: str, records: Sequence[Record]) -> str | None:
     """The losses of a run as the text of an SVG file, or None where there are not two points of them."""
-    curves = [Curve("training loss", series(records, "train", "lm_loss"))]
-    curves += [
-        Curve(f"validation loss{f' of {name}' if name else ''}", series(records, "valid", "lm_loss", name))
-        for name in names_of(records, "valid", "lm_loss")
-    ]
+    curves = [Curve("training loss", series(records, "train", "lm_loss").get(None, []))]
+    for name, points in series(records, "valid", "lm_loss").items():
+        curves.append(Curve(f"validation loss{f' of {name}' if name else ''}", points))
     if len(curves[0].points) < 2:
         return None
     legend = "".join(
         f'<text x="{WIDTH - 14}" y="{24 + 14 * number}" text-anchor="end" style="fill: {color}">'
         f"{html.escape(curve.name)}</text>"
         for number, (curve, color) in enumerate(zip(curves, COLORS, strict=False))
-        if curve.points
     )
     head = f'<title>{html.escape(title)}</title><style>{STYLE}</style><rect width="100%" height="100%" fill="white"/>'
-    opening, _, drawn = render_chart([curve for curve in curves if curve.points]).partition(">")
+    opening, _, drawn = render_chart(curves).partition(">")
     return opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"') + f">{head}{legend}{drawn}\n"

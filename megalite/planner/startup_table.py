@@ -123,7 +123,7 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
             "training",
             f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * seq_length)} tokens",
         ),
-        *([("data", _phases(config))] if config.data.data_schedule is not None else []),
+        *(("data", f"from sample {first:,} {name}") for first, name in config.data.phases(seq_length)),
     ]
 
 
@@ -175,12 +175,6 @@ def _lengths(config: Config, world_size: int) -> str:
         for length, iterations in config.phases(world_size)
     ]
     return ", then ".join(parts)
-
-
-def _phases(config: Config) -> str:
-    """`web.txt, from sample 1,000 anneal.txt`."""
-    (_, begins), *others = config.data.phases(config.model.seq_length)
-    return ", ".join([begins, *(f"from sample {first:,} {name}" for first, name in others)])
 
 
 def format_table(rows: Sequence[tuple[str, str]]) -> str:

@@ -19,7 +19,7 @@ def _records(losses: list[float | None]) -> list[dict]:
 
 
 def test_steps_without_a_value_are_left_out() -> None:
-    assert series(_records([3.0, None, 2.0]), "train", "lm_loss") == [(10.0, 3.0), (30.0, 2.0)]
+    assert series(_records([3.0, None, 2.0]), "train", "lm_loss") == {None: [(10.0, 3.0), (30.0, 2.0)]}
 
 
 def test_the_page_holds_curves_and_tables_of_all_runs() -> None:
