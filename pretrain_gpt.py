@@ -18,7 +18,7 @@ from megalite.extras import require_core
 
 require_core()
 
-from megalite.config import Config, Parsed, ignored_line, parse_with_origins
+from megalite.config import Config, Parsed, ignored_line, meant_for_this_host, parse_with_origins
 from megalite.errors import MegaliteError, in_flags
 from megalite.events import EventHandler, share_facts
 from megalite.launch import (
@@ -61,10 +61,11 @@ def main(argv: list[str]) -> int:
         logging.getLogger("megalite").info(line)
     for warning in parsed.warnings if place.rank == 0 else ():
         logging.getLogger("megalite").warning(warning)
+    here = not parsed.config.training.dry_run or meant_for_this_host(parsed.ranks)
+    if place.rank == 0 and here and (advice := advise_threads(parsed.config, place)) is not None:
+        logging.getLogger("megalite").warning(advice)
     if parsed.config.training.dry_run:
         return print_dry_run(parsed, place)
-    if place.rank == 0 and (advice := advise_threads(parsed.config, place)) is not None:
-        logging.getLogger("megalite").warning(advice)
     left_out = Path(parsed.config.checkpoint.run_folder or ".") / "left_out.txt"
     command, save = parsed.config.logging.on_event, parsed.config.checkpoint.save
     with nullcontext() if command is None else EventHandler(command, {"save": save}):

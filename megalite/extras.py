@@ -89,14 +89,16 @@ def optional_package(flag: str, module: str, package: str | None = None) -> Any:
     raise ConfigError(f"{flag}: the package {package} cannot be imported ({reason}); pip install -U {package}")
 
 
-def require_core(*, torch: bool = True) -> None:
+def require_core(*, torch: bool = True, plain: Sequence[str] = ()) -> None:
     """Ends a program, in one line with status 2, where this Python lacks a package that everything needs.
 
-    torch: whether the program needs torch too (a planner does not).
+    torch: whether the program needs torch too. plain: names of programs that need no more than YAML.
     """
-    needed = [package for package in CORE if torch or package != "torch"]
+    program = os.path.basename(sys.argv[0]).removeprefix("megalite-").removesuffix(".py").replace("-", "_")
+    arrays = program not in plain
+    needed = [package for package in CORE if (torch or package != "torch") and (arrays or package == "yaml")]
     missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    problem = core_lacks(missing) if missing else too_little_room(torch=torch)
+    problem = core_lacks(missing) if missing else too_little_room(torch=torch) if arrays else None
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2)

@@ -22,6 +22,8 @@ from megalite.file_clock import clock_of
 logger = logging.getLogger(__name__)
 
 PREFIX, ALIVE = "megalite-", "alive"
+OF_LAUNCHER = f"{PREFIX}launch-"
+"""Other programs of ours have folders there too, which are theirs to remove."""
 FORGOTTEN_SECONDS = 3600.0
 
 
@@ -31,7 +33,7 @@ def scratch_folder() -> Iterator[Path]:
     try:
         root = Path(tempfile.gettempdir())
         _sweep(root)
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        folder = Path(tempfile.mkdtemp(prefix=OF_LAUNCHER, dir=root))
         alive = open(folder / ALIVE, "x")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise ConfigError(f"env: TMPDIR: cannot be written ({error.strerror}); point it to another folder") from None
@@ -45,11 +47,11 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _sweep(root: Path) -> None:
-    for folder in root.glob(f"{PREFIX}*"):
+    for folder in root.glob(f"{OF_LAUNCHER}*"):
         with contextlib.suppress(OSError):  # another user's, or another process is sweeping
             if _is_ours(folder, stat.S_ISDIR) and _is_dead(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-                logger.info("removed %s, left by a launcher that was killed", folder)
+                logger.debug("removed %s, left by a launcher that was killed", folder)
 
 
 def _is_dead(folder: Path) -> bool:

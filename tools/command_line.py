@@ -12,7 +12,10 @@ from typing import Any, NoReturn
 
 from megalite.extras import CORE, core_lacks, require_core
 
-require_core(torch=False)
+PLANNERS = ("plan", "show_schedule")
+"""Tools that compute with plain numbers: they run wherever YAML can be read."""
+
+require_core(torch=False, plain=PLANNERS)
 
 from megalite.config import without_effect
 from megalite.errors import ConfigError, MegaliteError, in_flags

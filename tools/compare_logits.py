@@ -26,9 +26,11 @@ def verify(
     source: ModelSource,
     *,
     use_ema: bool = False,
+    base: Path | None = None,
 ) -> None:
     """Compare the logits of random tokens, the weights of both sides rounded to the `written` dtype. Adapters are
-    merged first, which may change no logit; only then are their weights rounded as they were written.
+    merged first, which may change no logit; only then are their weights rounded as they were written. base: where the
+    model of adapters lies now.
 
     Raises RuntimeFailure where they differ by more than the rounding of sums.
     """
@@ -39,7 +41,7 @@ def verify(
     from megalite.microbatch import Microbatch
     from megalite.nn import Head
 
-    loaded = load_for_inference(ours, ckpt_step=ckpt_step, use_ema=use_ema, device="cpu")
+    loaded = load_for_inference(ours, ckpt_step=ckpt_step, use_ema=use_ema, base=base, device="cpu")
     model = loaded.config.model
     length = min(TOKENS, model.max_positions)
     tokens = torch.randint(0, model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))

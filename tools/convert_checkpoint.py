@@ -218,7 +218,8 @@ def main(argv: list[str]) -> None:
     if flags.verify:
         ours, theirs = (load, save) if flags.source == "megalite" else (save, load)
         step = flags.ckpt_step if flags.source == "megalite" else None
-        verify(ours, theirs, step, _dtype(flags), source, use_ema=flags.use_ema)
+        base = None if flags.base is None else Path(flags.base)
+        verify(ours, theirs, step, _dtype(flags), source, use_ema=flags.use_ema, base=base)
 
 
 def _tokenizer_flags(folder: Path) -> str:

@@ -12,7 +12,7 @@ from command_line import ToolParser, stored
 from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, parse_meshes, show
 from megalite.config import Option as ConfigOption
 from megalite.errors import ConfigError
-from megalite.launch import launch, read_environment
+from megalite.launch import advise_threads, launch, read_environment
 
 if TYPE_CHECKING:
     from megalite.comm import World
@@ -64,6 +64,9 @@ def add_model_flags(parser: ToolParser) -> None:
     parser.add_argument(
         "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
     )
+    parser.add_argument(
+        "--base", metavar="DIR", help="of adapters: where the model that they were trained beside lies now"
+    )
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
 
@@ -72,13 +75,15 @@ def loaded_model(flags: argparse.Namespace, world: World) -> LoadedModel:
     """The model that the flags name, on every rank. Raises MegaliteError."""
     from megalite.inference import load_for_inference  # torch comes with it
 
-    which = {"ckpt_step": flags.ckpt_step, "use_ema": flags.use_ema}
+    which = {"ckpt_step": flags.ckpt_step, "use_ema": flags.use_ema, "base": flags.base}
     return load_for_inference(flags.load, **which, device=str(world.device), world=world, parallel=flags.parallel)
 
 
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     """Starts the ranks that the flags ask for, or is one of them; the exit status. Raises ConfigError."""
     place = read_environment()
+    if place.rank == 0 and (advice := advise_threads(ToolSettings(parallel, ()), place)) is not None:
+        print(advice, file=sys.stderr, flush=True)
     given = tuple(f"{name}={value}" for name, value in sorted(vars(flags).items()))
     flags.parallel = parallel = layout_of(flags)
 

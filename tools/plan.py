@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, name_ignored, run_tool, say
-from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, parse, read_unjudged
+from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, ids_of_files, parse, read_unjudged
 from megalite.errors import ConfigError, flag_of
 from megalite.planner import (
     SEARCHED,
@@ -133,18 +133,20 @@ def resolve(rest: list[str], free: str, num_devices: int) -> tuple[Config, froze
     given = frozenset(name for name in SEARCHED if name in origins) - freed
     config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
-        size = VOCABULARIES.get(config.data.tokenizer_type or "")
+        size = ids_of_files(config.data) or VOCABULARIES.get(config.data.tokenizer_type or "")
         if size is None:
             raise ConfigError(
-                "--vocab-size: not given, and the planner reads no tokenizer; give its number of tokens "
-                "(pretrain_gpt.py --dry-run says it)"
+                "--vocab-size: not given, and no tokenizer.json is named (--tokenizer-model) in which its tokens could "
+                "be counted; give their number (pretrain_gpt.py --dry-run says it)"
             )
         config = replace(config, model=replace(config.model, vocab_size=size))
     if config.training.global_batch_size is None and num_devices == 1 and "micro_batch_size" in origins:
         config = replace(config, training=replace(config.training, global_batch_size=config.training.micro_batch_size))
     if config.training.global_batch_size is None:
+        micro = f"for example {config.training.micro_batch_size * num_devices}" if "micro_batch_size" in origins else ""
         raise ConfigError(
             "--global-batch-size: not given; say how many samples a step takes, which each layout divides among devices"
+            + (micro and f" ({micro}: the micro-batch of the file on each of {num_devices} devices)")
         )
     return replace(config, parallel=replace(config.parallel, nprocs=None)), given
 
@@ -182,6 +184,8 @@ def _run(argv: list[str]) -> None:
         source = profile = load_profile(args.profile, hardware)
         hardware = profile.hardware
     config, given = resolve(rest, args.free, args.num_devices)
+    if args.profile:
+        profile.check(config)
     name_ignored(rest)
     limit = config.parallel.hardware.device_memory_budget_gb
     if limit is not None:

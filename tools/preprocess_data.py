@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
-from megalite.config import TOKENIZER_ALIASES, TOKENIZERS
+from megalite.config import TOKENIZER_ALIASES, TOKENIZERS, TOKENIZERS_ELSEWHERE
 from megalite.data import (
     ChatTemplate,
     Tokenizer,
@@ -29,7 +29,7 @@ from megalite.data import (
     preprocess_chat,
     read_unit,
 )
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, in_flags
 from megalite.progress import LINES, ProgressBar
 
 MOST_WORKERS = 64
@@ -50,7 +50,9 @@ REFUSED = {
 
 
 def tokenizer_kind(text: str) -> str:
-    """A kind of tokenizer, of which Megatron-LM has other names."""
+    """A kind of tokenizer, of which Megatron-LM has other names. Raises ArgumentTypeError for one that is not here."""
+    if (why := TOKENIZERS_ELSEWHERE.get(text.lower())) is not None:
+        raise argparse.ArgumentTypeError(in_flags(f"{text} {why}"))
     return TOKENIZER_ALIASES.get(text.lower(), text)
 
 
@@ -207,6 +209,9 @@ def main(argv: list[str]) -> None:
     print(summary.totals.line())
     if summary.totals.skipped:
         print(f"left out {summary.totals.skipped:,} broken lines")
+    if summary.totals.unanswered:
+        count, of = summary.totals.unanswered, summary.totals.documents
+        print(f"note: {count:,} of the {of:,} conversations have no answer of the assistant: nothing is learnt of them")
     if tokenizer.eod_id is not None and not args.append_eod and not chat:
         print("note: documents have no end-of-document token; --append-eod adds it")
     for prefix in summary.prefixes:

@@ -46,7 +46,7 @@ from megalite.comm import (
     reduce_scatter_into,
     share_axis,
 )
-from megalite.config import BatchRamp, Config, TrainingLength, read_unjudged
+from megalite.config import VOCABULARIES, BatchRamp, Config, TrainingLength, ids_of_files, read_unjudged
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue
 from megalite.launch import launch
@@ -55,6 +55,7 @@ from megalite.models import build_stack, layer_specs
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
+from megalite.planner import measured_model
 from megalite.progress import ProgressBar, no_progress
 from megalite.train import open_run, optimizer_factory, parameter_dtype, wide_dtype, zero_options
 from quiet_turns import Bench, Tally, Work
@@ -293,6 +294,7 @@ def measure(bench: Bench, world: World, micro_batches: Sequence[int]) -> dict[st
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "processes": world.size,
+        "model": measured_model(config),
         "points": points,
         "optimizer": optimizer_seconds(bench),
         "step": step_seconds(replace(bench, config=sized), world),
@@ -318,7 +320,10 @@ def settings(argv: list[str]) -> tuple[argparse.Namespace, Config, list[int]]:
     config, _ = read_unjudged(rest, optional=["micro_batch_size", "lr"])
     name_ignored(rest)
     if config.model.vocab_size == 0:
-        raise ConfigError("--vocab-size=0: no tokenizer is read here; give the vocabulary's size")
+        size = ids_of_files(config.data) or VOCABULARIES.get(config.data.tokenizer_type or "")
+        if size is None:
+            raise ConfigError("--vocab-size: not given, and no tokenizer.json is named; give the number of its tokens")
+        config = replace(config, model=replace(config.model, vocab_size=size))
     if config.model.is_foreign:
         name = config.model.module.model_module
         raise ConfigError(f"--model-module={name}: megalite.time_layers times layers of your own (docs/library.md)")

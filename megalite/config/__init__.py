@@ -29,11 +29,18 @@ from megalite.config.arguments import places, shown_flag
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
 from megalite.config.cli import Parsed, ignored_line, parse, parse_with_origins, read_unjudged, without_effect
-from megalite.config.data import TOKENIZER_ALIASES, TOKENIZERS, VOCABULARIES, DataConfig
+from megalite.config.data import (
+    TOKENIZER_ALIASES,
+    TOKENIZERS,
+    TOKENIZERS_ELSEWHERE,
+    USUAL_VOCABULARIES,
+    VOCABULARIES,
+    DataConfig,
+)
 from megalite.config.delta import Delta
 from megalite.config.embedding_cache import cache_problem, cache_rows, own_rows
 from megalite.config.experts import Experts
-from megalite.config.files import meant_for_this_host, missing_data, missing_packages, schedule_file
+from megalite.config.files import ids_of_files, meant_for_this_host, missing_data, missing_packages, schedule_file
 from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems

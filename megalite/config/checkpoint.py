@@ -10,7 +10,7 @@ from megalite.files import served_url, staging_folder
 
 @dataclass(frozen=True, kw_only=True)
 class WhoseSchedules(OneOf):
-    """Where --load has other schedules of learning rate and weight decay."""
+    """Which schedules hold where those of --load are not those of the flags."""
 
     override_opt_param_scheduler: bool = option(False, "take those of the flags", saved=False)
     use_checkpoint_opt_param_scheduler: bool = option(False, "take those of `load`", saved=False)

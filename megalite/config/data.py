@@ -20,8 +20,28 @@ TOKENIZER_ALIASES = {
     "gptsentencepiecetokenizer": "SentencePieceTokenizer",
 }
 """Other names of them in small letters."""
+READS_JSON = (
+    "is not here; HuggingFaceTokenizer reads the same tokens from the model's tokenizer.json (`tokenizer_model`)"
+)
+TOKENIZERS_ELSEWHERE = {
+    "tiktokenizer": READS_JSON,
+    "llama3tokenizer": READS_JSON,
+    "qwentokenizer": READS_JSON,
+    "qwen2tokenizer": READS_JSON,
+    "multimodaltokenizer": READS_JSON,
+    "sfttokenizer": f"{READS_JSON[:-1]}, conversations by tools/preprocess_data.py --data-format chat)",
+    "bertwordpiecelowercase": "is BERT's; models here are decoders",
+    "bertwordpiececase": "is BERT's; models here are decoders",
+    "nullmultimodaltokenizer": "is not here; NullTokenizer takes numbers for text",
+}
+"""Tokenizers of Megatron-LM and its forks in small letters -> why not, and what to take."""
 VOCABULARIES = {"ByteTokenizer": 257, "GPT2BPETokenizer": 50257}
 """Ids of the tokenizers that have the same in every run."""
+USUAL_VOCABULARIES = {
+    "SentencePieceTokenizer": (32000, "Llama 2's and Mixtral's"),
+    "HuggingFaceTokenizer": (128256, "Llama 3's"),
+}
+"""What a dry run assumes where the tokenizer's file is on another host: ids, and whose number that is."""
 WITHOUT_FILE = {
     "tokenizer_model": ("ByteTokenizer", "NullTokenizer"),
     "vocab_file": tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer"),
@@ -70,7 +90,9 @@ class DataConfig:
         None, "folder of tokenised files and indices; unset: beside `save`, else the user's cache", metavar="DIR"
     )
     mock_data: bool = option(False, "documents drawn from the seed: no file, no tokenizer needed", **SOURCE)
-    tokenizer_type: str | None = option(None, "tokenizer of the data; unset: bytes for raw text", choices=TOKENIZERS)
+    tokenizer_type: str | None = option(
+        None, "tokenizer of the data; unset: bytes for raw text", choices=TOKENIZERS, elsewhere=TOKENIZERS_ELSEWHERE
+    )
     tokenizer_model: str | None = option(
         None, "tokenizer.json, its directory, or a sentencepiece model", metavar="PATH"
     )

@@ -12,7 +12,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(Spelled):
-    """Experts, their router and how it is kept balanced. Without `--num-experts` every block is dense."""
+    """Experts, and the router that sends tokens to them. Without `--num-experts` every block is dense."""
 
     num_experts: int | None = option(None, "experts E of a sparse block; unset: all blocks are dense", ge=2, le=4096)
     moe_router_topk: int = option(2, "experts k of a token", ge=1, needs="num_experts")

@@ -5,19 +5,22 @@ Of a schedule file the content is read too: it is small, and what is wrong with 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 from collections.abc import Iterator
 
+from megalite.config.data import DataConfig
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
-from megalite.errors import ScheduleError
+from megalite.errors import ConfigError, ScheduleError
 from megalite.extras import EXTRA_OF, install_command, lacks
 from megalite.files import input_problem, served_url, url_problem
 from megalite.schedule import load_program
 
 MAX_WORDS_BYTES = 1 << 20
+MOST_JSON_BYTES = 1 << 28
 
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
@@ -54,6 +57,30 @@ def missing_packages(config: Config) -> list[str]:
 def missing_data(config: Config) -> list[str]:
     """Those of data and tokenizer."""
     return [*_data_files(config), *_tokenizer_files(config)]
+
+
+def ids_of_files(data: DataConfig) -> int | None:
+    """How many ids the tokenizer has whose files are named, counted in the JSON of tokenizer.json or vocab.json; None
+    where there is none, or it is of another kind. Raises ConfigError where one is not what its name says."""
+    named, folder = data.tokenizer_model, data.tokenizer_model or ""
+    names = [] if named is None else [named, os.path.join(folder, "tokenizer.json"), os.path.join(folder, "vocab.json")]
+    path = next((name for name in [data.vocab_file, *names] if name and os.path.isfile(name)), None)
+    if path is None or not path.endswith(".json"):
+        return None
+    try:
+        if input_problem(path, MOST_JSON_BYTES) is not None:
+            return None
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if "model" not in found:  # vocab.json: token -> id
+            return int(max(found.values())) + 1
+        vocabulary = found["model"]["vocab"]  # token -> id; of Unigram a list
+        ids = [len(vocabulary) - 1] if isinstance(vocabulary, list) else [*vocabulary.values()]
+        return int(max([*ids, *(token["id"] for token in found.get("added_tokens") or ())])) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"`tokenizer_model`={path}: no tokenizer's vocabulary is in it ({error!r:.80}); give `vocab_size`"
+        ) from None
 
 
 def schedule_file(config: Config, world_size: int) -> Iterator[str]:

@@ -11,7 +11,7 @@ KINDS = ("col", "row", "vocab")
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignModule(Spelled):
-    """Whose sizes, names and initial values are its own."""
+    """A model of your own in place of gpt and llama. Its sizes, names and initial values are its own."""
 
     model_module: str | None = option(
         None,

@@ -71,6 +71,8 @@ _SHORT_FORMS = {
     "distributed_backend": ("backend",),
     "nprocs": ("nproc",),
     "data_path": ("data",),
+    "lora_rank": ("r",),
+    "lora_targets": ("target_modules",),
     "tokenizer_type": ("tokenizer",),
     "auto_resume": ("resume",),
     "save": ("output_dir", "save_dir", "out_dir"),

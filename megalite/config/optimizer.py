@@ -68,7 +68,7 @@ class WeightDecayRamp(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerArgs(Spelled):
-    """Numbers of single optimizers, also by --optimizer-args NAME=VALUE."""
+    """Settings of single optimizers; all of them also by --optimizer-args."""
 
     adam_beta1: float = option(0.9, "decay of Adam's first moment", ge=0, lt=1, only_for=_ADAM)
     adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1, only_for=_ADAM)

@@ -17,7 +17,7 @@ SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout(OneOf):
-    """Layers of the pipeline's stages; without it they are balanced."""
+    """Layers of each pipeline stage, balanced where unset."""
 
     decoder_first_pipeline_num_layers: int | None = option(
         None, "layers of the first stage; the others share the rest evenly", ge=0, way="ends"
@@ -35,7 +35,7 @@ CP_COMM_TYPES = ("p2p", "a2a", "all_gather", "a2a+p2p")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelism(Spelled):
-    """Ranks that share each sequence, and how attention sees the whole of it."""
+    """Context parallelism: ranks that share each sequence, and how attention sees the whole of it."""
 
     context_parallel_size: int = option(1, "ranks that share each sequence", ge=1)
     cp_comm_type: str = option(
@@ -64,7 +64,7 @@ class ContextParallelism(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelism(Spelled):
-    """How the ranks of a pipeline stage share the experts, in place of tensor x context x data parallelism."""
+    """Expert parallelism: how the ranks of a pipeline stage share the experts."""
 
     expert_model_parallel_size: int = option(1, "ranks over which experts are dealt out", ge=1)
     expert_tensor_parallel_size: int | None = option(
@@ -74,7 +74,7 @@ class ExpertParallelism(Spelled):
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Spelled):
-    """What computes, in which memory, and by which library ranks talk."""
+    """Devices, their memory, and the library by which ranks talk."""
 
     device: str = option("auto", "auto: cuda where torch sees a GPU", choices=("auto", "cpu", "cuda"))
     distributed_backend: str | None = option(None, "unset: nccl on cuda, gloo on cpu", choices=("nccl", "gloo"))

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.config.arguments import ARGUMENT_FLAGS, argument_words, shown_flag
 from megalite.config.megatron_flags import megatron_flags
-from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, nearest
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, SHORT_FORMS, nearest
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import Scalar, YamlEntry
@@ -217,16 +217,17 @@ class Reader:
                     self._argument(typed, flag, word, name, made.alone.get(argument) if text is None else text)
                 )
             except BadValue as bad:
-                self._bad(typed, name, typed.label(word), str(bad))
+                meant = name or made.fields.get(_meant(argument, made.fields) or "")
+                self._bad(typed, meant, typed.label(word), str(bad))
         if not givens and not texts:
-            self._bad(typed, None, typed.label(), "expected NAME=VALUE ...")
+            self._bad(typed, None, typed.label(), f"expected NAME=VALUE ...; names are {', '.join(made.fields)}")
         return givens
 
     def _argument(self, typed: _Typed, flag: str, word: str, name: str | None, text: str | None) -> GivenOption:
         """Convert one word. Raises BadValue."""
         option = self.options.get(name or "")
         if option is None or (text is None and option.kind is not bool):
-            raise BadValue(f"expected NAME=VALUE; names are {', '.join(ARGUMENT_FLAGS[flag].fields)}")
+            raise BadValue(_no_argument(word, text, ARGUMENT_FLAGS[flag].fields))
         texts = ["true" if text is None else text]
         if option.many:
             texts = texts[0].replace(",", " ").split()
@@ -310,6 +311,25 @@ class Reader:
         quote = "" if dashes else "'"
         hint = f"; did you mean {quote}{dashes}{shown_guess}{quote}?" if guess else "; see --help"
         self.problems.append(what + hint)
+
+
+def _no_argument(word: str, text: str | None, fields: Mapping[str, str]) -> str:
+    """What is wrong with a word that sets no field. fields: argument -> the field that it sets."""
+    argument = word.partition("=")[0]
+    if argument in fields:
+        return f"expected {argument}=VALUE"
+    meant = _meant(argument, fields)
+    hint = "" if meant is None else f"; did you mean {meant}{'' if text is None else '=' + text}?"
+    return f"expected NAME=VALUE, names are {', '.join(fields)}{hint}"
+
+
+def _meant(argument: str, fields: Mapping[str, str]) -> str | None:
+    """The argument that another word stands for: the name of its field, what others call that, a part of it."""
+    if not argument.isidentifier():
+        return None
+    by_field = [name for name, field in fields.items() if field in (argument, SHORT_FORMS.get(argument))]
+    begins = [name for name in fields if name.startswith(argument) or argument.endswith(f"_{name}")]
+    return next(iter([*by_field, *begins]), None) or nearest(argument, fields)
 
 
 def _split(argv: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:

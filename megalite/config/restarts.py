@@ -9,7 +9,9 @@ from megalite.config.schema import Spelled, option
 
 @dataclass(frozen=True, kw_only=True)
 class Restarts(Spelled):
-    """None of it changes what is trained, so checkpoints do not keep it."""
+    """Failures: restarts, spare ranks and a test of the hosts.
+
+    None of it changes what is trained, so checkpoints do not keep it."""
 
     max_restarts: int = option(
         0,

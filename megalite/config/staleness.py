@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessCorrection(Spelled):
-    """As the user gives it; `correction_of` fills in what is left open."""
+    """Corrections of gradients that are late. As the user gives it; `correction_of` fills in what is left open."""
 
     staleness_correction: str | None = option(
         None,

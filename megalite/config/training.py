@@ -13,7 +13,7 @@ USUAL_EVAL_ITERS = 100  # Megatron-LM's
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp(OneOf):
-    """Growth of the global batch; without it one size forever."""
+    """A global batch that grows."""
 
     rampup_batch_size: tuple[int, ...] | None = option(
         None,
@@ -56,7 +56,7 @@ class TrainingLength(OneOf):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(OneOf):
-    """Number format; without any of these fp32."""
+    """Number format, fp32 where unset."""
 
     bf16: bool = option(False, "parameters and activations in bf16, master weights and gradients in fp32")
     fp16: bool = option(False, "parameters and activations in fp16 with loss scaling, the rest in fp32")

@@ -32,7 +32,8 @@ Enough to begin with (docs/tutorial.md leads through them):
 class Listed(NamedTuple):
     """One line of the list of flags.
 
-    kind: `section`, `heading` (above flags that spell one field), `flag`, or `argument` of the flag before it.
+    kind: `section`, `heading` (above flags that spell one field, `end` behind them), `flag`, or `argument` of the flag
+        before it.
     value: what stands after its name. option: None for a flag with arguments.
     """
 
@@ -47,9 +48,10 @@ def listing(options: Mapping[str, Option]) -> Iterator[Listed]:
     """Every flag in the order of the documentation, under the headings of `--help`."""
     shown = [option for option in options.values() if option.name not in places()]
     section = field = ""
+    headed = False
     for option in options.values():
         if option.section != section:
-            section = option.section
+            section, headed = option.section, False
             yield Listed("section", section)
         flag, _ = places().get(option.name, ("", ""))
         if flag and option is next(options[name] for name in ARGUMENT_FLAGS[flag].fields.values() if name in places()):
@@ -59,8 +61,12 @@ def listing(options: Mapping[str, Option]) -> Iterator[Listed]:
                 yield _argument(argument, options[name], alone=argument in made.alone)
         if flag:
             continue
-        if option.field != field and sum(each.field == option.field for each in shown) > 1:
-            yield Listed("heading", _title(option))
+        if option.field != field:
+            if headed:
+                yield Listed("end", "")
+            headed = sum(each.field == option.field for each in shown) > 1
+            if headed:
+                yield Listed("heading", _title(option))
         field = option.field
         yield Listed("flag", option.flag, value_text(option), _meaning(option), option)
 
@@ -73,7 +79,9 @@ def usage(options: Mapping[str, Option], width: int = 102) -> str:
         if kind == "section":
             lines.append(f"\n{name}:")
         elif kind == "heading":
-            lines.append(f"  {name}:")
+            lines.append(f"\n  {name}:")
+        elif kind == "end":
+            lines.append("")
         elif kind == "flag":
             lines.append(f"  {name} {value}".rstrip())
             lines += _wrapped(text, width, 8, 8)

@@ -5,6 +5,7 @@ The text of both is read by one set of rules, so that `lr: 1e-3` (a string to YA
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -139,7 +140,14 @@ def _choice(option: Option, text: str) -> str:
     for choice in choices:
         if choice.lower() == lowered:
             return choice
-    raise BadValue(f"choose {_either(choices)}")
+    known = option.facts.get("elsewhere", {}).get(lowered)
+    if known is not None:
+        raise BadValue(known)
+    small = {choice.lower(): choice for choice in choices}
+    near = difflib.get_close_matches(lowered, small, n=1, cutoff=0.75)
+    near += [name for name in small if len(lowered) > 3 and lowered in name]  # a part of it
+    hint = f"; did you mean {small[near[0]]}?" if near else ""
+    raise BadValue(f"choose {_either(choices)}{hint}")
 
 
 def _either(choices: tuple[str, ...]) -> str:

@@ -87,7 +87,7 @@ class BaseModel:
         if not os.path.isdir(path):
             raise CheckpointError(
                 f"{where}: adapters of the model {path}, which is not there; bring it back, or name its place: `load` "
-                "to train (beside `auto_resume`), `base` to convert"
+                "to train (beside `auto_resume`), `base` to convert, generate and evaluate"
             )
         if (now := _digest(path, world)) != self.digest:
             raise CheckpointError(

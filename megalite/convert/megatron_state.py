@@ -11,13 +11,13 @@ forms (optimizer.distributed...) are buffers of one layout's ranks, and are refu
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.config import Config, OptimizerConfig, build_section
+from megalite.config import Config, OptimizerConfig, build_section, effective
 from megalite.convert.fields import Fields
 from megalite.convert.megatron_dist import OPTIMIZER, DistParts, MegatronDistSource
 from megalite.convert.registry import config_around
@@ -29,6 +29,7 @@ from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 STATE = "optimizer.state."
 MASTERS, MOMENTS = ("param", "fp32_param"), ("exp_avg", "exp_avg_sq")
 TRACKERS = {"good_steps": "growth_tracker", "tolerance": "hysteresis_tracker"}  # of the loss scale: ours -> theirs
+DROPOUTS = ("hidden_dropout", "attention_dropout")
 WEIGHTS_ALONE = "`no_load_optim` takes the weights alone"
 
 
@@ -131,11 +132,24 @@ class MegatronState:
         rate, decay = schedules["learning_rate"], schedules["weight_decay"]
         settings = {"lr": rate["lr"], "min_lr": rate["min_lr"], "lr_decay_style": rate["style"]}
         ramp = {"start_weight_decay": decay["start"], "end_weight_decay": decay["end"]}
-        named = ("adam_beta1", "adam_beta2", "adam_eps", "decoupled_lr", "decoupled_min_lr")
+        ramp = {} if decay["style"] == "constant" else ramp
+        named = ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "decoupled_lr", "decoupled_min_lr")
         numbers = {name: args.number(name) for name in named if args.get(name)}
         optimizer = {**settings, **ramp, **numbers, "weight_decay": decay["end"]}
         optimizer["weight_decay_incr_style"] = decay["style"]
-        return config_around(self._source.model, build_section(OptimizerConfig, optimizer), **training)
+        dropouts: dict[str, Any] = {name: args.number(name) for name in DROPOUTS if args.get(name) is not None}
+        model = replace(self._source.model, **dropouts)
+        return config_around(model, build_section(OptimizerConfig, optimizer), **training)
+
+    @property
+    def told(self) -> frozenset[str]:
+        """The settings that its `args` and schedules hold: of all others `config` has our defaults."""
+        named = ("seed", "global_batch_size", "micro_batch_size", "train_iters", "clip_grad", *DROPOUTS)
+        found = {name for name in named if self._args.get(name) is not None}
+        optimizer = {"lr", "min_lr", "lr_decay_style", "weight_decay", "weight_decay_incr_style"}
+        optimizer |= {name for name in ("adam_beta1", "adam_beta2", "adam_eps") if self._args.get(name)}
+        precision = {"bf16", "fp16"}
+        return frozenset(found | optimizer | precision | effective(self._source.model).keys())
 
     @property
     def meta(self) -> Mapping[str, Any]:

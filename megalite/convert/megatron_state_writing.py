@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.checkpoint import CheckpointReader, Meta
 from megalite.config import OptimizerConfig, from_dict
 from megalite.convert.megalite_files import CheckpointSource
-from megalite.convert.megatron_state import MASTERS, MOMENTS, TRACKERS, WEIGHTS_ALONE
+from megalite.convert.megatron_state import DROPOUTS, MASTERS, MOMENTS, TRACKERS, WEIGHTS_ALONE
 from megalite.errors import CheckpointError
 
 # Megatron's Adam is torch's or Transformer Engine's; each wants its own settings in a group and ignores the others'.
@@ -109,6 +109,7 @@ class KeptState:
             "consumed_train_samples": self._meta.integer("consumed_samples"), "seed": training.seed,
             "global_batch_size": self.config.global_batch_size(self._reader.manifest.world_size),
             "micro_batch_size": training.micro_batch_size, "weight_decay": settings.weight_decay,
+            "clip_grad": settings.clip_grad, **{name: getattr(self.config.model, name) for name in DROPOUTS},
             "adam_beta1": settings.args.adam_beta1, "adam_beta2": settings.args.adam_beta2,
             "adam_eps": settings.args.adam_eps, "use_distributed_optimizer": True,
             "dist_ckpt_optim_fully_reshardable": True, "lr_warmup_init": rate.number("warmup_init"),

@@ -25,7 +25,7 @@ from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.remote_tokens import AT_ONCE, RemoteIndexedDataset
 from megalite.data.sources import Source, apart, phase_sources, sources_of
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
-from megalite.data.survey import Survey, check_vocabulary, survey
+from megalite.data.survey import WHOLE, Survey, check_answers, check_vocabulary, survey, unanswered
 from megalite.data.token_store import TokenStore
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 TOKENS_VERSION = 1
 """Changes when cached tokens of the same text and tokenizer would differ."""
+NO_ANSWER = "%s: %s of %s conversations have no answer of the assistant: nothing is learnt of them"
 
 Dataset = GPTDataset | BlendedDataset
 
@@ -142,8 +143,8 @@ def build_datasets(
             # The default split leaves a sliver for the test; a small corpus has none, which is no fault of the user.
             if warns:
                 logger.warning("no final test: %s", error)
-    if cfg.reset_attention_mask and warns:
-        opener.warn_of_long_documents()
+    if warns:
+        opener.warn_of_documents()
     surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
     return Datasets(train, valid, test, requests, surveys, phases, named, parts)
 
@@ -202,13 +203,17 @@ class _Opener:
             phases.append(Phase(first, name, tuple(normalise(weights)) if weights else (), requests[number], own))
         return PhasedDataset(made), tuple(phases)
 
-    def warn_of_long_documents(self) -> None:
-        """Names the training data whose documents no sample can hold whole."""
+    def warn_of_documents(self) -> None:
+        """Names the training data with conversations that teach nothing (of very large data their maker did), or with
+        documents that no sample can hold whole."""
         for source, store in [
             pair for key in self._used if key.startswith("train") for pair in self._used[key].items()
         ]:
+            small = int(store.lengths.sum(dtype=np.int64)) <= WHOLE
+            if small and (count := unanswered(store)):
+                logger.warning(NO_ANSWER, source, f"{count:,}", f"{len(store.lengths):,}")
             longer = int((store.lengths > self.seq_length).sum())
-            if longer:
+            if longer and self.cfg.reset_attention_mask:
                 logger.warning(
                     "%s: %s of %s documents are longer than `seq_length`=%d (the longest has %s tokens): they are cut, "
                     "and with `reset_attention_mask` none sees the one before; raise `seq_length` to keep them whole",
@@ -280,6 +285,7 @@ class _Opener:
         self, store: TokenStore, bounds: tuple[int, int], split: str, requests: Sequence[int | None]
     ) -> GPTDataset:
         try:
+            check_answers(store, *bounds)
             return GPTDataset(
                 store,
                 *bounds,

@@ -33,9 +33,10 @@ from megalite.data.file_chunks import (
     unit_digest,
     utf8_length,
 )
-from megalite.data.indexed import ANSWER, END, MARKS
+from megalite.data.indexed import ANSWER, END, MARKS, IndexedDataset
 from megalite.data.kept_units import UnitTokens
 from megalite.data.preprocess import Summary, Totals, UnitJob, write_units
+from megalite.data.survey import check_answers, unanswered
 from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.errors import ConfigError, DataError
 from megalite.extras import optional_package
@@ -44,6 +45,10 @@ from megalite.strangers import PROGRAMS, check_no_program, read_limited, read_ma
 
 FLAG = "`data_format`=chat"
 Messages = list[dict[str, Any]]
+FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+SHAREGPT = f"this is ShareGPT's form (from, value: human is user, gpt is assistant); write it as {FORM}"
+PAIRS = ({"instruction", "output"}, {"prompt", "completion"}, {"prompt", "response"}, {"question", "answer"})
+"""Fields of lines with one question each."""
 #: Of tokenizer_config.json, by which templates name special tokens.
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -171,16 +176,31 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     record = parse_json(line, where)
     messages = record.get(keys[0]) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: no list of messages in field '{keys[0]}'; name the field by `json_keys`")
+        raise DataError(f"{where}: no list of messages in field '{keys[0]}'; {_other_form(record, keys[0])}")
     for number, message in enumerate(messages, 1):
         texts = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
-            raise DataError(f"{where}: message {number} is not an object with a role and a content that are texts")
+            why = f"; {SHAREGPT}" if isinstance(message, dict) and {"from", "value"} <= message.keys() else ""
+            raise DataError(f"{where}: message {number} is not an object with a role and a content that are texts{why}")
         for name in ("role", "content"):
             check_characters(message[name], f"{where}: {name} of message {number}")
     if record.get("tools"):
         raise DataError(f"{where}: has tools, which are not supported; leave them out, or `skip_bad_lines` drops it")
     return [messages]
+
+
+def _other_form(record: Any, key: str) -> str:
+    """What to do with a line that has no messages in a field: what it looks like says it."""
+    fields = record if isinstance(record, dict) else {}
+    lists = [name for name, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if any({"from", "value"} <= fields[name][0].keys() for name in lists):
+        return SHAREGPT
+    if lists:
+        return f"name the field by `json_keys`: {lists[0][:40]} holds a list of objects"
+    if any(names <= fields.keys() for names in PAIRS):
+        return f"a question and its answer are two messages: {FORM}"
+    has = ", ".join(str(name)[:40] for name in list(fields)[:8]) or "no field at all"
+    return f"it has {has}; a line is {FORM}, or another field is named by `json_keys`"
 
 
 @dataclass(frozen=True)
@@ -256,4 +276,7 @@ def preprocess_chat(
     units = (unit for path in inputs for unit in input_units(path, (key,)))
     prefixes = (prefix, prefix + MARKS)
     write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
+    written = IndexedDataset(prefix, flag="`output_prefix`")
+    check_answers(written, 0, len(written))
+    totals.unanswered = unanswered(written)
     return Summary((prefix,), totals)

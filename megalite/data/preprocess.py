@@ -36,7 +36,8 @@ BACKLOG = 4
 
 @dataclass
 class Totals:
-    """Counts: `done` of `size` input bytes (0: not known); of this process `text_bytes`, in `seconds` so far."""
+    """Counts: `done` of `size` input bytes (0: not known); of this process `text_bytes`, in `seconds` so far.
+    unanswered: conversations of which the loss counts nothing."""
 
     size: int
     done: int = 0
@@ -44,6 +45,7 @@ class Totals:
     documents: int = 0
     tokens: int = 0
     skipped: int = 0
+    unanswered: int = 0
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed import ANSWER, IndexedDataset
 from megalite.data.token_store import TokenStore
 from megalite.errors import DataError
 
@@ -77,6 +77,28 @@ def check_vocabulary(store: IndexedDataset, vocab_size: int, tokenizer: str, sou
                 f"{source}: document {store.document_at(start + at)} holds token id {int(tokens[at])}, outside of the "
                 f"vocabulary of {tokenizer} (0..{vocab_size - 1}); name the tokenizer that wrote it"
             )
+
+
+def unanswered(store: TokenStore) -> int:
+    """How many of its conversations have no token that the loss counts; of text there is nothing to ask."""
+    if not isinstance(store, IndexedDataset) or store.marks is None:
+        return 0
+    marks = store.marks.stream(0, store.num_tokens)
+    lengths = store.marks.lengths[store.marks.lengths > 0]
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    return len(store.lengths) - int(np.count_nonzero(np.bitwise_or.reduceat(marks, starts) & ANSWER))
+
+
+def check_answers(store: TokenStore, begin: int, end: int) -> None:
+    """Raises DataError where a training on the conversations `begin:end` would learn nothing, as they have no answer.
+    Of text there is nothing to ask."""
+    if not isinstance(store, IndexedDataset) or store.marks is None:
+        return
+    if not any((store.marks.get(number) & ANSWER).any() for number in range(begin, end)):
+        raise DataError(
+            f"{store.prefix}: none of its {end - begin:,} conversations has an answer of the assistant, so the loss "
+            "counts nothing; give messages of the role assistant, or a template that marks what they wrote"
+        )
 
 
 def _sampled(store: IndexedDataset) -> Iterator[tuple[int, NDArray[np.integer]]]:

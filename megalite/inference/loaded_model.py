@@ -19,7 +19,7 @@ import torch
 from megalite.checkpoint import Meta, copy_extras, is_huggingface, read_manifest, reader_of, resolve_checkpoint
 from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World, open_channel
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
-from megalite.convert import ORIGIN_META, HuggingFaceSource, Origin, stop_tokens
+from megalite.convert import BASE_META, ORIGIN_META, HuggingFaceSource, Origin, stop_tokens
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation import Generator, ModelParts
@@ -95,6 +95,7 @@ def load_for_inference(
     *,
     ckpt_step: int | None = None,
     use_ema: bool = False,
+    base: Path | str | None = None,
     device: torch.device | str = "auto",
     dtype: torch.dtype | None = None,
     world: World | None = None,
@@ -105,13 +106,14 @@ def load_for_inference(
     directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`), one checkpoint, or a Hugging
         Face folder of a family that we have.
     use_ema: the average of its weights (`--ema-decay`) in place of the weights.
+    base: of adapters, where the model that they were trained beside lies now; None: where it did then.
     device: `auto` is cuda where torch sees a GPU.
     dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
     parallel: sizes of the tensor-, pipeline-, context- and expert-parallel axes; the rest of the world are replicas.
     Raises CheckpointError where nothing is there, or it is damaged; DataError where its tokenizer cannot be built (a
     package it needs is missing, for example); ConfigError where the model cannot be laid out so.
     """
-    found = _open(directory, ckpt_step, use_ema)
+    found = _open(directory, ckpt_step, use_ema, None if base is None else Path(base))
     config = found.config
     target = pick_device(str(device))
     world = world or World()
@@ -155,9 +157,11 @@ class _Found:
     load: Callable[[Sequence[TensorShard], Axis], None]
 
 
-def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool) -> _Found:
+def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool, base: Path | None) -> _Found:
     """Raises MegaliteError."""
     if is_huggingface(directory):
+        if base is not None:
+            raise ConfigError(f"`base`={base}: {directory} is a Hugging Face model, which needs no other; drop it")
         if use_ema:
             raise ConfigError(f"`use_ema`: {directory} is a Hugging Face model and has one set of weights; drop it")
         if ckpt_step is not None:
@@ -170,6 +174,8 @@ def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool) -> _Found
     manifest = read_manifest(path)
     config = config_of(path, manifest)
     _ = reader_of(path, use_ema=use_ema)
+    if base is not None and BASE_META not in manifest.meta:
+        raise ConfigError(f"`base`={base}: {path} holds a whole model; drop it")
     if config.model.is_foreign:
         raise CheckpointError(
             f"{path}: holds a `model_module` ({config.model.module.model_module}); evaluate it by "
@@ -181,7 +187,7 @@ def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool) -> _Found
     meta = Meta(manifest.meta, str(path))
     progress = meta.integer("iteration", 0), meta.integer("consumed_samples", 0)
     origin = Origin.from_meta(manifest.meta.get(ORIGIN_META))
-    return _Found(path, config, tokenizer, origin, progress, partial(load_model, path, use_ema))
+    return _Found(path, config, tokenizer, origin, progress, partial(load_model, path, use_ema, base))
 
 
 def pick_device(name: str) -> torch.device:

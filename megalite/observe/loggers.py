@@ -100,9 +100,10 @@ class ConsoleHook(Hook):
         every, last = trainer.config.logging.log_interval, trainer.train_iters
         following = min(last, (stats.iteration // every + 1) * every)
         if not self._stepped and stats.iteration % every and stats.iteration < last:
+            left = duration((last - stats.iteration) * stats.iteration_time_s)
             self._print(
-                f" first iteration ({stats.iteration:,} of {last:,}) done after {stats.iteration_time_s:.1f} s; "
-                f"the next line comes at iteration {following:,}"
+                f" first iteration ({stats.iteration:,} of {last:,}) done after {stats.iteration_time_s:.1f} s; if all "
+                f"took as long, {left} would be left (most are faster); the next line comes at iteration {following:,}"
             )
         self._stepped = True
 

@@ -52,7 +52,7 @@ from megalite.planner.memory import (
 )
 from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes
 from megalite.planner.predict import Prediction, predict, program_of
-from megalite.planner.profile import Profile, load_profile, mean_profile
+from megalite.planner.profile import Profile, load_profile, mean_profile, measured_model
 from megalite.planner.result_table import (
     as_json,
     budget,

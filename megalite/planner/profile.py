@@ -2,37 +2,57 @@
 
 A profile is JSON: `points` with the tensor-parallel size, sequence parallelism, the micro-batch, and seconds of F, I, W
 (and what B hides) of an embedding, a block and a head of the model that was measured, messages of tensor parallelism
-included; `optimizer` (seconds of an update and per owned element), `step` (seconds besides the actions, and per sample
-of a rank), `links` (operation -> latency, bytes per second inside a node). A layout whose point is missing takes the
-nearest one, scaled by what the roofline says of the difference; so does one that shares sequences.
+included; `model`, what those times depend on: another is refused; `optimizer` (seconds of an update and per owned
+element), `step` (seconds besides the actions, and per sample of a rank), `links` (operation -> latency, bytes per
+second inside a node). A layout whose point is missing takes the nearest one, scaled by what the roofline says of the
+difference; so does one that shares sequences.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config import Config
+from megalite.config import Config, effective, show
 from megalite.errors import ConfigError
 from megalite.inventory import model_layers
-from megalite.planner.cost import LayerTimes, Roofline
+from megalite.planner.cost import LayerTimes, Roofline, precision_name
 from megalite.planner.hardware import Hardware, Link
 
 KINDS = ("embedding", "block", "head")
+PRECISION = "precision"
+ANYTHING = ("num_layers", "model_type", "max_position_embeddings")
+"""Of a model, what the time of a block does not depend on."""
 
 
 @dataclass(frozen=True)
 class Profile:
     """points: (tensor-parallel size, sequence parallel, micro-batch) -> kind of layer -> times. optimizer, step:
-    (fixed, per unit)."""
+    (fixed, per unit). measured: `measured_model` of what was timed; path: where it was read."""
 
     roofline: Roofline
     points: Mapping[tuple[int, bool, int], Mapping[str, LayerTimes]]
     optimizer: tuple[float, float]
     step: tuple[float, float]
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    path: str = ""
+
+    def check(self, config: Config) -> None:
+        """Raises ConfigError where another model is planned than was timed: times are of one width."""
+        now = measured_model(config)
+        other = [name for name, value in self.measured.items() if name in now and now[name] != value]
+        if other:
+            named = {name: name if name == PRECISION else f"`{name}`" for name in other[:4]}
+            shown = ", ".join(
+                f"{text}={show(self.measured[name])} (here {show(now[name])})" for name, text in named.items()
+            )
+            raise ConfigError(
+                f"`profile`={self.path}: its times are of a model with {shown}; measure this one: "
+                "tools/profile_layers.py with the flags of this plan"
+            )
 
     @property
     def hardware(self) -> Hardware:
@@ -66,6 +86,15 @@ class Profile:
         return self.step[0] + samples * self.step[1]
 
 
+def measured_model(config: Config) -> dict[str, int | str | None]:
+    """What the times of a model's layers depend on, depth and layout apart, as a profile notes it."""
+    model = {**effective(config.model), "seq_length": config.model.seq_length}
+    plain = {
+        name: value for name, value in model.items() if isinstance(value, int | str | None) and name not in ANYTHING
+    }
+    return {**plain, PRECISION: precision_name(config)}
+
+
 def _scaled(measured: LayerTimes, here: LayerTimes, there: LayerTimes) -> LayerTimes:
     return LayerTimes(*(m * (h / t if t else 1.0) for m, h, t in zip(measured, here, there, strict=True)))
 
@@ -90,7 +119,9 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
         raise ConfigError(f"`profile`={path}: not a profile of tools/profile_layers.py ({error!r})") from error
     if not points:
         raise ConfigError(f"`profile`={path}: holds no measured point")
-    return Profile(Roofline(replace(hardware, measured=links)), points, update, step)
+    if not isinstance(data.get("model"), dict):
+        raise ConfigError(f"`profile`={path}: does not say which model was timed; measure it again")
+    return Profile(Roofline(replace(hardware, measured=links)), points, update, step, data["model"], path)
 
 
 def _pair(numbers: Any) -> tuple[float, float]:

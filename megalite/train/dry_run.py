@@ -13,8 +13,17 @@ import torch
 
 from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint, without_gc
 from megalite.comm import Axis, ContextAxes
-from megalite.config import Config, DataConfig, Float8, dump_yaml, meant_for_this_host, missing_data, missing_packages
-from megalite.data import Datasets, Tokenizer, build_datasets, cache_directory, is_indexed
+from megalite.config import (
+    USUAL_VOCABULARIES,
+    Config,
+    DataConfig,
+    Float8,
+    dump_yaml,
+    meant_for_this_host,
+    missing_data,
+    missing_packages,
+)
+from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
@@ -30,7 +39,7 @@ from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
-from megalite.train.run_data import changed_data, resolve_tokenizer
+from megalite.train.run_data import cache_of, changed_data, resolve_tokenizer
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -114,7 +123,7 @@ def time_text(config: Config, world_size: int, device_name: str, *, here: bool =
 
 def without_files(config: Config) -> tuple[Config, Tokenizer]:
     """The tokenizer and its vocabulary; where its files, or those of the data, are on another host alone, as many
-    numbers. Raises ConfigError where their number is not known, DataError for files that are no tokenizer."""
+    numbers. Raises DataError for files that are no tokenizer."""
     data = config.data
     if not missing_data(config):
         return resolve_tokenizer(config)
@@ -122,7 +131,13 @@ def without_files(config: Config) -> tuple[Config, Tokenizer]:
     kind = data.tokenizer_type or (inferred if data.vocab_file or data.merge_file or data.tokenizer_model else None)
     numbers = DataConfig(mock_data=True, tokenizer_type=kind)
     if numbers.stand_in_ids(config.model.vocab_size) == 0:
-        raise ConfigError(f"`tokenizer_model`={data.tokenizer_model}: not on this host; give `vocab_size`")
+        size, whose = USUAL_VOCABULARIES[str(kind)]
+        logger.warning(
+            "`tokenizer_model`=%s: not on this host; %s tokens are assumed, %s number: give `vocab_size` if it has "
+            "others",
+            data.tokenizer_model, f"{size:,}", whose,
+        )  # fmt: skip
+        config = replace(config, model=replace(config.model, vocab_size=size))
     settled, tokenizer = resolve_tokenizer(replace(config, data=numbers))
     return replace(settled, data=data), tokenizer
 
@@ -226,7 +241,6 @@ def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
     training = config.training
     one = int(training.evaluates)
     with tempfile.TemporaryDirectory(prefix="megalite-") as passing:
-        kept = cache_directory(config.data.data_cache_path, config.checkpoint.run_folder)
         return build_datasets(
             config.data,
             seq_length=config.model.seq_length,
@@ -235,7 +249,7 @@ def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
             test_samples=one,
             seed=training.seed,
             tokenizer=tokenizer,
-            cache_dir=kept if is_tokenised(config) else Path(passing),
+            cache_dir=cache_of(config) if is_tokenised(config) else Path(passing),
             vocab_size=config.model.vocab_size,
         )
 

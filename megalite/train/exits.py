@@ -12,7 +12,9 @@ counts. On a GPU the vote is read one iteration later, when it is long there, so
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import signal
 import threading
 import time
@@ -25,6 +27,7 @@ import torch
 
 from megalite.comm import Axis, Handle, agree_max, all_reduce_
 from megalite.config import TrainingConfig
+from megalite.errors import in_flags
 from megalite.late_reading import LateReading
 
 logger = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ class ExitPolicy:
         device: where the vote travels; on a GPU it is read one iteration late.
         clock: seconds, monotonic; the duration counts from the making of this object.
         save_has_failed: whether this rank knows of a background save that came to nothing.
+        saves: whether a run that ends writes a checkpoint.
     """
 
     def __init__(
@@ -68,9 +72,11 @@ class ExitPolicy:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         save_has_failed: Callable[[], bool] = lambda: False,
+        saves: bool = True,
     ) -> None:
         self._config, self._world, self._device = config, world, device
-        self._save_has_failed = save_has_failed
+        self._save_has_failed, self._saves = save_has_failed, saves
+        self._decided = 0
         self._clock = clock
         self._began = clock()
         self._received: int | None = None
@@ -95,7 +101,7 @@ class ExitPolicy:
 
     def decide(self, iteration: int) -> ExitReason | None:
         """Why the run ends after `iteration`, which is about to start, or None. Collective over the world."""
-        interval = self._config.exit_interval
+        interval, self._decided = self._config.exit_interval, iteration
         agreed = self._ballot.vote(self._wish()) if self._votes else None
         if agreed is not None:
             if agreed is ExitReason.SIGNAL and self._received is not None:
@@ -119,8 +125,19 @@ class ExitPolicy:
         return None
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        # Nothing but this: the handler runs between any two instructions, perhaps while a log line is being written.
-        self._received = number
+        # No logger: the handler runs between any two instructions, perhaps while a log line is being written.
+        first, self._received = self._received is None, number
+        if first and self._world.is_first:
+            with contextlib.suppress(OSError):
+                os.write(2, in_flags(f" {self._heard(signal.Signals(number).name)}\n").encode())
+
+    def _heard(self, name: str) -> str:
+        """What is said at once: an iteration may take minutes."""
+        if not self._decided:
+            when = "after the first iteration"
+        else:
+            when = f"after iteration {self._decided + 1}, the one after this (an evaluation is cut short)"
+        return f"received {name}: the run ends {when}, and {'saves' if self._saves else 'saves nothing (no `save`)'}"
 
 
 _REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED)

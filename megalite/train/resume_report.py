@@ -96,7 +96,9 @@ def resume_report(
         from_flags = anew
     else:
         from_flags = [*anew, by_schedule.replace(": flags", "")]
-    found = dict(changes(start.saved, start.world_size, config, world_size)) if start.saved is not None else {}
+    found: dict[str, tuple[str, str]] = {}
+    if start.saved is not None:
+        found |= changes(start.saved, start.world_size, config, world_size, told=start.told)
     if own_tokenizer:
         tokenizer = [flag_of("tokenizer_type"), flag_of("tokenizer_model")]
         found = {name: pair for name, pair in found.items() if name not in tokenizer}
@@ -110,20 +112,24 @@ def resume_report(
     )
 
 
-def changes(before: Config, size_before: int, now: Config, size: int) -> Mapping[str, tuple[str, str]]:
-    """Name (a flag, or `layout:`) -> (then, now), as texts; where a run reads and writes is left out."""
+def changes(
+    before: Config, size_before: int, now: Config, size: int, *, told: frozenset[str] | None = None
+) -> Mapping[str, tuple[str, str]]:
+    """Name (a flag, or `layout:`) -> (then, now), as texts; where a run reads and writes is left out. told: the
+    settings that are known of the run before; None: all."""
     found: dict[str, tuple[str, str]] = {}
     layouts = describe_layout(before, size_before), describe_layout(now, size)
-    if layouts[0] != layouts[1]:
+    if layouts[0] != layouts[1] and told is None:
         found["layout:"] = layouts
     for section, cls in SECTIONS.items():
         if section in SILENT_SECTIONS:
             continue
         then, here = _values(before, section), _values(now, section)
-        told = [
+        shown = [
             o for o in options_of(section, cls) if o.name not in SILENT.union(LAYOUT) and o.facts.get("saved", True)
         ]
-        other = [option for option in told if then[option.name] != here[option.name]]
+        shown = [option for option in shown if told is None or option.name in told]
+        other = [option for option in shown if then[option.name] != here[option.name]]
         for option in other:
             old, new = then[option.name], here[option.name]
             rivals = [rival for rival in other if option.excludes(rival)]

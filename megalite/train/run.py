@@ -196,7 +196,7 @@ def assemble_trainer(
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
     executor = make_executor(config, model, mesh, updater, world.device)
-    exits = ExitPolicy(config.training, mesh.world, device=world.device, save_has_failed=state.save_has_failed)
+    exits = make_exits(state, mesh, world.device)
     model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
     traced, flops = config.logging.trace_pipeline, None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
@@ -227,6 +227,13 @@ def assemble_trainer(
         roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
     )
+
+
+def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
+    """When the run ends early."""
+    saves = state.config.checkpoint.save is not None
+    failed = state.save_has_failed
+    return ExitPolicy(state.config.training, mesh.world, device=device, save_has_failed=failed, saves=saves)
 
 
 def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Updater, device: torch.device) -> Executor:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,12 +209,20 @@ def open_datasets(
         test_samples=per_evaluation if evaluates else 0,
         seed=training.seed,
         tokenizer=tokenizer,
-        cache_dir=cache_directory(config.data.data_cache_path, config.checkpoint.run_folder),
+        cache_dir=cache_of(config),
         earlier_requests=earlier_requests,
         vocab_size=config.model.vocab_size,
         ranks_here=ranks_here,
         warns=warns,
     )
+
+
+def cache_of(config: Config) -> Path:
+    """Where tokens of texts and orders of samples are kept: of mock data within the run's folder, not beside it."""
+    given, folder = config.data.data_cache_path, config.checkpoint.run_folder
+    if config.data.mock_data and folder is not None and not given:
+        given = str(Path(folder) / "data_cache")
+    return cache_directory(given, folder)
 
 
 def changed_data(earlier: Mapping[str, Any], datasets: Datasets, config: Config) -> list[str]:

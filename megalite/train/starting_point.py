@@ -52,7 +52,7 @@ from megalite.convert import (
 )
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
 from megalite.errors import CheckpointError, MegaliteError
-from megalite.files import staging_folder
+from megalite.files import served_url, staging_folder
 from megalite.progress import amount
 from megalite.stores import Place, StoreUrl, close_stores, place
 
@@ -64,8 +64,9 @@ class StartingPoint:
     """path: a committed checkpoint, or a Hugging Face directory.
 
     model: what the weights are. weights_only: iteration, data and optimizer start anew. saved, world_size: the run that
-    wrote the checkpoint. source: gives the weights of a model in another format; None for a checkpoint. run: gives the
-    tensors of a run in another format. kind: that format, for messages.
+    wrote the checkpoint; told: the settings that its format holds, where it is not ours. source: gives the weights of a
+    model in another format; None for a checkpoint. run: gives the tensors of a run in another format. kind: that
+    format, for messages.
     """
 
     path: Place
@@ -73,6 +74,7 @@ class StartingPoint:
     meta: Mapping[str, Any]
     weights_only: bool
     saved: Config | None = None
+    told: frozenset[str] | None = None
     world_size: int = 1
     source: HuggingFaceSource | MegatronDistSource | DcpSource | None = None
     run: ReadableRun | None = None
@@ -137,7 +139,9 @@ def _distributed_start(
         return start
     if isinstance(source, MegatronDistSource):
         run = state_of(source)
-        return start if run is None else replace(start, meta=run.meta, weights_only=False, saved=run.config, run=run)
+        if run is None:
+            return start
+        return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
     state = state_of_dcp(source)
     if state is None:
         return start
@@ -230,9 +234,20 @@ def settle_base(config: Config, start: StartingPoint | None, world: Axis) -> Bas
         if recorded.seed != seed:
             raise CheckpointError(f"{where}: adapters of the random weights of `seed`={recorded.seed}; give that")
         return recorded
-    elsewhere = None if load is None or recorded.path.is_dir() else Path(load).resolve()
-    own = start.path.resolve()
-    return recorded.found(where, world, None if elsewhere in (own, own.parent) else elsewhere)
+    return recorded.found(where, world, _base_elsewhere(load, start.path, recorded.path))
+
+
+def _base_elsewhere(load: str | None, checkpoint: Place, recorded: Path) -> Path | None:
+    """Where `--load` says that the model of resumed adapters lies now; None: where they were begun. It may also name
+    the run itself, adapters that it was continued from, or a run that has trained its model further since."""
+    if load is None or served_url(load) is not None:
+        return None
+    path, own = Path(load).resolve(), checkpoint.resolve()
+    if path in (own, own.parent) or (recorded.is_dir() and path in (recorded, recorded.parent)):
+        return None
+    if path.is_dir() and not is_huggingface(path) and (path / COMMITTED).is_file() or committed(path):
+        return None if BASE_META in read_manifest(resolve_checkpoint(path)).meta else path
+    return path
 
 
 def load_base(base: BaseModel, shards: Sequence[TensorShard], world: Axis) -> None:
@@ -244,14 +259,14 @@ def load_base(base: BaseModel, shards: Sequence[TensorShard], world: Axis) -> No
         Checkpointer(".", world=world).load(source.path, shards, cast=True)
 
 
-def load_model(path: Place, use_ema: bool, shards: Sequence[TensorShard], world: Axis) -> None:
+def load_model(path: Place, use_ema: bool, elsewhere: Path | None, shards: Sequence[TensorShard], world: Axis) -> None:
     """All weights of a checkpoint, adapters and their model included, cast to the shards' dtype. use_ema: averages
-    where there are some. Collective. Raises CheckpointError."""
+    where there are some. elsewhere: where that model lies now. Collective. Raises CheckpointError."""
     manifest = read_manifest(path)
     own = [shard for shard in shards if BASE_META not in manifest.meta or shard.name in manifest.tensors]
     Checkpointer(path.parent, world=world).load(path, own, cast=True)
     if len(own) < len(shards):
-        base = BaseModel.of_meta(manifest.meta, str(path)).found(str(path), world)
+        base = BaseModel.of_meta(manifest.meta, str(path)).found(str(path), world, elsewhere)
         load_base(base, [shard for shard in shards if shard.name not in manifest.tensors], world)
     if use_ema:
         reader = AveragedReader(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from megalite import strangers
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.convert import AdaptedSource, hf_files
+from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference
 from megalite.inventory.layers import parameter_shapes
 from pretrain_gpt import main as pretrain
@@ -189,11 +190,29 @@ def test_adapters_of_a_bf16_model_are_merged_and_rounded_once(convert: Convert, 
     assert len(changed) == 14, "all linear layers"
     status, out, _ = convert("--from", "megalite", "--to", "peft", "--load", tmp_path / "run", "--save", tmp_path / "a")
     assert status == 0 and "then PeftModel.from_pretrained(base, " in out
+    check_a_base_that_has_moved(convert, tmp_path, sides)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AdaptedSource, "merged", lambda source, name: 1.5 * source._base.read(name).float())
         status, _, error = convert(*sides, "--save", tmp_path / "wrong")
     assert status == 1 and "adapters merged and beside the base" in error, "a wrong merge is not taken for rounding"
+
+
+def check_a_base_that_has_moved(convert: Convert, tmp_path: Path, sides: Sequence[Any]) -> None:
+    """--base is where the converter, its --verify, generation and evaluation look, and nowhere else; refused of what
+    has none."""
+    (tmp_path / "base").rename(tmp_path / "moved")
+    status, _, error = convert(*sides, "--save", tmp_path / "b")
+    assert status == 2 and "which is not there" in error and "--base to convert, generate and evaluate" in error
+    there = ["--base", tmp_path / "moved"]
+    assert convert(*sides, *there, "--save", tmp_path / "b")[0] == 0
+    assert load_for_inference(tmp_path / "run", base=tmp_path / "moved", device="cpu").iteration > 0
+    for other in (tmp_path / "moved", tmp_path / "back"):
+        if other.name == "back":
+            assert convert("--from", "hf", "--to", "megalite", "--load", tmp_path / "moved", "--save", other)[0] == 0
+        with pytest.raises(ConfigError, match="needs no other; drop it|holds a whole model; drop it"):
+            load_for_inference(other, base=tmp_path / "moved", device="cpu")
+    (tmp_path / "moved").rename(tmp_path / "base")
 
 
 @pytest.mark.parametrize("target", ["hf", "megatron"])

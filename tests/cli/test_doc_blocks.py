@@ -42,7 +42,7 @@ NOT_RUN = {
     r"benchmarks/": "measures for minutes: tests/cli/test_benchmarks.py",
     r"runs/(char|quick)\b": "trains for minutes: tests/equivalence/test_weight_averages.py",
     r"study_staleness": "trains for days: tests/unit/tools/test_study_staleness.py",
-    r"profile_layers|--profile profile.json": "measures for minutes: tests/cli/test_plan.py",
+    r"profile_layers": "measures for minutes: tests/cli/test_plan.py",
     r"--sweep expanded_gb": "searches for 10 s: tests/unit/tools/test_plan_sweep.py",
     r"gpt3_175b|--what-if|frontier_1t": f"searches layouts for minutes, {SEARCH}",
 }
@@ -72,6 +72,7 @@ SHORTER = (
     (r"--vocab-size (4096|2048)", "--vocab-size 300"),
     (r"--iteration 1730", "--iteration 3"),
     (r"--num-devices 64$", "--num-devices 2"),
+    (r" --profile profile.json", ""),
     (r"--nprocs 8$", "--nprocs 2"),
     (r"--save runs/continued", "--finetune --save runs/continued"),  # else after two iterations nothing is left to do
     (r"--overlap 992", "--overlap 8"),

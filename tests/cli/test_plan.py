@@ -8,11 +8,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from megalite.config import DataConfig, ids_of_files
 from megalite.config.cli import read_unjudged
+from megalite.data import make_tokenizer
 from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_hardware
@@ -116,6 +119,65 @@ def test_errors_are_one_line_with_status_two() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_the_planner_needs_yaml_alone() -> None:
+    """Arrays, weights and tokenizers are what others need: `--help` and a plan where nothing else is installed."""
+    hidden = "torch numpy safetensors tokenizers xxhash".split()
+    code = (
+        f"import sys, runpy; sys.modules |= dict.fromkeys({hidden}); sys.argv = sys.argv[1:]; "
+        f"sys.path.insert(0, {str(ROOT / 'tools')!r}); sys.path.insert(0, {str(ROOT)!r}); "
+        "import importlib.util as u; find = u.find_spec; "
+        f"u.find_spec = lambda name, *rest: None if name in {hidden} else find(name, *rest); "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    for words, says in (
+        (["plan.py", "--help"], "usage: plan.py"),
+        (["plan.py", *SMALL, "--num-devices", "2", "--hardware", "cpu-2core"], "layouts ranked"),
+        (["show_schedule.py", "--help"], "usage: show_schedule.py"),
+        (["report.py", "--help"], "lacks numpy, safetensors, tokenizers, xxhash"),
+    ):
+        command = [sys.executable, "-c", code, str(ROOT / "tools" / words[0]), *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert says in done.stdout + done.stderr, (words, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "size"),
+    [
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": []}, 2),
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 1}, {"id": 7}]}, 8),
+        ("tokenizer.json", {"model": {"vocab": [["a", 0.0], ["b", -1.0], ["c", -2.0]]}, "added_tokens": None}, 3),
+        ("vocab.json", {"a": 0, "b": 4}, 5),
+        ("tokenizer.json", {"model": {}}, "no tokenizer's vocabulary is in it"),
+        ("tokenizer.json", [], "no tokenizer's vocabulary is in it"),
+        ("tokenizer.json", {"model": {"vocab": {"a": "b"}}}, "no tokenizer's vocabulary is in it"),
+        ("tokenizer.json", None, "no tokenizer's vocabulary is in it"),
+        ("tokenizer.model", {}, None),
+    ],
+)
+def test_tokens_are_counted_without_a_tokenizer(name: str, content: Any, size: Any, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(json.dumps(content))
+    for named in (tmp_path, tmp_path / name):
+        data = DataConfig(tokenizer_model=str(named))
+        if isinstance(size, str):
+            with pytest.raises(ConfigError, match=size):
+                ids_of_files(data)
+        else:
+            assert ids_of_files(data) == size, named
+    assert ids_of_files(DataConfig(tokenizer_model=str(tmp_path / "none"))) is None
+
+
+def test_counted_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    """Against the package's own count, special tokens added behind the others included."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    made = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    for extra in range(3):
+        made.add_special_tokens([AddedToken(f"<{extra}>")])
+        made.save(str(tmp_path / "tokenizer.json"))
+        expected = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)).vocab_size
+        assert ids_of_files(DataConfig(tokenizer_model=str(tmp_path))) == expected == 4 + extra
+
+
 def test_a_margin_of_memory_is_kept_where_anything_leaves_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +254,7 @@ def test_the_largest_model_is_read_without_a_guess() -> None:
     assert config.training.global_batch_size == config.training.micro_batch_size == 16
     with pytest.raises(ConfigError, match="--global-batch-size: not given; say how many samples a step takes"):
         resolve(quickstart, "", 2)
-    with pytest.raises(ConfigError, match="--vocab-size: not given, and the planner reads no tokenizer"):
+    with pytest.raises(ConfigError, match="--vocab-size: not given, and no tokenizer.json is named"):
         resolve([*quickstart, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "t.json"], "", 1)
     hardware = load_hardware("cpu-2core")
     text = table(sweep("largest-model", config, 1, hardware, Roofline(hardware), frozenset()))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,11 @@ def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     for file in base.iterdir():
         (there / file.name).write_bytes(file.read_bytes())
     fine_tune(there, tmp_path / "run", 1)
+    changed = tmp_path / "changed"
+    shutil.copytree(there, changed)
+    (changed / "config.json").write_text((changed / "config.json").read_text() + "\n")
+    with pytest.raises(Exception, match=f"adapters of another model than {changed}"):  # and not the old one in silence
+        fine_tune(changed, tmp_path / "run", 1, flags="--auto-resume")
     there.rename(moved)
     with pytest.raises(Exception, match=f"adapters of the model {there}, which is not there"):
         fine_tune(tmp_path / "run", tmp_path / "run", 1)

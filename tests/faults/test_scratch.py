@@ -51,17 +51,19 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(root: Path) -> N
 
 
 def test_only_what_is_ours_and_forgotten_is_removed(root: Path) -> None:
-    for name in ("megalite-old", "megalite-new", "megalite-strange", "other"):
+    for name in ("megalite-launch-old", "megalite-launch-new", "megalite-launch-strange", "other"):
         (root / name).mkdir()
-    (root / "megalite-strange" / "work.txt").touch()
-    (root / "megalite-link").symlink_to(root / "other")
+    (root / "megalite-launch-strange" / "work.txt").touch()
+    (root / "megalite-launch-link").symlink_to(root / "other")
     (root / "megalite-12-x").touch()
+    (root / "megalite-benchmark-x").mkdir()  # empty and old, of a program that may still run
     for path in root.iterdir():
-        if path.name != "megalite-new":
+        if path.name != "megalite-launch-new":
             os.utime(path, (1, 1), follow_symlinks=False)
     with scratch_folder():
         pass
-    left = {"megalite-new", "megalite-strange", "other", "megalite-link", "megalite-12-x"}
+    left = {"megalite-launch-new", "megalite-launch-strange", "other", "megalite-launch-link", "megalite-12-x"}
+    left |= {"megalite-benchmark-x"}
     assert {path.name for path in root.iterdir()} == left
     remove_forgotten(root)
     assert {path.name for path in root.iterdir()} == left - {"megalite-12-x"}
@@ -69,7 +71,7 @@ def test_only_what_is_ours_and_forgotten_is_removed(root: Path) -> None:
 
 def test_our_clock_does_not_say_what_is_forgotten(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be set anew, and a file server has one of its own."""
-    (root / "megalite-new").mkdir()
+    (root / "megalite-launch-new").mkdir()
     (root / "megalite-12-new").touch()
     (root / "data").mkdir()
     monkeypatch.setattr(cache, "KEPT_SECONDS", 3600.0)
@@ -79,7 +81,7 @@ def test_our_clock_does_not_say_what_is_forgotten(root: Path, monkeypatch: pytes
     with scratch_folder():
         remove_forgotten(root)
     cached_folder(root / "data", "other", lambda folder: None)
-    assert {path.name for path in root.iterdir()} == {"megalite-new", "megalite-12-new", "data"}
+    assert {path.name for path in root.iterdir()} == {"megalite-launch-new", "megalite-12-new", "data"}
     assert (root / "data" / "index.partial").exists()
 
 

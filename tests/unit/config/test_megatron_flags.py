@@ -77,6 +77,23 @@ def test_the_table_agrees_with_the_parser() -> None:
     assert sum(not flag.older for flag in FLAGS.values()) == 878 - 2  # two of them are spelled with - and with _
 
 
+OLD = """legacy_tokenizer data_impl mmap_warmup no_delay_grad_reduce scaled_masked_softmax_fusion use_gpu_initialization
+use_contiguous_buffers_in_ddp
+renormalize_blend_weights enable_onelogger erf_gelu fp32_allreduce start_wd layernorm_epsilon
+multi_query_attention moe_frequency expert_parallel checkpoint_granularity use_custom_fsdp s3_cache_path
+standalone_embedding_stage retro_add_retriever pipeline_model_parallel_split_rank hybrid_attention_ratio
+inference_max_batch_size""".split()
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_flags_of_older_scripts_are_known(name: str) -> None:
+    """All 930 that the arguments file had at any time were compared; these are of each kind."""
+    value = {"data_impl": "mmap", "expert_parallel": "1"}.get(name, "")
+    problems = problems_of([*argv(), flag_of(name), *value.split()])
+    assert FLAGS[name].older and not any("unknown flag" in line for line in problems), problems
+    assert (FLAGS[name].verdict == "ignored") == (not problems), problems
+
+
 def _with_value(flag: MegatronFlag) -> list[str]:
     return [flag_of(flag.name), *([flag.values[0] if flag.values else "1"] if flag.takes else [])]
 

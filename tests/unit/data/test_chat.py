@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megalite.data import ChatTemplate, IndexedDataset, make_tokenizer, preprocess_chat
+from megalite.config import DataConfig
+from megalite.data import ChatTemplate, IndexedDataset, build_datasets, make_tokenizer, preprocess_chat, survey
 from megalite.data.chat import read_template
 from megalite.data.chat_process import ChatRenderer, Rendered
 from megalite.data.gpt_dataset import GPTDataset
@@ -163,7 +165,24 @@ def test_the_loss_counts_answers_and_documents_end_with_conversations(tmp_path: 
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ({"text": "a"}, "no list of messages in field 'messages'; name the field by --json-keys"),
+        (
+            {"text": "a"},
+            "no list of messages in field 'messages'; it has text; a line is {.*, or another field is named",
+        ),
+        ({}, "no list of messages in field 'messages'; it has no field at all"),
+        ([1], "no list of messages in field 'messages'; it has no field at all"),
+        ({"messages": []}, "no list of messages in field 'messages'; it has messages; a line is "),
+        ({"talk": MESSAGES[1]}, "no list .*; name the field by --json-keys: talk holds a list of objects"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}]},
+            "no list .*; this is ShareGPT's form .from, value: human",
+        ),
+        ({"id": 1, "items": [{"from": "gpt", "value": "a"}]}, "no list .*; this is ShareGPT's form"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "message 1 is not .* are texts; this is ShareGPT's form"),
+        ({"instruction": "a", "input": "", "output": "b"}, "no list .*; a question and its answer are two messages: {"),
+        ({"prompt": "a", "completion": "b"}, "no list .*; a question and its answer are two messages"),
+        ({"prompt": "a", "response": "b"}, "no list .*; a question and its answer are two messages"),
+        ({"question": "a", "answer": "b"}, "no list .*; a question and its answer are two messages"),
         ({"messages": [{"role": "user"}]}, "message 1 is not an object with a role and a content that are texts"),
         ({"messages": MESSAGES[1], "tools": [{}]}, "has tools, which are not supported"),
         ({"messages": MESSAGES[1][1:]}, "talks.jsonl:1: answer 1 is the first"),
@@ -174,6 +193,28 @@ def test_a_broken_line_is_named_or_left_out(line: Any, text: str, tmp_path: Path
         write(tmp_path, [line, {"messages": MESSAGES[1]}])
     _, prefix = write(tmp_path, [line, {"messages": MESSAGES[1]}], skip_bad_lines=True)
     assert len(IndexedDataset(prefix)) == 1
+
+
+QUESTION = [{"role": "user", "content": "and?"}]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_conversations_without_an_answer_are_counted(
+    workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the tool, and when a training reads what it wrote."""
+    talks = [QUESTION, MESSAGES[0], [{"role": "bot", "content": "hm"}, *QUESTION], MESSAGES[1], QUESTION]
+    tokenizer, prefix = write(tmp_path, [{"messages": talk} for talk in talks], workers=workers)
+    assert survey.unanswered(IndexedDataset(prefix)) == 3
+    (tmp_path / "alone").mkdir()
+    with pytest.raises(DataError, match="none of its 2 conversations has an answer of the assistant"):
+        write(tmp_path / "alone", [{"messages": talk} for talk in (talks[0], talks[2])])
+    config = DataConfig(data_path=(str(prefix),), split="1,0,0")
+    asked: Any = {"seq_length": 8, "train_samples": 2, "seed": 1, "tokenizer": tokenizer, "cache_dir": None}
+    build_datasets(config, valid_samples=0, test_samples=0, **asked)
+    assert f"`data_path`={prefix}: 3 of 5 conversations have no answer of the assistant" in caplog.text
+    with pytest.raises(DataError, match="none of its 1 conversations has an answer"):  # the last one is held back
+        build_datasets(replace(config, split="80,20,0"), valid_samples=2, test_samples=0, **asked)
 
 
 def test_marks_that_are_missing_or_of_other_tokens_are_refused(tmp_path: Path) -> None:

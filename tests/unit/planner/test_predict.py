@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megalite.config import Config
-from megalite.config.cli import parse
+from megalite.config.cli import parse, read_unjudged
 from megalite.errors import ConfigError
 from megalite.inventory import context_bytes, model_layers
 from megalite.inventory.layers import count_parameters, flops_per_iteration
@@ -17,7 +19,7 @@ from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Link, available, load_hardware, parse_hardware
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
-from megalite.planner.profile import Profile
+from megalite.planner.profile import Profile, load_profile, measured_model
 from megalite.planner.software import MEGALITE
 from megalite.schedule import Costs, simulate
 
@@ -139,6 +141,54 @@ def test_a_profile_knows_that_ranks_share_a_sequence() -> None:
     shared = _gpt(2, 512, 8, 1, 1, 1, f"{flags} --context-parallel-size 2", 2)
     for one, two in zip(profile.layers(whole), profile.layers(shared), strict=True):
         assert one.forward == 1.0 and 0.45 < two.forward < 0.65
+
+
+WIDE = "--hidden-size 64 --num-layers 2 --num-attention-heads 4 --vocab-size 100 --seq-length 32 --lr 1 --train-iters 1"
+OTHER = {
+    "--hidden-size 128": "hidden-size",
+    "--ffn-hidden-size 96": "ffn-hidden-size",
+    "--num-attention-heads 8": "num-attention-heads",
+    "--num-query-groups 2": "num-query-groups",
+    "--kv-channels 32": "kv-channels",
+    "--seq-length 64": "seq-length",
+    "--vocab-size 200": "vocab-size",
+    "--activation swiglu": "activation",
+    "--normalization RMSNorm": "normalization",
+    "--num-experts 4": "num-experts",
+    "--window-size 8": "window-size",
+    "--untie-embeddings-and-output-weights": "untie-embeddings-and-output-weights",
+    "--position-embedding-type rope": "position-embedding-type",
+    "--qk-layernorm": "qk-layernorm",
+    "--bf16": "precision",
+    "--num-layers 8": None,
+    "--micro-batch-size 4": None,
+    "--hidden-dropout 0.1": None,
+    "--tensor-model-parallel-size 2": None,
+    "--lr 3": None,
+}
+
+
+@pytest.mark.parametrize("words", OTHER)
+def test_a_profile_is_of_one_width(words: str, tmp_path: Path) -> None:
+    def config(more: str = "") -> Config:
+        return read_unjudged([*WIDE.split(), "--micro-batch-size", "1", *more.split()])[0]
+
+    point = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "micro_batch_size": 1}
+    point |= dict.fromkeys(("embedding", "block", "head"), [1.0, 1.0, 1.0, 0.0])
+    found = {"points": [point], "optimizer": [0.0, 0.0], "step": [0.0, 0.0], "links": {}}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="does not say which model was timed; measure it again"):
+        load_profile(str(path), load_hardware("cpu-2core"))
+    path.write_text(json.dumps(found | {"model": measured_model(config())}))
+    profile = load_profile(str(path), load_hardware("cpu-2core"))
+    profile.check(config())
+    name = OTHER[words]
+    if name is None:
+        profile.check(config(words))
+    else:
+        with pytest.raises(ConfigError, match=f"its times are of a model with .*\\b{name}=.*measure this one"):
+            profile.check(config(words))
 
 
 def test_what_a_ring_sends_hides_behind_attention() -> None:

@@ -82,7 +82,7 @@ LINES = [
     (f"{PROFILE} --vocab-size 9 --output {{tmp}}/p.json --micro-batches 0", "--micro-batches=0: sizes above 0"),
     (f"{PROFILE} --vocab-size 9 --output {{tmp}}/none/p.json", "--output={tmp}/none/p.json: cannot be written"),
     (f"{PROFILE} --vocab-size 9 --output {{tmp}}", "--output={tmp}: cannot be written"),
-    (f"{PROFILE} --output {{tmp}}/p.json", "--vocab-size=0: no tokenizer is read here"),
+    (f"{PROFILE} --output {{tmp}}/p.json", "--vocab-size: not given, and no tokenizer.json is named"),
     (f"{PROFILE} --vocab-size 9", "the following arguments are required: --output"),
     (f"{PROFILE} --vocab-size 9 --output {{tmp}}/p.json --repeats many", "--repeats: invalid int value: 'many'"),
     ("check_plan --layouts 0", "--layouts=0: must be >= 1"),

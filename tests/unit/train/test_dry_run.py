@@ -76,7 +76,9 @@ def test_a_later_tokenizer_leaves_the_files_of_an_earlier_one_unread(tmp_path: P
             parse([*base, "--tokenizer-type", kind])
 
 
-def test_a_script_of_another_host_needs_none_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_of_another_host_needs_none_of_its_files(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A dry run for a cluster, whose data and tokenizer are there; on a host that may be meant, they must exist."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     words = ["--dry-run", "--data-path", "far_document", "--vocab-file", "v.json", "--merge-file", "m.txt"]
@@ -93,8 +95,23 @@ def test_a_script_of_another_host_needs_none_of_its_files(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="far_document.idx not found"):
         parse_with_origins([word for word in argv if word != "--dry-run"] + ["--nprocs", "16"])
     unknown = parse_with_origins([*argv[:-4], "--tokenizer-model", "t.json", "--nprocs", "16"])
-    with pytest.raises(ConfigError, match="--tokenizer-model=t.json: not on this host; give --vocab-size"):
-        dry_run(unknown.config, unknown.origins, 16)
+    caplog.clear()
+    assert "vocabulary 128,256" in dry_run(unknown.config, unknown.origins, 16), "assumed, and said"
+    assert "`tokenizer_model`=t.json: not on this host; 128,256 tokens are assumed, Llama 3's number" in caplog.text
+    llama2 = [
+        "--tokenizer-type",
+        "Llama2Tokenizer",
+        "--tokenizer-model",
+        "t.model",
+        "--nprocs",
+        "16",
+    ]  # as Mixtral's script
+    unknown = parse_with_origins([*argv[:-4], *llama2])
+    assert "vocabulary 32,000" in dry_run(unknown.config, unknown.origins, 16)
+    assert "32,000 tokens are assumed, Llama 2's and Mixtral's number: give `vocab_size`" in caplog.text
+    caplog.clear()
+    given = parse_with_origins([*argv[:-4], *llama2, "--vocab-size", "1000"])
+    assert "vocabulary 1,000" in dry_run(given.config, given.origins, 16) and "assumed" not in caplog.text
 
 
 def test_what_is_not_default_is_printed_and_all_of_it_on_request() -> None:

@@ -55,6 +55,27 @@ def test_signals_are_noted_inside_and_handlers_put_back_after(number: signal.Sig
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize(("saves", "does"), [(True, "saves"), (False, "saves nothing (no --save)")])
+def test_a_signal_is_answered_at_once(saves: bool, does: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Not when it is acted on: an iteration may take minutes. Once, by one rank."""
+    with ExitPolicy(_config(), Axis.single("world"), device=CPU, saves=saves) as policy:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == f" received SIGTERM: the run ends after the first iteration, and {does}\n"
+        assert policy.decide(1) is ExitReason.SIGNAL
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert capfd.readouterr().err == ""
+    with ExitPolicy(_config(), Axis.single("world"), device=CPU, saves=saves) as policy:
+        assert policy.decide(7) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        when = "after iteration 8, the one after this (an evaluation is cut short)"
+        assert capfd.readouterr().err == f" received SIGUSR1: the run ends {when}, and {does}\n"
+        assert policy.decide(8) is ExitReason.SIGNAL
+    other = Axis("world", 2, 1, (0, 1))
+    with ExitPolicy(_config(), other, device=CPU) as policy:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == "", "rank 0 says it"
+
+
 def test_what_was_started_under_nohup_goes_on_without_the_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
