@@ -21,6 +21,7 @@ from megalite.errors import ConfigError
 EXTRA_OF = {
     "transformers": "hf",
     "jinja2": "hf",
+    "peft": "hf",
     "datasets": "data",
     "pyarrow": "data",
     "sentencepiece": "data",
