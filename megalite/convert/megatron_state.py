@@ -137,7 +137,9 @@ class MegatronState:
         numbers = {name: args.number(name) for name in named if args.get(name)}
         optimizer = {**settings, **ramp, **numbers, "weight_decay": decay["end"]}
         optimizer["weight_decay_incr_style"] = decay["style"]
-        dropouts: dict[str, Any] = {name: args.number(name) for name in DROPOUTS if args.get(name) is not None}
+        dropouts: dict[str, Any] = {name: args.number(name) for name in DROPOUTS if args.get(name)}
+        if wrong := next((name for name, value in dropouts.items() if value >= 1), None):
+            raise args.wrong(wrong, dropouts[wrong], "is not below 1")
         model = replace(self._source.model, **dropouts)
         return config_around(model, build_section(OptimizerConfig, optimizer), **training)
 

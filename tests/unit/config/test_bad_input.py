@@ -199,7 +199,7 @@ ONE_LINE = [
     (
         "--lr-decay-style cosin",
         1,
-        "--lr-decay-style=cosin: choose constant, linear, cosine, inverse-square-root or WSD",
+        "--lr-decay-style=cosin: choose constant, linear, cosine, inverse-square-root or WSD; did you mean cosine?",
     ),
     (
         "--weight-decay-incr-style linear --end-weight-decay 1",
