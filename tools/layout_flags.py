@@ -82,10 +82,10 @@ def loaded_model(flags: argparse.Namespace, world: World) -> LoadedModel:
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     """Starts the ranks that the flags ask for, or is one of them; the exit status. Raises ConfigError."""
     place = read_environment()
-    if place.rank == 0 and (advice := advise_threads(ToolSettings(parallel, ()), place)) is not None:
-        print(advice, file=sys.stderr, flush=True)
     given = tuple(f"{name}={value}" for name, value in sorted(vars(flags).items()))
     flags.parallel = parallel = layout_of(flags)
+    if place.rank == 0 and (advice := advise_threads(ToolSettings(parallel, ()), place)) is not None:
+        print(advice, file=sys.stderr, flush=True)
 
     def rank(settings: ToolSettings, world: World) -> None:
         body(flags, world)
