@@ -42,12 +42,6 @@ HOST_WAITS = (
         r"late_reading\.py:\d+ read < expert/(plan|row_counts)\.py",
     ),
     HostWait(
-        "documents",
-        "where documents begin, with `reset_attention_mask` in 16 bits",
-        "the kernel takes one bound for each document, and only the device knows how many there are",
-        r"attention/masked\.py:\d+ _varlen",
-    ),
-    HostWait(
         "offload",
         "the gradients and their norm, with `offload` optimizer or params",
         "the update is computed by the host",

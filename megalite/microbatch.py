@@ -8,11 +8,13 @@ embedding and the head transpose.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from megalite.visibility import Documents
 
 PIECE = 2**40
 """Stride of the ids of a sample's pieces (`in_pieces`). It exceeds every sample id, so ids are unique within a run."""
@@ -45,6 +47,7 @@ class Microbatch:
         weight of losses that layers add by themselves. None where no gradient is asked for.
     further_tokens, further_labels, further_weights: `[b, D, s]`, inputs, labels and loss weights of the D tokens beyond
         the next one (`nn.mtp`); None where none are predicted.
+    documents: the same as `document_starts`, as the host knows it; None where it does not, or does not have to.
     host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
     blend_parts: int64 `[b]`, the part of the blend that each sample comes from; None without `--loss-by-part`.
     token_losses: `[b, s]`, where the loss writes that of each token, unweighted; None without `--loss-by-part`.
@@ -56,6 +59,7 @@ class Microbatch:
     loss_mask: Tensor
     sample_ids: Tensor
     document_starts: Tensor | None = None
+    documents: Documents | None = None
     places: Tensor | None = None
     order: Tensor | None = None
     share: Tensor | None = None
@@ -99,8 +103,12 @@ class Microbatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Microbatch:
         """The same micro-batch on `device`."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        moved, starts = self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking)), self.document_starts
+        if starts is None or not starts.device.type == "cpu" != moved.tokens.device.type:
+            return moved
+        return replace(moved, documents=Documents.of(starts, device))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Microbatch:
-        """The same micro-batch with `change` applied to each of its tensors."""
-        return Microbatch(**{name: change(tensor) for name, tensor in vars(self).items() if tensor is not None})
+        """The same micro-batch with `change` applied to each of its tensors; without `documents`."""
+        changed: Any = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Microbatch(**changed)

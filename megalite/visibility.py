@@ -21,10 +21,41 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class Documents:
+    """How a kernel that takes documents one after the other is told of them; known to the host, which made them.
+
+    bounds: int32 `[n + 1]`, where each document of all samples begins, and the end. counts: documents of each sample.
+    longest: tokens of the longest one.
+    """
+
+    bounds: Tensor
+    counts: tuple[int, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, starts: Tensor, device: torch.device | str) -> Documents:
+        """starts: int64 `[b, s]` in host memory, where each token's document begins in its sample. Nobody waits."""
+        begins = starts == torch.arange(starts.shape[1])
+        bounds = torch.cat((begins.flatten().nonzero()[:, 0], torch.tensor([starts.numel()])))
+        on_device = torch.device(device).type != "cpu" and torch.cuda.is_available()
+        narrow = bounds.to(torch.int32)
+        narrow = narrow.pin_memory() if on_device else narrow
+        counts = tuple(begins.sum(1).tolist())
+        return cls(narrow.to(device, non_blocking=True), counts, int(bounds.diff().max()))
+
+    def part(self, samples: slice, length: int) -> Documents:
+        """Those of some samples of `length` tokens."""
+        first, last, _ = samples.indices(len(self.counts))
+        before, own = sum(self.counts[:first]), self.counts[first:last]
+        bounds = self.bounds[before : before + sum(own) + 1]
+        return Documents(bounds - first * length if first else bounds, own, self.longest)
+
+
+@dataclass(frozen=True)
 class Visibility:
     """queries, keys: positions in the sample, int64 `[s]` and `[k]`. first: the first position that each query sees,
     int64 `[b, s]` (`[1, s]` where all samples are alike), None: from 0 on; it follows from `starts`, where the queries'
-    documents begin, and `window`.
+    documents begin, and `window`. documents: the same as `starts`, where the host knows it.
     """
 
     queries: Tensor
@@ -32,15 +63,24 @@ class Visibility:
     first: Tensor | None = None
     starts: Tensor | None = None
     window: int | None = None
+    documents: Documents | None = None
 
     @classmethod
-    def of(cls, queries: Tensor, keys: Tensor, *, window: int | None, document_starts: Tensor | None) -> Visibility:
+    def of(
+        cls,
+        queries: Tensor,
+        keys: Tensor,
+        *,
+        window: int | None,
+        document_starts: Tensor | None,
+        documents: Documents | None = None,
+    ) -> Visibility:
         """Of one layer. document_starts: int64 `[b, s]`, where each query's document begins, None: one document."""
         first = document_starts
         if window is not None:
             earliest = (queries - (window - 1)).clamp(min=0)[None]
             first = earliest if first is None else torch.maximum(first, earliest)
-        return cls(queries, keys, first, document_starts, window)
+        return cls(queries, keys, first, document_starts, window, documents)
 
     def of_queries(self, part: slice) -> Visibility:
         """Of a part of the queries."""

@@ -37,7 +37,7 @@ FLOORS = {
     "megalite.gradient": 4,
     "megalite.microbatch_notes": 4,
     "megalite.microbatch": 4,
-    "megalite.visibility": 4,
+    "megalite.visibility": 1,
     "megalite.planner": 4,
     "megalite.launch": 5,
     "megalite.parallel.context": 5,

@@ -180,7 +180,9 @@ def split(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
     def part(samples: slice) -> Microbatch:
         values = {name: getattr(microbatch, name) for name in _PER_SAMPLE}
         own = {name: value[samples] for name, value in values.items() if value is not None}
-        return replace(microbatch, share=share, **own)
+        whole, starts = microbatch.documents, microbatch.document_starts
+        documents = None if whole is None or starts is None else whole.part(samples, starts.shape[1])
+        return replace(microbatch, share=share, documents=documents, **own)
 
     return part(slice(middle)), part(slice(middle, None))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ def context_attention(
     if axes.ring.size > 1:
         y = _over_ring(core, q, k, v, microbatch, axes, sinks, training)
     else:
-        starts, samples = microbatch.document_starts, microbatch.sample_ids
-        y = core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=samples, training=training)
+        seen: Any = {"document_starts": microbatch.document_starts, "documents": microbatch.documents}
+        y = core(q, k, v, sinks=sinks, sample_ids=microbatch.sample_ids, training=training, **seen)
     return trade_heads_for_tokens(y.view(*q.shape[:3], -1), axes.heads).flatten(2)
 
 

@@ -22,7 +22,7 @@ from megalite.nn.attention.masked import MASKED
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.dropout import combine, site_key
 from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
-from megalite.visibility import Visibility
+from megalite.visibility import Documents, Visibility
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class AttentionCore:
         packed: Tensor | None = None,
         sinks: Tensor | None = None,
         document_starts: Tensor | None = None,
+        documents: Documents | None = None,
         sample_ids: Tensor | None = None,
         training: bool = False,
     ) -> Tensor:
@@ -77,7 +78,7 @@ class AttentionCore:
 
         packed: q, k and v as one tensor `[s, b, g, r + 2, d]`, if it exists (saves a concatenation).
         sinks: a logit `[g * r]` of each head that joins its softmax and has no value (gpt-oss, arXiv 2508.10925).
-        document_starts: int64 `[b, s]`; attention sees nothing before them.
+        document_starts: int64 `[b, s]`; attention sees nothing before them. documents: the same, if the host knows.
         sample_ids: int64 `[b]`, needed for dropout in training.
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
@@ -102,7 +103,9 @@ class AttentionCore:
         if name == FUSED:
             return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(narrow)
         keys = torch.arange(len(k), device=k.device)
-        sight = Visibility.of(keys[-len(q) :], keys, window=window, document_starts=document_starts)
+        sight = Visibility.of(
+            keys[-len(q) :], keys, window=window, document_starts=document_starts, documents=documents
+        )
         if name in MASKED:
             bends = {"softcap": self.softcap, "sinks": sinks} if name == FLEX else {}
             y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight, **bends)

@@ -18,6 +18,8 @@ Kernels want as many channels of values as of keys: the fewer are padded with ze
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -128,8 +130,8 @@ class LatentAttention(nn.Module):
         q, k, v = (self._padded(x) for x in (self.turned(q, microbatch), k, v))
         sinks, training, core = self.sinks(q), self.training, self.core
         if alone:
-            starts, ids = microbatch.document_starts, microbatch.sample_ids
-            y = core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=ids, training=training)
+            seen: Any = {"document_starts": microbatch.document_starts, "documents": microbatch.documents}
+            y = core(q, k, v, sinks=sinks, sample_ids=microbatch.sample_ids, training=training, **seen)
         else:
             y = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
         return y if dv == self.width else y.view(len(q), samples, self.heads, -1)[..., :dv].flatten(2)

@@ -126,6 +126,7 @@ class Attention(nn.Module):
             packed=qkv if untouched else None,
             sinks=sinks,
             document_starts=microbatch.document_starts,
+            documents=microbatch.documents,
             sample_ids=microbatch.sample_ids,
             training=self.training,
         )

@@ -9,6 +9,7 @@ flex      `torch.nn.attention.flex_attention`: compiled, whole blocks that nobod
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -32,15 +33,20 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     s, b, g, r, d = q.shape
     if sight.starts is None:  # a sample is one document: the host needs nothing from the device
         bounds, longest = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=q.device), s
+    elif sight.documents is not None:
+        bounds, longest = sight.documents.bounds, sight.documents.longest
     else:
         begins = (sight.starts.expand(b, s) == sight.queries).flatten().nonzero()[:, 0]
         bounds = torch.cat((begins, begins.new_tensor([b * s]))).to(torch.int32)
         longest = int(bounds.diff().max())
-    query, key, value = (
-        x.transpose(0, 1).reshape(b * s, -1, d) for x in (q, k.repeat_interleave(r, 2), v.repeat_interleave(r, 2))
-    )
+    grouped: Any = {}
+    if r > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        grouped = {"enable_gqa": True}
+    elif r > 1:
+        k, v = k.repeat_interleave(r, 2), v.repeat_interleave(r, 2)
+    query, key, value = (x.transpose(0, 1).reshape(b * s, -1, d) for x in (q, k, v))
     window = (-1 if sight.window is None else sight.window - 1, 0)
-    y: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=window)
+    y: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=window, **grouped)
     joined: Tensor = y.view(b, s, g * r * d).transpose(0, 1)
     return joined
 

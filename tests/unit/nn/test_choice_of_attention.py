@@ -17,7 +17,7 @@ from megalite.nn.attention import context, masked
 from megalite.nn.attention.choose import Need, choose
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.tiles import tiled_attention
-from megalite.visibility import Visibility
+from megalite.visibility import Documents, Visibility
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False, rewrites=False)
@@ -147,3 +147,22 @@ def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window
     expected = tiled_attention(q, k, v, sight, **bends)
     for one, other in zip(results, (expected, *torch.autograd.grad(expected, inputs, dy)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_documents_are_told_as_the_host_counts_them() -> None:
+    """Beside a plain loop; a half is told as if it were alone."""
+    rng = torch.Generator().manual_seed(3)
+    begins = torch.rand(4, 13, generator=rng) < 0.3
+    begins[:, 0] = True
+    starts = torch.where(begins, torch.arange(13), 0).cummax(1)[0]
+
+    def counted(rows: Tensor) -> tuple[list[int], int]:
+        bounds = [i for i, start in enumerate(rows.flatten().tolist()) if start == i % 13] + [rows.numel()]
+        return bounds, max(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+
+    whole = Documents.of(starts, "cpu")
+    assert (whole.bounds.tolist(), whole.longest) == counted(starts) and whole.bounds.dtype == torch.int32
+    for half in (slice(2), slice(2, None)):
+        part = whole.part(half, 13)
+        assert part.bounds.tolist() == counted(starts[half])[0] and part.longest >= counted(starts[half])[1]
+        assert part.counts == Documents.of(starts[half], "cpu").counts
