@@ -13,10 +13,10 @@ import json
 import logging
 import shlex
 import socket
-import subprocess
 import threading
 from collections.abc import Mapping
 from datetime import datetime
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 
 SECONDS = 10.0
@@ -67,13 +67,8 @@ class EventHandler(logging.Handler):
         event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self.facts}
         text = json.dumps(event | getattr(record, "facts", {}), default=str)
         try:
-            started = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the run are not meant for it
-            )
+            # In a session of its own: signals to the run are not meant for it.
+            started = Popen(self._command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
             assert started.stdin is not None
             started.stdin.write(text.encode() + b"\n")  # it fits into the pipe, whether it is read or not
             started.stdin.close()
@@ -82,10 +77,10 @@ class EventHandler(logging.Handler):
             return
         threading.Thread(target=self._watch, args=(started,), daemon=True).start()
 
-    def _watch(self, started: subprocess.Popen[bytes]) -> None:
+    def _watch(self, started: Popen[bytes]) -> None:
         try:
             status = started.wait(self._seconds)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             started.kill()
             started.wait()
             self._warn(f"took more than {self._seconds:g} s and was ended")

@@ -140,23 +140,14 @@ def _checksum(path: Path) -> str:
 class AdaptedSource:
     """A base model and the adapters of a checkpoint: `read` gives merged weights.
 
-    base: directory of the base model; None: the one that the checkpoint names. dtype: in which weights are returned;
-    None: in the base model's. Whatever it is, they are merged in the wider of base and adapters and rounded once.
+    reader: of the checkpoint. base: directory of the base model; None: the one that the checkpoint names. dtype: in
+    which weights are returned; None: in the base model's. Whatever it is, they are merged in the wider of base and
+    adapters and rounded once.
     Raises CheckpointError.
     """
 
-    def __init__(
-        self,
-        directory: Path | str,
-        ckpt_step: int | None = None,
-        *,
-        base: Path | None,
-        dtype: torch.dtype | None,
-        use_ema: bool = False,
-    ) -> None:
-        self._reader = reader_of(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
-        where = str(self._reader.path)
-        meta = self._reader.manifest.meta
+    def __init__(self, reader: CheckpointReader, base: Path | None, dtype: torch.dtype | None) -> None:
+        self._reader, where, meta = reader, str(reader.path), reader.manifest.meta
         config = from_dict(meta["config"], where)
         self.adapted: ModelConfig = config.model
         self.facts = TrainingFacts.of(self._reader.manifest, config, where)
@@ -225,9 +216,9 @@ def open_checkpoint(
 ) -> ModelSource:
     """The weights of a checkpoint, or their averages, merged where it holds adapters. base, dtype: see `AdaptedSource`.
     Raises CheckpointError."""
-    reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step))
+    reader = reader_of(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
     if BASE_META in reader.manifest.meta:
-        return AdaptedSource(directory, ckpt_step, base=base, dtype=dtype, use_ema=use_ema)
+        return AdaptedSource(reader, base, dtype)
     if base is not None:
         raise CheckpointError(f"`base`={base}: {reader.path} holds a whole model; drop it")
     return CheckpointSource(directory, ckpt_step, use_ema=use_ema)

@@ -32,6 +32,7 @@ class MergedSource(CheckpointSource):
     """The mean of several checkpoints.
 
     paths: of committed checkpoints; the last one gives what is not averaged. weights: one for each, above 0.
+    parts: what is merged, as the result's meta says it.
     Raises CheckpointError where models differ, or have adapters or layers that are not ours.
     """
 
@@ -39,6 +40,7 @@ class MergedSource(CheckpointSource):
         super().__init__(paths[-1], use_ema=use_ema)
         readers, last = [*(reader_of(path, use_ema=use_ema) for path in paths[:-1]), self._reader], self._reader
         self._readers = {reader: weight / sum(weights) for reader, weight in zip(readers, weights, strict=True)}
+        self.parts = [{"checkpoint": str(reader.path), "share": share} for reader, share in self._readers.items()]
         for reader in self._readers:
             where, meta = reader.path, reader.manifest.meta
             config = from_dict(meta["config"], str(where)) if isinstance(meta.get("config"), dict) else None
@@ -56,11 +58,6 @@ class MergedSource(CheckpointSource):
                 known = last.manifest.tensors.get(name)
                 if not name.startswith(("optimizer/", "previous/")) and (known is None or known.shape != stored.shape):
                     raise CheckpointError(f"{where}: {name} is not what it is in {last.path}")
-
-    @property
-    def parts(self) -> list[dict[str, Any]]:
-        """What is merged, as the result's meta says it."""
-        return [{"checkpoint": str(reader.path), "share": share} for reader, share in self._readers.items()]
 
     @property
     def run(self) -> MergedRun | None:

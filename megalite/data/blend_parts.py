@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.data.blend import BlendedDataset
@@ -30,9 +29,7 @@ class BlendParts:
         return self._numbers[self._dataset.source_of(sample)[0].store.name]
 
 
-def _paths(dataset: GPTDataset | BlendedDataset | PhasedDataset) -> Iterator[str]:
+def _paths(dataset: GPTDataset | BlendedDataset | PhasedDataset) -> list[str]:
     if isinstance(dataset, GPTDataset):
-        yield dataset.store.name
-    else:
-        for part in dataset.parts:
-            yield from _paths(part)
+        return [dataset.store.name]
+    return [path for part in dataset.parts for path in _paths(part)]

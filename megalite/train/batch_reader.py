@@ -157,8 +157,7 @@ class BatchReader:
         if self.loader is not None:
             self.loader.close()
         self.loader = loader
-        self._plan.clear()
-        self._batches.clear()
+        self.forget(max(self._plan, default=0))
 
     def take_seconds(self) -> float:
         """Seconds spent waiting for data since the last call."""

@@ -285,8 +285,7 @@ def make_rollback(
     world: World, data: RunData, state: RunState, progress: TrainingProgress, updater: Updater, reader: BatchReader
 ) -> Rollback | None:
     """What goes back to a checkpoint after a spike, if it is asked for."""
-    config, model, guard = state.config, state.model, state.spikes
-    settings = config.training.spikes
+    model, guard, settings = state.model, state.spikes, state.config.training.spikes
     if guard is None or settings.on_spike != "rollback":
         return None
 
@@ -300,7 +299,7 @@ def make_rollback(
         reader.restart(data.train_loader(progress.consumed_samples))
         return progress.iteration, progress.consumed_samples
 
-    sizes, find = config.batch_size_schedule(world.size), state.checkpointer.go_back
+    sizes, find = state.config.batch_size_schedule(world.size), state.checkpointer.go_back
     return Rollback(settings, sizes, model.passed, find, load, guard, speaks=world.is_first)
 
 

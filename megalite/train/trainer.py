@@ -279,8 +279,7 @@ class Trainer:
             return False
         self.hooks.log(self)
         self.report_phase(f"rollback after a spike in iteration {spike}")
-        record = self.roll_back(spike)
-        if record is None:
+        if (record := self.roll_back(spike)) is None:
             return False
         self._last_saved = self._began_after = self.iteration
         self.hooks.on_record(self, record)

@@ -4,7 +4,7 @@ weights."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,11 +22,6 @@ from megalite.train.exits import Interruption
 from megalite.train.run_data import RunData
 
 logger = logging.getLogger(__name__)
-
-
-Batches = Iterable[list[Microbatch]]
-"""This replica's micro-batches of one global batch after the other, equally many on all replicas; a sample that is
-not there has a loss mask of zeros."""
 
 
 class Validator:
@@ -59,8 +54,7 @@ class Validator:
         for kind, name, dataset in [*splits, ("test", None, data.test if final else None)]:
             if dataset is None or not self._data.config.training.evaluates:
                 continue
-            batches = self._data.evaluation(dataset, length)
-            record = self.evaluate(kind, iteration, batches, self._data.evaluation_batches(dataset))
+            record = self._evaluate(kind, iteration, dataset, length)
             if record is not None and self._data.config.optimizer.ema_decay is not None:
                 record = self._with_average(record, kind, iteration, dataset, length)
             if record is None:
@@ -72,14 +66,15 @@ class Validator:
 
     def _with_average(self, record: Record, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
         """The record, with the losses of the average of the weights as `ema_lm_loss` and so on."""
-        batches, number = self._data.evaluation(dataset, length), self._data.evaluation_batches(dataset)
         with averages_as_weights(self._model.optimizer, self._newest_version()):
-            averaged = self.evaluate(kind, iteration, batches, number)
+            averaged = self._evaluate(kind, iteration, dataset, length)
         losses = ("lm_loss", "ppl", "bits_per_byte")
         return averaged and record | {f"ema_{key}": averaged[key] for key in losses if key in averaged}
 
-    def evaluate(self, kind: str, iteration: int, batches: Batches, num_batches: int) -> Record | None:
+    def _evaluate(self, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
         """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""
+        # Equally many on all replicas; a sample that is not there has a loss mask of zeros.
+        batches, num_batches = self._data.evaluation(dataset, length), self._data.evaluation_batches(dataset)
         interrupted = self._interruption()
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)

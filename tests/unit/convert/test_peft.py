@@ -83,7 +83,7 @@ def test_five_steps_are_those_of_peft(case: str, tmp_path: Path, monkeypatch: py
     config = configuration(tmp_path / "base", case)
     with open_run(configuration(tmp_path / "base", case, "--save", str(tmp_path / "start")), World()) as run:
         run.state.save(run.trainer.progress)
-    write_peft(AdaptedSource(tmp_path / "start", base=None, dtype=None), tmp_path / "begin")
+    write_peft(open_checkpoint(tmp_path / "start"), tmp_path / "begin")
     ours = fine_tune(tmp_path / "base", case, tmp_path / "run")
     model = peft.PeftModel.from_pretrained(in_fp64(peer(case), monkeypatch), tmp_path / "begin", is_trainable=True)
     model = model.double()
