@@ -208,8 +208,14 @@ def main(argv: list[str]) -> None:
         print(
             f"with the optimizer's state: Megatron-LM continues after iteration {kept.iteration:,} (with --no-load-rng)"
         )
-    if flags.target == "megatron" and (words := _tokenizer_flags(save)):
-        print(f"with the tokenizer; Megatron-LM reads it by {words}")
+    if flags.target == "megatron":
+        words = _tokenizer_flags(save)
+        kind = source.tokenizer.kind
+        print(
+            f"with the tokenizer; Megatron-LM reads it by {words}"
+            if words
+            else f"without a tokenizer ({flags.load} has {kind}); for Megatron-LM name that of your data"
+        )
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
         print(
             "its base model's name on the Hub is not known, so none is written: load the base model, then "

@@ -54,7 +54,7 @@ class Totals:
 
     def counts(self) -> str:
         """`1,234 documents, 3,210,987 tokens`."""
-        return f"{self.documents:,} documents, {self.tokens:,} tokens"
+        return f"{self.documents:,} document{'s' * (self.documents != 1)}, {self.tokens:,} tokens"
 
     def line(self) -> str:
         """`45.6 MB, 8.40 MB/s of text, 1,234 documents, 3,210,987 tokens`."""

@@ -40,7 +40,7 @@ class Survey:
 
     def size(self) -> str:
         """`1,234 documents of 56,789 tokens`."""
-        return f"{self.sequences:,} documents of {self.tokens:,} tokens"
+        return f"{self.sequences:,} document{'s' * (self.sequences != 1)} of {self.tokens:,} tokens"
 
 
 def survey(store: TokenStore, source: str) -> Survey:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from megalite import strangers
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.convert import AdaptedSource, hf_files
+from megalite.data import ByteTokenizer, NullTokenizer, make_tokenizer
 from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference
 from megalite.inventory.layers import parameter_shapes
@@ -196,6 +197,25 @@ def test_adapters_of_a_bf16_model_are_merged_and_rounded_once(convert: Convert, 
         patch.setattr(AdaptedSource, "merged", lambda source, name: 1.5 * source._base.read(name).float())
         status, _, error = convert(*sides, "--save", tmp_path / "wrong")
     assert status == 1 and "adapters merged and beside the base" in error, "a wrong merge is not taken for rounding"
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+@pytest.mark.parametrize("kind", ["bytes", "numbers"])
+def test_megatron_gets_the_tokenizer_or_is_told_of_none(kind: str, form: str, convert: Convert, tmp_path: Path) -> None:
+    tokenizer = ByteTokenizer() if kind == "bytes" else NullTokenizer(257)
+    write_checkpoint(tmp_path / "run", tokenizer=tokenizer, model=tiny_model_config())
+    flags = ["--ckpt-format", form, *(["--no-load-optim"] if form == "torch_dist" else [])]
+    there = tmp_path / "there"
+    status, out, error = convert(
+        "--from", "megalite", "--to", "megatron", "--load", tmp_path / "run", "--save", there, *flags
+    )
+    assert status == 0, error
+    if kind == "bytes":
+        read = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(there))
+        assert f"--tokenizer-model {there}" in out and read.encode("añ") == list("añ".encode())
+    else:
+        assert f"without a tokenizer ({tmp_path / 'run'} has NullTokenizer)" in out
+        assert not list(there.glob("*token*"))
 
 
 def check_a_base_that_has_moved(convert: Convert, tmp_path: Path, sides: Sequence[Any]) -> None:

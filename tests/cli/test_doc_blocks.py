@@ -18,7 +18,10 @@ from typing import Any
 
 import pytest
 
+import plan
+import profile_layers
 from megalite.comm import World
+from megalite.config import parse
 from megalite.testing import run_single
 from tests.cli.typed import ROOT, body_command
 
@@ -204,6 +207,28 @@ def test_every_command(page: Path, readers_folder: Path, tmp_path: Path) -> None
             (folder / named[1]).write_text(shorter(block))
     for line in lines:
         typed(folder, line)
+
+
+def read_flags(words: list[str]) -> None:
+    """Reads the flags of a command as its program does, and does nothing. Raises ConfigError."""
+    program, argv = next((name, words[at + 1 :]) for at, name in enumerate(words) if name.endswith(".py"))
+    if program == "tools/plan.py":
+        args, rest = plan.parser().parse_known_args(argv)
+        plan.resolve(rest, args.free, args.num_devices)
+    elif program == "tools/profile_layers.py":
+        profile_layers.settings(argv)
+    elif program == "pretrain_gpt.py":
+        parse(argv, world_size=8 if "torchrun" in words else None, check_files=False)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if any(map(reason, commands(page)))], ids=lambda p: p.name)
+def test_what_is_not_run_has_flags_that_are_read(page: Path, readers_folder: Path, monkeypatch: Any) -> None:
+    """Commands that take minutes, a cluster or a network: at least nothing in them is refused."""
+    monkeypatch.chdir(readers_folder)
+    for line in filter(reason, commands(page)):
+        words = shlex.split(line.replace("TOKENIZER", "tokenizer.json"))
+        if any(word.endswith(".py") for word in words):
+            read_flags(words)
 
 
 @pytest.mark.parametrize("page", cases([page for page in PAGES if blocks(page, "python")]))

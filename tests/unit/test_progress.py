@@ -131,7 +131,7 @@ def test_a_tool_draws_on_a_terminal_and_writes_lines_to_a_pipe(tmp_path: Path) -
     argv = [sys.executable, "-c", program, "--input", str(tmp_path / "a.txt"), "--workers", "1"]
     argv += ["--output-prefix", str(tmp_path / "out")]
     piped = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"tokenising: 100 %, 380 kB of 380 kB, \S+ [kM]B/s, 1 documents, \S+ tokens\n", piped.stderr)
+    assert re.fullmatch(r"tokenising: 100 %, 380 kB of 380 kB, \S+ [kM]B/s, 1 document, \S+ tokens\n", piped.stderr)
     assert "tokenising" not in piped.stdout and "wrote" in piped.stdout
     ours, theirs = pty.openpty()
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=theirs) as process:

@@ -93,15 +93,15 @@ def test_cores_that_a_launcher_has_shared_out_are_not_shared_again(launcher: str
         (2, 1, 2, 0, None),
         (1, 2, 2, 2, None),
         (4, 2, 8, 0, None),
-        (2, 1, 2, 1, "2 threads on 2 cores, of which other programs keep 1 busy: .* OMP_NUM_THREADS=1 this is over"),
+        (2, 1, 2, 1, "2 threads on 2 cores, of which other programs keep 1 busy: .* OMP_NUM_THREADS=1"),
         (
             4,
             2,
             8,
             3,
-            "2 ranks with 4 threads each on 8 cores, of which other programs keep 3 .* OMP_NUM_THREADS=2 this is over",
+            "2 ranks with 4 threads each on 8 cores, of which other programs keep 3 .* OMP_NUM_THREADS=2",
         ),
-        (8, 1, 8, 20, "8 threads on 8 cores, of which other programs keep 8 busy: .* OMP_NUM_THREADS=1 this is over"),
+        (8, 1, 8, 20, "8 threads on 8 cores, of which other programs keep 8 busy: .* OMP_NUM_THREADS=1"),
     ],
 )
 def test_threads_without_idle_cores_are_hinted_at(

@@ -90,7 +90,7 @@ def test_another_raw_text_at_the_same_path_is_refused(tmp_path: Path, capsys: An
     assert main(arguments(tmp_path, "a.txt", "--exit-interval", "2")) == 0
     text.write_text("one thing after the other. " * 40)
     assert main(arguments(tmp_path, "a.txt")) == 2
-    assert "1 documents of 864 tokens as in the checkpoint, but other tokens" in capsys.readouterr().err
+    assert "1 document of 864 tokens as in the checkpoint, but other tokens" in capsys.readouterr().err
 
 
 def test_only_weights_or_only_evaluation_may_read_anything(stopped: Path) -> None:
