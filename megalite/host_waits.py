@@ -42,6 +42,13 @@ HOST_WAITS = (
         r"late_reading\.py:\d+ read < expert/(plan|row_counts)\.py",
     ),
     HostWait(
+        "tiles",
+        "positions and where documents begin, where attention is computed in tiles: with `attention_dropout`, or where "
+        "no kernel of a library computes it",
+        "the host leaves out tiles that nobody sees",
+        r"attention/tiles\.py",
+    ),
+    HostWait(
         "offload",
         "the gradients and their norm, with `offload` optimizer or params",
         "the update is computed by the host",

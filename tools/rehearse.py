@@ -35,6 +35,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=2, metavar="N", help="iterations (default 2)")
     p.add_argument("--hardware", metavar="NAME|FILE", help="whether it fits on these devices (as tools/plan.py)")
     p.add_argument("--values", action="store_true", help="also train a small layout on real values, streams being late")
+    p.add_argument("--json", metavar="FILE", type=Path, help="what was found, for programs")
+    p.add_argument("--trace", metavar="FILE.json", type=Path, help="when all would run on --hardware, a row a stream")
     p.add_argument("--explain", choices=("memory", "communicators", "syncs"), help="more of what was found")
     return p
 
@@ -50,13 +52,17 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(f"--num-devices={args.num_devices}: from 1 to {MOST_DEVICES:,}")
     if not 1 <= args.steps <= 100:
         raise ConfigError(f"--steps={args.steps}: from 1 to 100")
+    if args.trace is not None and args.hardware is None:
+        raise ConfigError(f"--trace={args.trace}: --hardware says how long things take, and is not given")
     ranks = _ranks(args.ranks, args.num_devices)
     from megalite.rehearsal import (  # torch comes with it: after what is wrong is told
         ONLY_A_GPU,
+        as_json,
         explain,
         rehearse,
         rehearsed,
         with_values,
+        write_trace,
     )
 
     hardware = None if args.hardware is None else load_hardware(args.hardware)
@@ -64,10 +70,14 @@ def _run(argv: list[str]) -> int:
     run = rehearsed(rest, args.num_devices, steps=args.steps)
     name_ignored(rest)
     with ProgressBar("rehearsing", "ranks") as bar:
-        report = rehearse(run, ranks, device_bytes=room, on_rank=bar)
+        report = rehearse(run, ranks, device_bytes=room, hardware=hardware, on_rank=bar)
     if args.values:
         faults, row = with_values(run)
         report = replace(report, faults=[*report.faults, *faults], rows=[*report.rows, row])
+    if args.json is not None:
+        args.json.write_text(as_json(report))
+    if args.trace is not None and hardware is not None and report.memory:
+        write_trace(args.trace, run, report.records, hardware)
     for fault in report.faults:
         print(f"{fault}\n")
     if args.explain is not None:

@@ -27,6 +27,7 @@ from megalite.planner.activations import StageActivations
 from megalite.planner.budget import within_budget
 from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
+from megalite.planner.communication import CommGroup
 from megalite.planner.cost import Roofline, TimeSource
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import (
@@ -51,7 +52,7 @@ from megalite.planner.memory import (
     shared_memory_bytes,
 )
 from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes
-from megalite.planner.predict import Prediction, predict, program_of
+from megalite.planner.predict import Prediction, predict, program_of, steady_state
 from megalite.planner.profile import Profile, load_profile, mean_profile, measured_model
 from megalite.planner.result_table import (
     as_json,

@@ -24,6 +24,7 @@
     pieces.py       what each rank would write of a checkpoint
     late.py         streams that work as late as they may, on real values
     witness.py      a small layout of the run with such streams
+    timing.py       when all of that would run
     report.py       the whole of it, and where the host waits
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
@@ -37,6 +38,7 @@ from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.match import Fault
 from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed
-from megalite.rehearsal.report import ONLY_A_GPU, explain, rehearse
+from megalite.rehearsal.report import ONLY_A_GPU, as_json, explain, rehearse
 from megalite.rehearsal.streams import DEVICE, Gpu
+from megalite.rehearsal.timing import write_trace
 from megalite.rehearsal.witness import with_values

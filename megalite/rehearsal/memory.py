@@ -126,11 +126,11 @@ def events(run: Rehearsed, record: RankRecord, program: Program, stage: int) -> 
     yield from record.log[:begin]
     head, parts = _cut(record.log[begin:end])
     yield from head
-    yield from _replayed(parts, [_instance(action.words) for action in _actions(program, stage)])
+    yield from _replayed(parts, [_instance(action.words) for action in planned_actions(program, stage)])
     yield from record.log[end:]
 
 
-def _actions(program: Program, stage: int) -> Iterator[Action]:
+def planned_actions(program: Program, stage: int) -> Iterator[Action]:
     batch = BatchRange(0, 0, program.num_microbatches, 0, True)
     for action in program.actions_for_batch(stage, batch):
         yield from action.parts or (action,)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -35,7 +35,8 @@ EXACT = 1 << 16
 Clock = dict[int, int]
 Event = tuple[str, int, int, int, str]
 """(alloc, number of the memory, bytes, line, place), (free, number of the memory, 0, 0, ''), (sync, 0, 0, 0, why and
-place), (call, number of the call, 0, 0, ''), (action, 0, 0, 0, its text)."""
+place), (call, number of the call, 0, 0, ''), (action, 0, 0, 0, its text); with prices (behind, time, 0, line, '') and
+then (work, time, nanoseconds, line, kind and kernel and place)."""
 
 
 @cache
@@ -60,11 +61,12 @@ def where() -> str:
 
 
 class Line:
-    """A stream of the device or a thread of the host."""
+    """A stream of the device or a thread of the host. learned: since its latest work."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.clock: Clock = {}
+        self.learned: Clock = {}
 
     def tick(self) -> int:
         """Begins the next piece of work; returns its time."""
@@ -75,7 +77,7 @@ class Line:
         """What comes next begins when all of that is over."""
         for number, time in clock.items():
             if self.clock.get(number, 0) < time:
-                self.clock[number] = time
+                self.clock[number] = self.learned[number] = time
 
     def knows(self, access: Access) -> bool:
         return self.clock.get(access.line.number, 0) >= access.time
@@ -187,7 +189,7 @@ class Ledger:
     """All lines, all memory, and the races that were found.
 
     allocated, peak: bytes on the device, now and at most. locked: addresses of memory that was page-locked in place.
-    log: what happens, in the order in which the host does it (`record.py`).
+    log: what happens, in the order in which the host does it (`record.py`). prices: what work takes (`timing.py`).
     """
 
     def __init__(self) -> None:
@@ -195,6 +197,7 @@ class Ledger:
         self._memories = count(1)
         self.log: list[Event] = []
         self.launches = 0
+        self.prices: Any = None
         self._memory: dict[int, Memory] = {}
         self._pools: dict[int, dict[int, Access]] = {}
         self._local = threading.local()
@@ -296,12 +299,28 @@ class Ledger:
 
     # ---- work --------------------------------------------------------------------------------------------------------
 
-    def work(self, line: Line, op: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
-        """A piece of work of a line: of a stream, one that this thread launches."""
+    def work(
+        self,
+        line: Line,
+        op: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        cost: tuple[float, str] = (0.0, ""),
+    ) -> None:
+        """A piece of work of a line: of a stream, one that this thread launches. cost: as `Prices.kernel` says."""
         with self.lock:
             self.launches += 1
             line.learn(self.host.clock)
             time, place = line.tick(), where()
+            if self.prices is not None and line is not self.host:
+                ends = [*reads, *writes]
+                away = not all(self.of(x).on_device for x in ends)
+                nbytes = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in ends)
+                moved = self.prices.moved(nbytes, over_link=away), "copies" if away else "kernels"
+                seconds, kind = cost if cost[1] else moved
+                self.log += [("behind", known, 0, other, "") for other, known in line.learned.items()]
+                self.log.append(("work", time, int(seconds * 1e9), line.number, sys.intern(f"{kind} {op} at {place}")))
+            line.learned.clear()
             for x in reads:
                 self._access(x, Access(line, time, False, Region.of(x), op, place))
             for x in writes:

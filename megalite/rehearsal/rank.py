@@ -40,7 +40,7 @@ PATIENT = 1e6
 @dataclass
 class Rehearsed:
     """What is rehearsed. config: without data, tokenizer and checkpoint, with a short batch; full: with the whole one.
-    steps: iterations. known, worked_out: what the ranks of a rehearsal share."""
+    steps: iterations. known, worked_out: what the ranks of a rehearsal share. prices: what work takes."""
 
     config: Config
     size: int
@@ -48,6 +48,7 @@ class Rehearsed:
     full: Config
     known: Communicators = field(default_factory=Communicators)
     worked_out: dict[Any, Any] = field(default_factory=dict)
+    prices: Any = None
 
 
 def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
@@ -101,6 +102,7 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
     with once_for_all_ranks(run.worked_out), alone(groups) as gpu:
         host, inside = f"node{rank // A_NODE}", min(A_NODE, run.size)
         world = World(rank, run.size, DEVICE, rank % A_NODE, inside, host=host, report_phase=_phases(gpu))
+        gpu.ledger.prices = run.prices
         problem, pieces = None, []
         try:
             with open_run(run.config, world) as opened:
@@ -118,7 +120,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
         last = f"iteration {run.steps}"
         unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
         log, launches = gpu.ledger.log, gpu.ledger.launches
-        return RankRecord(rank, gpu.calls, log, unwaited, groups.made, gpu.races, launches, problem, pieces)
+        lines = [line.name for line in gpu.ledger.lines]
+        return RankRecord(rank, gpu.calls, log, unwaited, groups.made, gpu.races, launches, problem, pieces, lines)
 
 
 @contextmanager

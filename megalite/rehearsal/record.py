@@ -143,7 +143,7 @@ class Calls(list[Call]):
 @dataclass
 class RankRecord:
     """One rank's whole record. unwaited: handles that nobody has waited for: (what, place). made: communicators in the
-    order of their making, as (place, how many lists of ranks, digest of them)."""
+    order of their making, as (place, how many lists of ranks, digest of them). lines: names of streams and threads."""
 
     rank: int
     calls: Sequence[Call]
@@ -154,6 +154,7 @@ class RankRecord:
     launches: int = 0
     problem: str | None = None
     pieces: Sequence[Piece] = ()
+    lines: Sequence[str] = ()
 
     @property
     def phase(self) -> str:

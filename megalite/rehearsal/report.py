@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.host_waits import allowed_wait
+from megalite.planner import Hardware
 from megalite.rehearsal.classes import class_of, distinct_ranks, more_members
 from megalite.rehearsal.match import Fault, Records, deadlock, differ, match, or_nothing
 from megalite.rehearsal.memory import Found, memory, memory_faults
 from megalite.rehearsal.pieces import pieces
 from megalite.rehearsal.rank import Rehearsed, rehearse_rank
 from megalite.rehearsal.record import Call, RankRecord
+from megalite.rehearsal.timing import Prices, step_rows
 
 ONLY_A_GPU = (
     "only a GPU tells: errors and numbers of kernels, NCCL's channels, protocols and memory, workspaces of cuBLAS and "
@@ -42,10 +45,12 @@ def rehearse(
     ranks: Sequence[int] | None = None,
     *,
     device_bytes: float | None = None,
+    hardware: Hardware | None = None,
     on_rank: Callable[[int, int], object] = lambda done, of: None,
 ) -> Report:
     """Rehearses ranks (None: the distinct ones) and checks them against each other. device_bytes: what a run may use of
-    a device."""
+    a device. hardware: on which the time of a step is estimated."""
+    run = run if hardware is None else replace(run, prices=Prices(run.config, hardware))
     chosen = [*distinct_ranks(run), *more_members(run)] if ranks is None else list(dict.fromkeys([0, *ranks]))
     records: Records = {}
     for number, rank in enumerate(chosen):
@@ -63,7 +68,8 @@ def rehearse(
         faults += syncs(records)
         faults += memory_faults(found, device_bytes)
     faults = _once(faults)
-    return Report(faults, [*_rows(run, records), *_memory_rows(found)], records, found)
+    times = [] if hardware is None or not found else step_rows(run, records, hardware)
+    return Report(faults, [*_rows(run, records), *_memory_rows(found), *times], records, found)
 
 
 def _once(faults: Sequence[Fault]) -> list[Fault]:
@@ -127,6 +133,17 @@ def host_waits(record: RankRecord) -> Counter[str]:
             found[text] += 1
         counted = found
     return counted
+
+
+def as_json(report: Report) -> str:
+    """What was found and told, for programs."""
+    memory = [
+        {"rank": each.rank, "allocated": each.allocated, "reserved": each.reserved, "planned": each.planned.total,
+         "peak": each.at_peak}
+        for each in report.memory
+    ]  # fmt: skip
+    told = {"faults": [vars(fault) for fault in report.faults], "rows": dict(report.rows), "memory": memory}
+    return json.dumps(told | {"ranks": list(report.records), "fails": report.fails}, indent=1)
 
 
 def explain(report: Report, what: str) -> str:

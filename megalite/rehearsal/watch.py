@@ -44,6 +44,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._gpu, self._ledger = gpu, gpu.ledger
+        self._cost = 0.0, ""
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +73,8 @@ class Watch(TorchDispatchMode):
                 self._ledger.enter(x.untyped_storage(), line, pinned=pinned)
         if function.is_view or name in ALLOCATE:
             return out
-        written = _written(function, args, kwargs)
+        written, prices = _written(function, args, kwargs), self._ledger.prices
+        self._cost = (0.0, "") if prices is None else prices.kernel(function, args, out)
         self._record(name, args, kwargs, given, written, fresh, there or goes_there)
         if there or goes_there:
             self._gpu.kernels.follow(function, name, args, real, given, outs, written)
@@ -116,7 +118,7 @@ class Watch(TorchDispatchMode):
             self._ledger.work(self._ledger.host, f"{name}, as it is launched,", at_launch, [])
         on_host = [x for x in writes if not self._gpu.on_device(x)]
         stream = self._gpu.current
-        self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes)
+        self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes, self._cost)
         if waits or on_host:
             stream.synchronize(SYNC_NAMES.get(name, name))
 

@@ -19,6 +19,7 @@ ROWS = {row.name: row for row in HOST_WAITS}
 RUNS = {
     "late": (1, ""),
     "experts": (2, "--num-experts 4 --expert-model-parallel-size 2"),
+    "tiles": (1, "--reset-attention-mask --attention-dropout 0.1"),
     "offload": (2, "--offload params --zero-stage 3"),
     "embedding": (2, "--offload embedding --untie-embeddings-and-output-weights"),
     "eigenvectors": (1, "--optimizer soap"),
