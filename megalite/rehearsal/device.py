@@ -170,7 +170,7 @@ def _read(gpu: Gpu, real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _storage(gpu: Gpu) -> dict[str, Any]:
     """Names of torch.UntypedStorage."""
-    resize = torch.UntypedStorage.resize_
+    resize, device_of = torch.UntypedStorage.resize_, torch.UntypedStorage.device.__get__
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         memory = gpu.ledger.find(storage)
@@ -189,7 +189,7 @@ def _storage(gpu: Gpu) -> dict[str, Any]:
     return {
         "resize_": resized,
         "is_cuda": property(there),
-        "device": property(lambda storage: DEVICE if there(storage) else torch.device("cpu")),
+        "device": property(lambda x: DEVICE if there(x) else device_of(x) if gpu.true_device else torch.device("cpu")),
     }
 
 

@@ -46,7 +46,7 @@ class Found:
     states: int
     at_peak: Sequence[tuple[str, int]]
     kept: Sequence[tuple[str, int]]
-    planned: RankMemory
+    planned: RankMemory | None
     last_segment: str
     pairs: Sequence[str]
 
@@ -56,7 +56,9 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
     config = run.full
     plan = within_budget(config, run.size, on_cpu=False)
     whole = lowered_program(config, config.num_microbatches(run.size), plan=plan)
-    planned = pipeline_memory(config, run.size, whole, stage_layer_ranges(config, whole), plan or DEFAULT_PLAN)
+    planned: Sequence[RankMemory | None] = [None] * whole.num_ranks  # of a module that the planner does not know
+    if not config.model.is_foreign:
+        planned = pipeline_memory(config, run.size, whole, stage_layer_ranges(config, whole), plan or DEFAULT_PLAN)
     program = lowered_program(config, _composed(run, whole), plan=plan)
     found = []
     for rank, record in records.items():
@@ -71,7 +73,7 @@ def _composed(run: Rehearsed, whole: Program) -> int:
     return min(whole.num_microbatches, -(-rounds // whole.num_ranks) * whole.num_ranks)
 
 
-def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory) -> Found:
+def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory | None) -> Found:
     allocator = Allocator()
     alive: dict[object, tuple[int, str, int]] = {}
     peak: dict[str, int] = {}
@@ -217,7 +219,8 @@ def memory_faults(found: Sequence[Found], device_bytes: float | None) -> Iterato
 
 
 def _unplanned(found: Found, who: str) -> Iterator[Fault]:
-    plan = found.planned
+    if (plan := found.planned) is None:
+        return
     rest, planned_rest = found.allocated - found.states, plan.total - plan.model_states
     difference = found.allocated - plan.total
     if abs(difference) <= APART * plan.total or abs(difference) < WORTH:

@@ -113,6 +113,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
                 opened.trainer.executor.mark = gpu.calls.mark
                 opened.trainer.train()
                 pieces = pieces_of(opened)
+        except ConfigError:  # no rank would start
+            raise
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
             said = str(error).partition("\n")[0]
             problem = f"{type(error).__name__}: {said} (at {_product_line(error)})"
@@ -145,7 +147,20 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
         logger = logging.getLogger("megalite")
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        yield stack.enter_context(watched_gpu(groups))
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # parameters that move stay the objects they are
+        gpu = stack.enter_context(watched_gpu(groups))
+        layers = importlib.import_module("megalite.library.traced_layer")
+        traced = layers.trace
+
+        def trace(*args: Any) -> Any:
+            """torch.export has fake tensors of its own."""
+            with gpu.state(quiet=True, true_device=True):
+                return traced(*args)
+
+        stack.enter_context(patch.object(layers, "trace", trace))
+        yield gpu
 
 
 def _product_line(error: BaseException) -> str:

@@ -68,7 +68,7 @@ def rehearse(
         faults += syncs(records)
         faults += memory_faults(found, device_bytes)
     faults = _once(faults)
-    times = [] if hardware is None or not found else step_rows(run, records, hardware)
+    times = [] if hardware is None or not found or run.config.model.is_foreign else step_rows(run, records, hardware)
     return Report(faults, [*_rows(run, records), *_memory_rows(found), *times], records, found)
 
 
@@ -138,8 +138,8 @@ def host_waits(record: RankRecord) -> Counter[str]:
 def as_json(report: Report) -> str:
     """What was found and told, for programs."""
     memory = [
-        {"rank": each.rank, "allocated": each.allocated, "reserved": each.reserved, "planned": each.planned.total,
-         "peak": each.at_peak}
+        {"rank": each.rank, "allocated": each.allocated, "reserved": each.reserved,
+         "planned": each.planned and each.planned.total, "peak": each.at_peak}
         for each in report.memory
     ]  # fmt: skip
     told = {"faults": [vars(fault) for fault in report.faults], "rows": dict(report.rows), "memory": memory}
@@ -176,8 +176,8 @@ def _memory_rows(found: Sequence[Found]) -> list[tuple[str, str]]:
         return []
     most = max(found, key=lambda each: each.reserved)
     used = f"{most.allocated / 2**30:.2f} GiB allocated, {most.reserved / 2**30:.2f} reserved"
-    plan = f"the plan says {most.planned.total / 2**30:.2f}"
-    return [("memory", f"{used} on rank {most.rank}; {plan}")]
+    plan = "" if most.planned is None else f"; the plan says {most.planned.total / 2**30:.2f}"
+    return [("memory", f"{used} on rank {most.rank}{plan}")]
 
 
 def _rows(run: Rehearsed, records: Records) -> list[tuple[str, str]]:

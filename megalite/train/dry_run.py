@@ -98,6 +98,11 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
     parts = [f"# {head}", dump_yaml(config, origins, every=every), format_table(table), *notes]
     if program.num_ranks > 1:
         parts += ["", *drawn(program, programs.short_run(program))]
+    if world_size > 1:
+        parts += [
+            "",
+            f" Without a GPU: tools/rehearse.py, these flags and `num_devices` {world_size} run each rank's code.",
+        ]
     unsure = any(line.startswith((" not checked", " not here", " warning")) for line in notes)
     but = " but for what the lines above leave open" if unsure else ""
     return "\n".join([*parts, "", f" No problem found{but}: the same command without `dry_run` starts the run."])

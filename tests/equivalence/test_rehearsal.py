@@ -15,9 +15,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from source_tree import ROOT
 from unit.rehearsal import test_planted_races as planted
 
 from megalite.comm import Axis, Channel, all_gather_into, all_reduce_, start_all_to_all_rows
+from megalite.errors import ConfigError
 from megalite.nn.norm import Norm
 from megalite.rehearsal import DEVICE, Fault, rehearse, rehearsed
 from megalite.train.run_state import RunState
@@ -292,3 +294,19 @@ def test_a_piece_that_two_ranks_save_is_named() -> None:
     at = f"[0:32] at equivalence/test_rehearsal.py:{marked(shards)[0]}"
     assert len(found) == 1 and found[0].startswith("save: rank 0 saves ") and "and rank 1 saves " in found[0]
     assert found[0].count(at.partition(" ")[2]) == 2, found
+
+
+@pytest.mark.parametrize("ranks", [[0, 32], pytest.param(None, marks=pytest.mark.landing)], ids=["two", "all"])
+def test_a_module_of_somebody_else_is_rehearsed_on_64_ranks(ranks: list[int] | None) -> None:
+    words = f"--model-module {ROOT}/examples/model_module.py:small --pipeline-model-parallel-size 2 --zero-stage 1"
+    words += " --seq-length 64 --micro-batch-size 2 --global-batch-size 256 --lr 1e-3 --train-iters 4 --vocab-size 256"
+    report = rehearse(rehearsed([*words.split(), "--mock-data"], 64), ranks)
+    assert report.faults == []
+    first, last = report.records[0].calls, report.records[32].calls
+    assert {call.kind for call in first} >= {"send", "recv", "reduce_scatter", "all_gather"}
+    assert len([c for c in first if c.kind == "send"]) == len([c for c in last if c.kind == "recv"]) > 8
+
+
+def test_flags_that_no_rank_would_start_with_are_one_line() -> None:
+    with pytest.raises(ConfigError, match="has no function of that name"):
+        rehearse(rehearsed([*SMALL[6:], "--model-module", f"{ROOT}/examples/model_module.py:no"], 2))

@@ -90,6 +90,7 @@ def test_a_script_of_another_host_needs_none_of_its_files(
     ]  # fmt: skip
     text = dry_run(parsed.config, parsed.origins, 16)
     assert "vocabulary 50,257" in text and "on 16 x GPU" in text and "data_path: [far_document]" in text
+    assert in_flags(text).count("tools/rehearse.py, these flags and --num-devices 16 run each rank's code") == 1
     with pytest.raises(ConfigError, match="far_document.idx not found"):
         parse_with_origins([*argv, "--nprocs", "8"])
     with pytest.raises(ConfigError, match="far_document.idx not found"):
@@ -123,6 +124,7 @@ def test_what_is_not_default_is_printed_and_all_of_it_on_request() -> None:
     assert not [line for line in settings if line.endswith(("# default", "null"))] and len(settings) < 40
     assert lines[-1] == " No problem found: the same command without --dry-run starts the run."
     assert [line for line in lines if line.startswith(" time        not known for this hardware")]
+    assert not any("rehearse" in line for line in lines)  # of one rank
     full = parse_with_origins([*QUICKSTART, "--dry-run", "all"])
     everything = dry_run(full.config, full.origins, 1).splitlines()
     assert set(settings) <= set(everything) and "  log_rank: null" not in everything
