@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -14,19 +13,6 @@ from megalite.rehearsal.order import where
 from megalite.rehearsal.record import Call, Communicator, Communicators
 
 MOST_SAID = 1 << 20
-
-
-@dataclass(frozen=True)
-class Said:
-    """of: coordinate -> what that rank has given to a gathering. keep: under which key what this rank gives is kept."""
-
-    of: Mapping[int, Tensor]
-    key: tuple[int, int]
-    members: Communicator
-
-    def keep(self, values: Tensor) -> None:
-        if values.nbytes <= MOST_SAID:
-            self.members.said[self.key] = values
 
 
 class FakeGroups:
@@ -59,14 +45,16 @@ class FakeGroups:
         found.place = found.place or place
         return found
 
-    def said(self, call: Call) -> Said:
-        """What ranks that were rehearsed before have given to a gathering, and where to keep what this one gives."""
-        members = call.communicator
+    def gathered(self, call: Call, own: Tensor | None) -> dict[int, Tensor]:
+        """Coordinate -> what ranks that were rehearsed before have given to a gathering; keeps what this one gives."""
+        members, number = call.communicator, self._gathered.get(call.communicator, 0) + 1
         if call.kind != "all_gather":
-            return Said({}, (0, 0), members)
-        number = self._gathered[members] = self._gathered.get(members, 0) + 1
+            return {}
+        self._gathered[members] = number
         here = {members.ranks.index(rank): x for (n, rank), x in members.said.items() if n == number}
-        return Said(here, (number, self.rank), members)
+        if own is not None and own.nbytes <= MOST_SAID:
+            members.said[number, self.rank] = own.reshape(-1).clone()
+        return here
 
     def names(self) -> dict[str, Any]:
         """Names of torch.distributed."""

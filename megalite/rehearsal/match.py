@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product, zip_longest
+from itertools import pairwise, product, zip_longest
 from typing import Any
 
 from megalite.rehearsal.record import SEND, Call, Communicator, RankRecord
@@ -227,7 +227,8 @@ def _circle(records: Records, *, one_at_a_time: bool) -> str | None:
     if node is None:  # a call whose partner never comes: check 1 has told it
         return None if one_at_a_time else f"{_told(records, path[-1])} waits for a call that nobody starts"
     hops = path[path.index(node) :]
-    lines = [f"{len({rank for rank, _ in hops})} ranks wait in a circle"]
+    ring = [hops[0][0], *(there for (here, _), (there, _) in pairwise([*hops, node]) if here != there)]
+    lines = [f"{len(set(ring))} ranks wait in a circle: {' -> '.join(map(str, ring))}"]
     for here, there in zip(hops, [*hops[1:], node], strict=True):
         other = records[there[0]].calls[there[1]].kind
         how = f"waits for that of rank {there[0]}" if here[0] != there[0] else f"is behind its own {other}"

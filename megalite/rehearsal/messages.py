@@ -115,9 +115,8 @@ class _Messages:
         if carried is not None:
             carried, copies = self._gpu.kernels.arrival(stream.line, carried, copies, reads, writes)
         if self._fake is not None:
-            said = self._fake.said(call)
             for x in writes:
-                deliver(self._gpu, call, x, reads[0] if reads else None, said)
+                deliver(self._gpu, call, x, reads[0] if reads else None, self._fake)
         return Work(self._gpu, stream, call, carried, [*writes, *reads], copies[: len(writes)])
 
     def collective(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,6 +105,8 @@ def races(records: Records) -> list[Fault]:
     return [Fault("race", f"rank {rank}: {race}\n    {advice}") for race, rank in found.items()]
 
 
+WIDE = 24
+"""Of the largest bar of a drawing."""
 RANK = re.compile(r"^rank \d+|\d+\.\d+")
 
 
@@ -149,25 +151,24 @@ def as_json(report: Report) -> str:
 def explain(report: Report, what: str) -> str:
     """`memory`: the largest of the fullest rank's peak by source line; `communicators`: who sends how much over what;
     `syncs`: where the host waits, start and end included."""
-    lines = []
+    record = next(iter(report.records.values()))
+    lines = [f"rank {record.rank}, all that was rehearsed"]
     if what == "memory" and report.memory:
         most = max(report.memory, key=lambda each: each.allocated)
         lines = [f"rank {most.rank}: alive when most of its memory is"]
-        lines += [f"  {size / 2**20:12,.1f} MiB  {place}" for place, size in most.at_peak]
+        for place, size in most.at_peak:
+            lines.append(f"{size / 2**20:12,.1f} MiB {'#' * round(WIDE * size / most.at_peak[0][1]):{WIDE}} {place}")
     if what == "communicators":
         sums: dict[str, Counter[str]] = {}
-        record = next(iter(report.records.values()))
         for call in record.calls:
             row = sums.setdefault(str(call.communicator), Counter())
             row[call.kind] += 1
             row["MiB"] += call.nbytes / 2**20  # type: ignore[assignment]  # a sum of reals
-        lines = [f"{name}: {', '.join(f'{n:,.1f} {k}' if k == 'MiB' else f'{n} {k}' for k, n in row.items())}"
-                 for name, row in sums.items()]  # fmt: skip
-        lines.insert(0, f"rank {record.rank}, all that was rehearsed")
+        lines += [f"{name}: {', '.join(f'{n:,.1f} {k}' if k == 'MiB' else f'{n} {k}' for k, n in row.items())}"
+                  for name, row in sums.items()]  # fmt: skip
     if what == "syncs":
-        record = next(iter(report.records.values()))
         counts = Counter(text for kind, _, _, _, text in record.log if kind == "sync")
-        lines = [f"rank {record.rank}, all that was rehearsed", *(f"  {n:4} x {text}" for text, n in counts.items())]
+        lines += [f"  {n:4} x {text}" for text, n in counts.items()]
     return "\n".join(lines)
 
 

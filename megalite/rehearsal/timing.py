@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +29,6 @@ from megalite.rehearsal.record import Call, RankRecord
 from megalite.schedule import Costs
 
 APART = 0.05
-MESSAGE = "messages"
 
 
 class Prices:
@@ -64,11 +63,11 @@ class Prices:
 
     def call(self, call: Call) -> float:
         """Of a collective or a message between ranks that lie as its own do."""
-        ranks = call.communicator.ranks
-        size = len(ranks)
+        first, *others = call.communicator.ranks
+        size, stride = 1 + len(others), others[0] - first if others else 1
+        group = CommGroup(self.hardware, size, stride)
         if call.peer is not None:
-            return CommGroup(self.hardware, 2, max(1, abs(ranks[-1] - ranks[0]) // max(1, size - 1))).send(call.nbytes)
-        group = CommGroup(self.hardware, size, ranks[1] - ranks[0] if size > 1 else 1)
+            return replace(group, size=2).send(call.nbytes)
         if call.kind == "all_to_all":
             return group.all_to_all(call.nbytes * (sum(call.sent) or 1) * (size - 1) / size)
         if call.kind in ("all_gather", "reduce_scatter"):
@@ -114,7 +113,7 @@ def works(run: Rehearsed, record: RankRecord, prices: Prices) -> list[Work]:
             last[line] = at[line, number] = Work(record.rank, line, what, amount * 1e-9, text, action, after)
             found.append(last[line])
         elif kind == "call" and inside:
-            found[-1].call, found[-1].kind = number, MESSAGE
+            found[-1].call, found[-1].kind = number, "messages"
             found[-1].seconds = prices.call(record.calls[number])
         behind = behind if kind == "behind" else []
     return found
@@ -201,10 +200,9 @@ def step_rows(run: Rehearsed, records: Records, hardware: Hardware) -> Iterator[
 
 def _taken(own: Sequence[Work]) -> dict[str, list[float]]:
     """Words of an action without its micro-batch -> seconds by which each of it moves the end of the first stream."""
-    first, reached = min((work.line for work in own), default=0), 0.0
-    seconds: dict[str, float] = defaultdict(float)
+    seconds, reached = defaultdict[str, float](float), 0.0
     for work in own:
-        if work.line == first:
+        if work.line == 0:
             seconds[work.action] += work.end - reached
             reached = work.end
     found: dict[str, list[float]] = defaultdict(list)

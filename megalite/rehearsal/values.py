@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.rehearsal.fake_groups import Said
+from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import Clock, Line, Memory, tensors_in
 from megalite.rehearsal.record import Call
 from megalite.rehearsal.streams import Gpu
@@ -218,21 +218,20 @@ class Shapes(Computed):
         return tensors_in(function(*real, **named))
 
 
-def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, said: Said | None = None) -> None:
+def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, fake: FakeGroups) -> None:
     """What arrives by a call whose other ranks hold what this one holds, or what they have given themselves."""
     shapes: Shapes = gpu.kernels
     size = len(call.communicator.ranks)
     with gpu.state(quiet=True, true_device=True):
         known = None if source is None else shapes.known(source)
+        others = fake.gathered(call, known)
         if known is None or call.sent or call.kind in ("all_to_all", "recv") or "parts" in call.kind:
             shapes.know(target, None)
         elif call.kind == "all_gather":
             rows = known.reshape(-1).repeat(size).view(size, -1)
-            for coordinate, row in () if said is None else said.of.items():
+            for coordinate, row in others.items():
                 if row.numel() == rows.shape[1] and row.dtype == rows.dtype:
                     rows[coordinate] = row
-            if said is not None:
-                said.keep(known.reshape(-1).clone())
             shapes.know(target, rows.view(target.shape))
         elif call.kind == "reduce_scatter":
             shapes.know(target, known.reshape(size, -1)[0].view(target.shape) * size)

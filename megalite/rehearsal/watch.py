@@ -63,6 +63,7 @@ class Watch(TorchDispatchMode):
         before, local.true_device = self._gpu.true_device, True
         try:
             out = self._gpu.kernels(function, name, args, real, there=there)
+            self._cost = (0.0, "") if (prices := self._ledger.prices) is None else prices.kernel(function, args, out)
         finally:
             local.true_device = before
         outs = tensors_in(out)
@@ -73,8 +74,7 @@ class Watch(TorchDispatchMode):
                 self._ledger.enter(x.untyped_storage(), line, pinned=pinned)
         if function.is_view or name in ALLOCATE:
             return out
-        written, prices = _written(function, args, kwargs), self._ledger.prices
-        self._cost = (0.0, "") if prices is None else prices.kernel(function, args, out)
+        written = _written(function, args, kwargs)
         self._record(name, args, kwargs, given, written, fresh, there or goes_there)
         if there or goes_there:
             self._gpu.kernels.follow(function, name, args, real, given, outs, written)

@@ -127,7 +127,7 @@ PLANTED: dict[Callable[[Trainer], Any], tuple[str, str]] = {
     not_waited_for: ("match: rank 0", "nobody waits for all_reduce"),
     made_by_one_rank: ("match: rank 0 makes", "and rank 1 makes"),
     wrong_table: ("match: rank 0 sends rank 1", "2 rows"),
-    a_circle: ("deadlock: 4 ranks wait in a circle", "rank 3: recv from rank 2"),
+    a_circle: ("deadlock: 4 ranks wait in a circle: 0 -> 3 -> 2 -> 1 -> 0\n", "rank 3: recv from rank 2"),
     opposite_orders: ("deadlock: 2 ranks wait in a circle", "rank 1: all_reduce"),
 }
 
