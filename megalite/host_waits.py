@@ -69,9 +69,10 @@ HOST_WAITS = (
     ),
     HostWait(
         "eigenvectors",
-        "SOAP's first update",
-        "the solver for eigenvectors tells the host whether it has converged; later bases are orthogonalised without",
-        r"optim/soap\.py",
+        "SOAP's first update, each of Shampoo's that makes roots",
+        "the solver for eigenvectors tells the host whether it has converged; SOAP's later bases are orthogonalised "
+        "without",
+        r"optim/(soap|shampoo)\.py",
     ),
     HostWait(
         "headers",

@@ -46,7 +46,7 @@ AT_IMPORT = re.compile(
 # benchmarks, which name what they measure, and the oracle, which computes by itself what each of them means.
 NAMES_ITS_SUBJECT = re.compile(
     r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|study_staleness)"
-    r"|megalite\.testing\.(oracle|update_rules)"
+    r"|megalite\.testing\.(oracle|update_rules|preconditioned)"
     r"|benchmarks\.(pipeline|megalite_step|shared_lab|tiers)"
 )
 # Who speaks to a command line: the parser and its help, the spelling itself, what runs commands and compares them.

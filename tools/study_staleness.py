@@ -61,12 +61,12 @@ RECIPES = {
     "character": Recipe(
         "configs/shakespeare_char.yaml",
         2000,
-        {"adam": 4e-3, "muon": 8e-3, "lion": 8e-4, "sgd": 2e-1, "adafactor": 4e-3, "soap": 8e-3},
+        {"adam": 4e-3, "muon": 8e-3, "lion": 8e-4, "sgd": 2e-1, "adafactor": 4e-3, "soap": 8e-3, "shampoo": 4e-3},
     ),
     "quickstart": Recipe(
         "configs/quickstart.yaml",
         330,
-        {"adam": 7.5e-4, "muon": 1e-2, "lion": 3e-4, "sgd": 1e-1, "adafactor": 7.5e-4, "soap": 6e-3},
+        {"adam": 7.5e-4, "muon": 1e-2, "lion": 3e-4, "sgd": 1e-1, "adafactor": 7.5e-4, "soap": 6e-3, "shampoo": 6e-3},
     ),
 }
 FIRST = ("adam: 2bw predict 2", "adam: flush", "adam: 2bw", "muon: flush", "muon: 2bw", "muon: 2bw predict 1 2")
@@ -76,7 +76,7 @@ SECOND = (
 )  # fmt: skip
 REST = tuple(
     f"{name}: {variant}"
-    for name in ("lion", "adafactor", "sgd", "soap")
+    for name in ("lion", "adafactor", "sgd", "soap", "shampoo")
     for variant in ("flush", "2bw", "2bw predict 1", "2bw predict 2", "2bw error-feedback", "flush ahead 1")
 )
 SEEDS = (1337, 1, 2)

@@ -61,7 +61,7 @@ class Statistic(NamedTuple):
 
     parameter: its number in a list of `LocalParameter`. sharded: names of the axes along which ranks hold other values.
     whole: only the rank that owns the parameter has the values, those of the whole logical tensor; of stacked matrices
-    which ranks are dealt, of its own.
+    which ranks are dealt, of its own. width: of its last dimension, where that is shorter than `kept` says.
     """
 
     label: str
@@ -70,11 +70,13 @@ class Statistic(NamedTuple):
     values: Tensor
     sharded: frozenset[str]
     whole: bool = False
+    width: int | None = None
 
     def shard(self, of: LocalParameter, replica: int) -> TensorShard:
         """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""
         place = of.placement
         total = tuple(place.global_shape[d] for d in self.kept)
+        total = total if self.width is None else (*total[:-1], self.width)
         if self.whole:
             sizes = zip(self.kept, self.values.shape, total, strict=True)
             begin = tuple(0 if have == all_ else place.offset[d] for d, have, all_ in sizes)

@@ -46,6 +46,12 @@ _OF_ONE_OPTIMIZER = (
     "soap_eps",
     "soap_precondition_frequency",
     "soap_max_precond_dim",
+    "shampoo_beta1",
+    "shampoo_beta2",
+    "shampoo_eps",
+    "shampoo_matrix_eps",
+    "shampoo_precondition_frequency",
+    "shampoo_max_precond_dim",
     "adafactor_scale_parameter",
 )
 

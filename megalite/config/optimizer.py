@@ -8,7 +8,7 @@ from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
-_ADAM = ("adam", "muon", "soap")  # the last two leave what is no matrix to Adam
+_ADAM = ("adam", "muon", "soap", "shampoo")  # the last three leave what is no matrix to Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,22 @@ class OptimizerArgs(Spelled):
     soap_max_precond_dim: int = option(
         10000, "a side of a matrix that is longer keeps its own coordinates under soap", ge=0, only_for=("soap",)
     )
+    shampoo_beta1: float = option(0.95, "decay of shampoo's first moment", ge=0, lt=1, only_for=("shampoo",))
+    shampoo_beta2: float = option(
+        0.95, "decay of shampoo's second moment and of its preconditioners", ge=0, lt=1, only_for=("shampoo",)
+    )
+    shampoo_eps: float = option(
+        1e-8, "epsilon of the Adam step whose length shampoo takes", gt=0, only_for=("shampoo",)
+    )
+    shampoo_matrix_eps: float = option(
+        1e-6, "added to shampoo's eigenvalues, relative to the largest", gt=0, le=1, only_for=("shampoo",)
+    )
+    shampoo_precondition_frequency: int = option(
+        10, "steps between two roots of shampoo's preconditioners", ge=1, only_for=("shampoo",)
+    )
+    shampoo_max_precond_dim: int = option(
+        1024, "a side of a matrix that is longer has blocks of this size under shampoo", ge=1, only_for=("shampoo",)
+    )
     adafactor_scale_parameter: bool = option(
         False,
         "adafactor's learning rate, and with it weight decay, is relative to the root mean square of each parameter "
@@ -158,8 +174,9 @@ class OptimizerConfig:
     optimizer: str = option(
         "adam",
         "adam is AdamW (decoupled weight decay); sgd has momentum; lion has one moment; muon makes the updates of "
-        "matrices orthogonal, soap runs Adam in the eigenbasis of Shampoo's preconditioner of a matrix, and both leave "
-        "the rest to AdamW; adafactor keeps a row and a column of second moments for a matrix and nothing else",
+        "matrices orthogonal, soap runs Adam in the eigenbasis of Shampoo's preconditioner of a matrix, shampoo "
+        "multiplies a matrix's update by that preconditioner and gives it the length of Adam's; all three leave the "
+        "rest to AdamW; adafactor keeps a row and a column of second moments for a matrix and nothing else",
         choices=tuple(OPTIMIZER_SPECS),
     )
     lr: float = required("peak learning rate, of one update", gt=0, hint="3e-4 is common")

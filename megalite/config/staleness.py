@@ -28,8 +28,8 @@ class StalenessCorrection(Spelled):
     )
     staleness_lookahead: tuple[float, ...] | None = option(
         None,
-        "steps that predict looks ahead for each step of delay; a second number is of what Muon and SOAP leave to "
-        "AdamW; unset: the best for the optimizer",
+        "steps that predict looks ahead for each step of delay; a second number is of what Muon, SOAP and Shampoo "
+        "leave to AdamW; unset: the best for the optimizer",
         gt=0,
         hint="use 1",
     )

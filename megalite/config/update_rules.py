@@ -57,6 +57,27 @@ def _both_sides(settings: OptimizerConfig, local: Shape, whole: Shape, half: flo
     return max(9.0 * max(left, right), 5.0 * gathered, 3.0 * gathered + max(6.0 * left, 6.0 * right + left))
 
 
+def _moments_and_roots(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
+    """Shampoo's two moments; of each side the preconditioners of its blocks and their roots."""
+    sides = sum(n * min(n, settings.args.shampoo_max_precond_dim) for n in whole[-2:])
+    return 2 * math.prod(local) + 2 * math.prod(local[:-2]) * sides
+
+
+def _roots(settings: OptimizerConfig, local: Shape, whole: Shape, half: float) -> float:
+    """Of Shampoo's step: moments and Adam's step, where they are cut with the gradient gathered; then of a side its
+    preconditioner, its root and in fp64 eigenvectors of a block, or the product with the root; then the update."""
+    numel, stack = math.prod(local), math.prod(local[:-2])
+    gathered, peak = 1.0 * stack * math.prod(whole[-2:]), 0.0
+    before = kept = 0.0
+    for n in whole[-2:]:
+        block = min(n, settings.args.shampoo_max_precond_dim)
+        root, side = (8.0 if n >= 2 * block else 6.0) * stack * block**2, 1.0 * stack * n * block
+        peak = max(peak, before + kept + side + stack * block**2, before + 2 * side + root)
+        peak = max(peak, before + 2 * side + gathered * (1 + (block < n)))
+        before, kept = gathered, 2 * side
+    return 3.0 * numel + (3.0 * gathered if gathered != numel else 0.0) + max(peak, 3.0 * gathered + kept)
+
+
 @dataclass(frozen=True)
 class OptimizerSpec:
     """One `--optimizer`.
@@ -149,7 +170,18 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             lookahead_of_rest=2.0,
             nesterov="no such step is known in a basis that turns",
         ),
+        "shampoo": OptimizerSpec(
+            lambda settings: (_WIDE, _WIDE),
+            only_decays=True,
+            whole=_blocks_matrix,
+            of_whole=_moments_and_roots,
+            whole_moments=2,
+            of_step=_roots,
+            correction="predict",
+            lookahead_of_rest=2.0,
+            nesterov="no such step is known between two roots",
+        ),
         "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
     }
 )
-"""Name -> OptimizerSpec. Muon and SOAP leave what is no matrix of a block to AdamW, whose moments are wide there."""
+"""Name -> OptimizerSpec. Muon, SOAP and Shampoo leave to AdamW, with wide moments, what is no matrix of a block."""

@@ -54,7 +54,7 @@ class ShardedOptimizer:
     """The weights of a `Pipeline`, their gradients and the optimizer's state, shared by the replicas.
 
     pipeline: its parameters become views of flat memory, with the values they have.
-    name: 'adamw', 'sgd', 'lion', 'adafactor', 'muon' or 'soap'.
+    name: 'adamw', 'sgd', 'lion', 'adafactor', 'muon', 'soap' or 'shampoo'.
     lr, weight_decay: of the next step; change the attributes for a schedule. Tensors of two or more dimensions decay,
         vectors (biases, norms) do not.
     clip_grad: largest global norm of the gradient; 0: not clipped.

@@ -5,7 +5,7 @@ A new optimizer is
 - a class (`rule.UpdateRule`) and a line of this table;
 - a line of the table in `config/update_rules.py`: what state it keeps, which parameters it must see whole;
 - for flags of its own (`--optimizer-args`), fields of `OptimizerArgs` in `config/optimizer.py`, with `only_for`;
-- its formula on one process in `testing/update_rules.py`, with which the tests compare it at every layout.
+- its formula on one process in `testing/preconditioned.py`, with which the tests compare it at every layout.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
 from megalite.optim.rule import ParamGroup, UpdateRule
 from megalite.optim.sgd import SGD
+from megalite.optim.shampoo import Shampoo
 from megalite.optim.soap import Soap
 
 AnyOptimizer = UpdateRule | torch.optim.Optimizer
@@ -55,4 +56,5 @@ OPTIMIZERS: dict[str, Callable[[list[ParamGroup], OptimizerConfig], AnyOptimizer
     "adafactor": Adafactor,
     "muon": Muon,
     "soap": Soap,
+    "shampoo": Shampoo,
 }

@@ -311,7 +311,7 @@ def _optimizer(config: Config, smaller: float, changes: _Changes) -> OptimizerCo
 
 
 def _arguments(settings: OptimizerConfig, smaller: float, changes: _Changes) -> OptimizerArgs:
-    """Epsilons below which rounding makes differences; SOAP's bases turn in every step, its long sides stay long."""
+    """Epsilons below which rounding makes differences; bases and roots are new in every step, long sides stay long."""
     args = settings.args
     small = replace(
         args,
@@ -319,6 +319,10 @@ def _arguments(settings: OptimizerConfig, smaller: float, changes: _Changes) -> 
         soap_eps=max(args.soap_eps, EPSILON_IN_BASES),
         soap_precondition_frequency=1,
         soap_max_precond_dim=int(args.soap_max_precond_dim * smaller),
+        shampoo_eps=max(args.shampoo_eps, EPSILON),
+        shampoo_matrix_eps=max(args.shampoo_matrix_eps, EPSILON_IN_BASES),
+        shampoo_precondition_frequency=1,
+        shampoo_max_precond_dim=max(1, int(args.shampoo_max_precond_dim * smaller)),
     )
     read = {n: v for n, v in vars(small).items() if n.startswith(("adam_", f"{settings.optimizer}_"))}
     small = replace(args, **read)

@@ -31,8 +31,8 @@ from megalite.testing.adapters import replace_adapters
 from megalite.testing.experts import PlainExperts
 from megalite.testing.float8 import PlainFloat8
 from megalite.testing.further import plain_further
+from megalite.testing.preconditioned import RULES
 from megalite.testing.rates import decay_of, factors_of, learning_rates
-from megalite.testing.update_rules import RULES
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
 

@@ -151,109 +151,6 @@ class Muon(FromTorch):
             yield "momentum_buffer", name, whole / (1 - self.momentum)
 
 
-class Soap(Rule):
-    """Vyas et al., arXiv 2409.11321, algorithms 3 and 4, for every matrix of the blocks; AdamW for the rest.
-
-    As by its authors, the first gradient makes the bases alone, and V is reordered with them; AdamW's weight decay.
-    """
-
-    magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
-
-    def start(self) -> None:
-        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p) and ".router." not in n]
-        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
-        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
-        self.of_matrix: dict[str, list[Named]] = {
-            name: [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(self.parameters[name])]
-            for name in self.names
-        }
-
-    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
-        self.rest.step(gradients, lr, weight_decay)
-        for name in self.names:
-            parts = zip(matrices(self.parameters[name]), matrices(gradients[name]), strict=True)
-            for (w, g), state in zip(parts, self.of_matrix[name], strict=True):
-                self.update_matrix(w, g, state, lr.rest, weight_decay)
-        self.count += 1
-
-    def update_matrix(self, w: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
-        args = self.settings.args
-        b1, b2, t = args.soap_beta1, args.soap_beta2, self.count
-        if t == 0:
-            for side, square in (("L", g @ g.T), ("R", g.T @ g)):
-                if len(square) <= args.soap_max_precond_dim:
-                    state[side] = (1 - b2) * square
-                    own = torch.eye(len(square), dtype=w.dtype)
-                    state["Q" + side] = first_basis(state[side]) if g.any() else own
-            return
-        one = {"QL": torch.eye(len(w), dtype=w.dtype), "QR": torch.eye(w.shape[1], dtype=w.dtype)}
-        left, right = (state.get(name, one[name]) for name in ("QL", "QR"))
-        state["M"] = b1 * state["M"] + (1 - b1) * g
-        state["V"] = b2 * state["V"] + (1 - b2) * (left.T @ g @ right) ** 2
-        step = (left.T @ state["M"] @ right) / (state["V"].sqrt() + args.soap_eps)
-        step *= math.sqrt(1 - b2**t) / (1 - b1**t)
-        w -= lr * weight_decay * w + lr * (left @ step @ right.T)
-        for side, square in (("L", g @ g.T), ("R", g.T @ g)):
-            if side in state:
-                state[side] = b2 * state[side] + (1 - b2) * square
-                if t % args.soap_precondition_frequency == 0:
-                    q = state["Q" + side]
-                    sizes = torch.diag(q.T @ state[side] @ q)
-                    by_size = sorted(range(len(q)), key=lambda i: -max(sizes[i], ROUNDING[sizes.dtype] * sizes.max()))
-                    state["Q" + side], order = power_iteration(state[side], q, by_size)
-                    state["V"] = state["V"][order] if side == "L" else state["V"][:, order]
-
-    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
-        yield from self.rest.moments()
-        labels = {"M": "exp_avg", "V": "exp_avg_sq", "L": "left_preconditioner", "R": "right_preconditioner"}
-        for name, parts in self.of_matrix.items():
-            for key, label in (labels | {"QL": "left_basis", "QR": "right_basis"}).items():
-                if key in parts[0]:
-                    whole = torch.stack([state[key] for state in parts])
-                    yield label, name, whole.view(*self.parameters[name].shape[:-2], *whole.shape[1:])
-
-
-def power_iteration(square: Tensor, q: Tensor, order: list[int]) -> tuple[Tensor, list[int]]:
-    """(Q of the images of q's columns in this order, the order). Columns whose images add nothing come last, as they
-    were: whatever is orthogonal to the others."""
-    least, found, rest = ROUNDING[q.dtype] * float(torch.diag(q.T @ square @ q).max()), list[Tensor](), list[int]()
-    for i in order:
-        x = beyond(square @ q[:, i], found)
-        if x.norm() <= least:
-            rest.append(i)
-        else:
-            found.append(beyond(x / x.norm(), found))
-    for i in rest:
-        x = beyond(q[:, i], found)
-        found.append(beyond(x / x.norm(), found))
-    return torch.stack([x / x.norm() for x in found], 1), [i for i in order if i not in rest] + rest
-
-
-def beyond(x: Tensor, others: list[Tensor]) -> Tensor:
-    """What is orthogonal to the others (Gram and Schmidt)."""
-    for other in others:
-        x = x - other * (other @ x)
-    return x
-
-
-ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-9}
-"""What may be nothing but rounding, as part of the largest eigenvalue."""
-
-
-def first_basis(square: Tensor) -> Tensor:
-    """Eigenvectors, in fp64 (in fp32 `eigh` loses some 1e-6 of the largest eigenvalue), and where eigenvalues are zero
-    the part of fixed directions that is orthogonal to the others."""
-    values, vectors = torch.linalg.eigh(square.double())
-    n, rank = len(values), int((values > ROUNDING[square.dtype] * values.max()).sum())
-    columns: Tensor = vectors.flip(1)[:, :rank]
-    fixed = torch.randn(n, n, dtype=columns.dtype, generator=torch.Generator().manual_seed(0))[:, rank:]
-    for x in fixed.T:
-        for _ in range(2):  # Gram and Schmidt, twice for its rounding
-            x = x - columns @ (columns.T @ x)
-        columns = torch.cat([columns, (x / x.norm())[:, None]], 1)
-    return columns.to(square.dtype)
-
-
 class Lion(Rule):
     """Chen et al., arXiv 2302.06675, algorithm 2; the moment is rounded where it is kept in 16 bits."""
 
@@ -308,16 +205,6 @@ class Adafactor(Rule):
         u /= max(1.0, root_mean_square(u))
         relative = max(1e-3, root_mean_square(p)) if self.settings.args.adafactor_scale_parameter else 1.0
         p -= lr * relative * (weight_decay * p + u)
-
-
-RULES: dict[str, type[Rule]] = {
-    "adam": AdamW,
-    "sgd": SGD,
-    "lion": Lion,
-    "muon": Muon,
-    "soap": Soap,
-    "adafactor": Adafactor,
-}
 
 
 def kept(settings: OptimizerConfig) -> list[torch.dtype | None]:

@@ -171,7 +171,7 @@ VARIANTS: dict[str, str] = {
     "lion in 16 bits": "--optimizer lion --lr 1e-3 --optimizer-state exp_avg_dtype=bf16",
     "muon": "--optimizer muon",
     "soap": "--optimizer soap --optimizer-args soap_eps=1e-4 soap_max_precond_dim=32 soap_precondition_frequency=1",
-    "adafactor": "--optimizer adafactor",
+    "shampoo": "--optimizer shampoo --shampoo-matrix-eps 1e-4 --shampoo-max-precond-dim 40",
     "adafactor by size": "--optimizer adafactor --optimizer-args adafactor_scale_parameter",
 }
 OPTIMIZERS = VARIANTS | {name: f"--optimizer {name}" for name in OPTIMIZER_SPECS if name not in VARIANTS}

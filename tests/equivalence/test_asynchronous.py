@@ -143,10 +143,16 @@ def test_pipedream_continues_with_more_stages_on_the_newest_weights_that_it_has(
 
 @pytest.mark.landing
 @pytest.mark.parametrize("method", ["predict", "error-feedback"])
-def test_soap_is_corrected_alike_at_every_depth(method: str) -> None:
-    """What its matrices add is the last step, as for Muon; the rest is AdamW's."""
-    soap = "--optimizer soap --optimizer-args soap_eps=1e-5 soap_precondition_frequency=2".split()
-    argv = [*TINY, *UNTIED, *soap, "--micro-batch-size", "1", "--pipeline-schedule", "2bw"]
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        "soap --optimizer-args soap_eps=1e-5 soap_precondition_frequency=2",
+        "shampoo --optimizer-args shampoo_precondition_frequency=2",
+    ],
+)
+def test_preconditioned_steps_are_corrected_alike_at_every_depth(optimizer: str, method: str) -> None:
+    """What their matrices add is the last step, as for Muon; the rest is AdamW's."""
+    argv = [*TINY, *UNTIED, "--optimizer", *optimizer.split(), "--micro-batch-size", "1", "--pipeline-schedule", "2bw"]
     plain = train(argv, 1, 5)
     argv += ["--staleness-correction", method]
     one, two = (train([*argv, "--pipeline-model-parallel-size", str(p)], p, 5) for p in (1, 2))

@@ -301,7 +301,8 @@ def _staleness(config: Config) -> Iterator[str]:
             yield f"{flag}: not with `optimizer`={optimizer.optimizer}: {why}; use predict"
     numbers = 1 if OPTIMIZER_SPECS[optimizer.optimizer].whole is None else 2
     if ahead is not None and len(ahead) > numbers:
-        why = f"a second number is of what Muon and SOAP leave to AdamW; give {('one', 'one or two')[numbers - 1]}"
+        most = ("one", "one or two")[numbers - 1]
+        why = f"a second number is of what Muon, SOAP and Shampoo leave to AdamW; give {most}"
         yield f"`staleness_lookahead`={show(ahead)}: {why}"
     if ahead is not None and config.staleness.method != "predict":
         yield f"`staleness_lookahead`={show(ahead)}: needs `staleness_correction`=predict and a schedule with delay"

@@ -104,7 +104,7 @@ def test_a_rank_that_holds_padding_only_moves_too(tmp_path: Path) -> None:
 @pytest.mark.landing
 @pytest.mark.parametrize(
     "optimizer",
-    ["soap", *(pytest.param(o, marks=pytest.mark.full) for o in ("adam", "adafactor"))],
+    ["soap", *(pytest.param(o, marks=pytest.mark.full) for o in ("shampoo", "adam", "adafactor"))],
 )
 def test_experts_and_their_biases_move(optimizer: str, tmp_path: Path) -> None:
     """From ranks with two whole experts each, ZeRO over their copies, to parts of all experts."""

@@ -242,8 +242,9 @@ AS_GIVEN = [
         "--optimizer-args beta1=0.9",
         "--optimizer-args=beta1=0.9: expected NAME=VALUE, names are adam_beta1, adam_beta2, adam_eps, sgd_momentum, "
         "lion_beta1, lion_beta2, muon_momentum, muon_scale_mode, muon_extra_scale_factor, soap_beta1, "
-        "soap_beta2, soap_eps, soap_precondition_frequency, soap_max_precond_dim, adafactor_scale_parameter, impl; "
-        "did you mean adam_beta1=0.9?",
+        "soap_beta2, soap_eps, soap_precondition_frequency, soap_max_precond_dim, shampoo_beta1, shampoo_beta2, "
+        "shampoo_eps, shampoo_matrix_eps, shampoo_precondition_frequency, shampoo_max_precond_dim, "
+        "adafactor_scale_parameter, impl; did you mean adam_beta1=0.9?",
     ),
     ("--lora r=8 alpha=16", f"--lora=r=8: {LORA}; did you mean rank=8?"),
     ("--lora lora_rank=8", f"--lora=lora_rank=8: {LORA}; did you mean rank=8?"),

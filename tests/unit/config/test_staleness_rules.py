@@ -65,7 +65,8 @@ def test_two_lookaheads_are_of_two_rules(flags: str) -> None:
         parse([*BASE.split(), *TWO.split(), *flags.split()])
     given = flags.partition("--staleness-lookahead ")[2]
     give = "one or two" if "muon" in flags else "one"
-    line = f"--staleness-lookahead={given}: a second number is of what Muon and SOAP leave to AdamW; give {give}"
+    why = f"a second number is of what Muon, SOAP and Shampoo leave to AdamW; give {give}"
+    line = f"--staleness-lookahead={given}: {why}"
     assert caught.value.problems == [line]
 
 

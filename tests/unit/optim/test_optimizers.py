@@ -23,8 +23,8 @@ from megalite.observe.live_memory import LiveBytes
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay
 from megalite.optim.adafactor import cut_dimension
 from megalite.optim.muon import orthogonalise
+from megalite.testing.preconditioned import RULES
 from megalite.testing.rates import Rates
-from megalite.testing.update_rules import RULES
 
 
 def run(name: str, steps: int, settings: OptimizerConfig, *, matrix: bool = False, **group: Any) -> tuple[Tensor, Any]:
@@ -227,7 +227,7 @@ def test_no_rule_of_the_table_imports_the_compiler() -> None:
         "from megalite.config import OptimizerConfig\n"
         "from megalite.optim import OPTIMIZERS\n"
         "p = torch.zeros(4); p.grad = torch.ones(4)\n"
-        "for row in ('adam', 'sgd', 'lion', 'muon', 'soap'):\n"
+        "for row in ('adam', 'sgd', 'lion', 'muon', 'soap', 'shampoo'):\n"
         "    OPTIMIZERS[row]([{'params': [p], 'decay': True, 'whole': False}], OptimizerConfig(lr=1.0)).step()\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
@@ -242,7 +242,7 @@ def test_apex_is_asked_for_by_name_and_missing() -> None:
         run("adam", 1, OptimizerConfig(lr=1.0, optimizer_impl="apex"))
 
 
-@pytest.mark.parametrize("name", ["muon", "soap"])
+@pytest.mark.parametrize("name", ["muon", "soap", "shampoo"])
 def test_matrices_of_blocks_are_whole_and_biases_of_two_rows_are_not(name: str) -> None:
     whole = OPTIMIZER_SPECS[name].whole
     assert whole is not None

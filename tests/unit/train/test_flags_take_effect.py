@@ -43,6 +43,7 @@ TIMES = re.compile(
 )  # noqa: E501
 
 # (flags that both runs share, the flags in question)
+PRECONDITIONED = ("beta1 0.5", "beta2 0.5", "eps 0.1", "precondition-frequency 1", "max-precond-dim 1")
 ROWS = [
     ("--pipeline-schedule 2bw --staleness-correction none", "--staleness-correction predict"),
     ("--pipeline-schedule 2bw --staleness-correction predict", "--staleness-lookahead 3"),
@@ -152,11 +153,9 @@ ROWS = [
     ("--optimizer muon", "--muon-scale-mode shape_scaling"),
     ("--optimizer muon", "--muon-extra-scale-factor 0.5"),
     ("", "--optimizer soap"),
-    ("--optimizer soap", "--soap-beta1 0.5"),
-    ("--optimizer soap", "--soap-beta2 0.5"),
-    ("--optimizer soap", "--soap-eps 0.1"),
-    ("--optimizer soap", "--soap-precondition-frequency 1"),
-    ("--optimizer soap", "--soap-max-precond-dim 1"),
+    *((f"--optimizer {rule}", f"--{rule}-{value}") for rule in ("soap", "shampoo") for value in PRECONDITIONED),
+    ("", "--optimizer shampoo"),
+    ("--optimizer shampoo", "--shampoo-matrix-eps 0.1"),
     ("", "--optimizer adafactor"),
     ("--optimizer adafactor", "--adafactor-scale-parameter"),
     ("", "--exp-avg-dtype bf16"),

@@ -121,7 +121,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> N
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "soap", "adafactor", "adafactor*"])
+@pytest.mark.parametrize("name", ["adam", "sgd", "lion", "muon", "soap", "shampoo", "adafactor", "adafactor*"])
 @pytest.mark.parametrize(("size", "tp"), [*(pytest.param(size, 1, marks=pytest.mark.full) for size in (2, 4)), (4, 2)])
 def test_any_optimizer_at_any_stage(name: str, size: int, tp: int) -> None:
     want = assembled([run_single(body_train, name, 0, 1)])

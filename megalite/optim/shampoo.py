@@ -1,0 +1,142 @@
+"""Shampoo (Gupta et al., arXiv 1802.09568) with Adam's step size. Whole matrices only; everything else gets AdamW.
+
+    L = beta2 L + (1 - beta2) G G^T         R = beta2 R + (1 - beta2) G^T G
+    M = beta1 M + (1 - beta1) G             V = beta2 V + (1 - beta2) G^2
+    D = root(L) M root(R)                   root(S) = (S / |S| + eps I)^(-1/4), |S| the largest eigenvalue
+    W = W - lr * (D |A| / |D| + weight_decay * W)       A = M' / (sqrt(V') + eps), Adam's step (bias-corrected)
+
+`beta1` = 0 is the paper's direction, from the gradient itself. Its length is that of Adam's step for the matrix
+(grafting, Anil et al., arXiv 2002.09018), so that AdamW's learning rate carries over, and the scale of L and R falls
+out. Roots are made in fp64 from eigenvalues, at the first step and then every few. eps bounds what they make of a
+rounding: unlike SOAP's eigenvectors they are a smooth function of L and R.
+
+A side longer than `shampoo_max_precond_dim` is cut into blocks of that size, which know nothing of each other: L and R
+are then block-diagonal. A matrix `[r, c]` keeps its two moments and `2 (r min(r, d) + c min(c, d))` numbers more, on
+the one ZeRO rank that owns it; one that tensor parallelism cuts is gathered first, as for Muon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.comm import Statistic
+from megalite.config import OptimizerConfig
+from megalite.inventory import DEALT, ParameterPlacement
+from megalite.optim.adamw import MOMENTS
+from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
+from megalite.optim.rule import ParamGroup
+
+
+class Side(NamedTuple):
+    """One side of a matrix, n long: the decayed mean of its products, `[..., n, d]`, and their roots in the same shape.
+    A block of k <= d rows is in k rows and the first k columns. dim: -2 rows, -1 columns."""
+
+    dim: int
+    preconditioner: Tensor
+    root: Tensor
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """(begin, size) of each block."""
+        n, size = self.root.shape[-2:]
+        for begin in range(0, n, size):
+            yield begin, min(size, n - begin)
+
+    def after(self, gradient: Tensor, beta: float) -> Tensor:
+        """The preconditioner with a gradient `[..., r, c]` added."""
+        mean = self.preconditioner.clone()
+        for begin, size in self.blocks():
+            rows = gradient.narrow(self.dim, begin, size)
+            product = rows @ rows.mT if self.dim == -2 else rows.mT @ rows
+            mean[..., begin : begin + size, :size].lerp_(product, 1.0 - beta)
+        return mean
+
+    def root_of(self, preconditioner: Tensor, eps: float) -> Tensor:
+        """`(S / |S| + eps)^(-1/4)` of each block S; without a gradient yet, a multiple of one."""
+        roots = torch.zeros_like(preconditioner)
+        for begin, size in self.blocks():
+            block = preconditioner[..., begin : begin + size, :size]
+            values, vectors = torch.linalg.eigh(block.to(torch.float64))
+            values = values.clamp(min=0.0) / values[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
+            root = (vectors * (values + eps).pow(-0.25).unsqueeze(-2)) @ vectors.mT
+            roots[..., begin : begin + size, :size] = root
+        return roots
+
+    def applied(self, root: Tensor, x: Tensor) -> Tensor:
+        """`[..., r, c]` with this side multiplied by the root."""
+        parts = []
+        for begin, size in self.blocks():
+            block, part = root[..., begin : begin + size, :size], x.narrow(self.dim, begin, size)
+            parts.append(block @ part if self.dim == -2 else part @ block)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+class Shampoo(MatrixRule):
+    """Shampoo for groups with `whole` (which have `pieces` for `statistics`), AdamW for the others."""
+
+    matrix_moments = MOMENTS
+
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
+        super().__init__(groups, settings)
+        self.args = args = settings.args
+        self.sides: dict[Tensor, list[Side]] = {}
+        for group in self.param_groups:
+            for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
+                self.sides[p] = _sides(p, placement, args.shampoo_max_precond_dim)
+
+    def statistics(self) -> Iterator[Statistic]:
+        """Preconditioners and roots: whole on every rank that holds a part of the matrix."""
+        for group in self.param_groups:
+            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
+            for p, pieces, placement in members if group["whole"] else ():
+                for side in self.sides[p]:
+                    name = "left" if side.dim == -2 else "right"
+                    kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
+                    for label, values in (("preconditioner", side.preconditioner), ("root", side.root)):
+                        dealt, width = placement.sharded & DEALT, values.shape[-1]
+                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, True, width)
+
+    def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
+        steps, args, state = self.steps, self.args, self.state[p]
+        if steps < 0:
+            return
+        if self.found_inf is not None:  # what is not finite has no eigenvalues; they are not kept either
+            grad = torch.where(self.found_inf > 0, 0.0, grad)
+        mean = state["exp_avg"].lerp(grad, 1.0 - args.shampoo_beta1)
+        square = state["exp_avg_sq"].lerp(grad.square(), 1.0 - args.shampoo_beta2)
+        adam = (square / (1.0 - args.shampoo_beta2 ** (steps + 1))).sqrt_().add_(args.shampoo_eps)
+        adam = torch.div(mean, adam, out=adam).div_(1.0 - args.shampoo_beta1 ** (steps + 1))
+        (gradient, dim, axis), direction, adam = (
+            gather_matrix(grad, placement, group.get("cut_axes", ())),
+            *(gather_matrix(x, placement, group.get("cut_axes", ()))[0] for x in (mean, adam)),
+        )
+        for side in self.sides[p]:
+            preconditioner, root = side.after(gradient, args.shampoo_beta2), side.root
+            if steps % args.shampoo_precondition_frequency == 0:
+                root = side.root_of(preconditioner, args.shampoo_matrix_eps)
+                self.write(side.root, root)
+            self.write(side.preconditioner, preconditioner)
+            direction = side.applied(root, direction)
+        length = _norm(adam) / _norm(direction).clamp(min=torch.finfo(p.dtype).tiny)
+        update = own_part(direction * length, dim, axis)
+        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
+        self.write(p, decayed.add_(update, alpha=-group["lr"]))
+        self.write(state["exp_avg"], mean)
+        self.write(state["exp_avg_sq"], square)
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Of each matrix of a stack, `[..., 1, 1]`; a sum in a tree, which loses no digits with length."""
+    return x.square().sum((-2, -1), keepdim=True).sqrt()
+
+
+def _sides(p: Tensor, placement: ParameterPlacement, most: int) -> list[Side]:
+    sides = []
+    for dim in (-2, -1):
+        n = placement.global_shape[dim]
+        zeros = p.new_zeros(*p.shape[:-2], n, min(n, most))
+        sides.append(Side(dim, zeros, zeros.clone()))
+    return sides

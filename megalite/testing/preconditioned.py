@@ -1,0 +1,198 @@
+"""SOAP and Shampoo once more, of whole logical tensors, sharing nothing with `megalite.optim`; the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megalite.testing.rates import Rates
+from megalite.testing.update_rules import (
+    SGD,
+    Adafactor,
+    AdamW,
+    Lion,
+    Muon,
+    Named,
+    Rule,
+    is_blocks_matrix,
+    matrices,
+)
+
+
+class Soap(Rule):
+    """Vyas et al., arXiv 2409.11321, algorithms 3 and 4, for every matrix of the blocks; AdamW for the rest.
+
+    As by its authors, the first gradient makes the bases alone, and V is reordered with them; AdamW's weight decay.
+    """
+
+    magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
+
+    def start(self) -> None:
+        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p) and ".router." not in n]
+        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
+        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+        self.of_matrix: dict[str, list[Named]] = {
+            name: [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(self.parameters[name])]
+            for name in self.names
+        }
+
+    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
+        self.rest.step(gradients, lr, weight_decay)
+        for name in self.names:
+            parts = zip(matrices(self.parameters[name]), matrices(gradients[name]), strict=True)
+            for (w, g), state in zip(parts, self.of_matrix[name], strict=True):
+                self.update_matrix(w, g, state, lr.rest, weight_decay)
+        self.count += 1
+
+    def update_matrix(self, w: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
+        args = self.settings.args
+        b1, b2, t = args.soap_beta1, args.soap_beta2, self.count
+        if t == 0:
+            for side, square in (("L", g @ g.T), ("R", g.T @ g)):
+                if len(square) <= args.soap_max_precond_dim:
+                    state[side] = (1 - b2) * square
+                    own = torch.eye(len(square), dtype=w.dtype)
+                    state["Q" + side] = first_basis(state[side]) if g.any() else own
+            return
+        one = {"QL": torch.eye(len(w), dtype=w.dtype), "QR": torch.eye(w.shape[1], dtype=w.dtype)}
+        left, right = (state.get(name, one[name]) for name in ("QL", "QR"))
+        state["M"] = b1 * state["M"] + (1 - b1) * g
+        state["V"] = b2 * state["V"] + (1 - b2) * (left.T @ g @ right) ** 2
+        step = (left.T @ state["M"] @ right) / (state["V"].sqrt() + args.soap_eps)
+        step *= math.sqrt(1 - b2**t) / (1 - b1**t)
+        w -= lr * weight_decay * w + lr * (left @ step @ right.T)
+        for side, square in (("L", g @ g.T), ("R", g.T @ g)):
+            if side in state:
+                state[side] = b2 * state[side] + (1 - b2) * square
+                if t % args.soap_precondition_frequency == 0:
+                    q = state["Q" + side]
+                    sizes = torch.diag(q.T @ state[side] @ q)
+                    by_size = sorted(range(len(q)), key=lambda i: -max(sizes[i], ROUNDING[sizes.dtype] * sizes.max()))
+                    state["Q" + side], order = power_iteration(state[side], q, by_size)
+                    state["V"] = state["V"][order] if side == "L" else state["V"][:, order]
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        yield from self.rest.moments()
+        labels = {"M": "exp_avg", "V": "exp_avg_sq", "L": "left_preconditioner", "R": "right_preconditioner"}
+        for name, parts in self.of_matrix.items():
+            for key, label in (labels | {"QL": "left_basis", "QR": "right_basis"}).items():
+                if key in parts[0]:
+                    whole = torch.stack([state[key] for state in parts])
+                    yield label, name, whole.view(*self.parameters[name].shape[:-2], *whole.shape[1:])
+
+
+class Shampoo(Soap):
+    """Gupta et al., arXiv 1802.09568, algorithm 1, with decayed means, the first moment in the gradient's place and
+    Adam's length (arXiv 2002.09018); each matrix is written as `[blocks, blocks]` of its own preconditioners."""
+
+    magnified = 10.0
+
+    def start(self) -> None:
+        super().start()
+        routers = {n: p for n, p in self.parameters.items() if is_blocks_matrix(n, p) and n not in self.names}
+        self.names += list(routers)
+        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
+        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+        for name, p in routers.items():
+            self.of_matrix[name] = [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(p)]
+
+    def update_matrix(self, w: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
+        args, t = self.settings.args, self.count + 1
+        b1, b2 = args.shampoo_beta1, args.shampoo_beta2
+        state["M"] = b1 * state["M"] + (1 - b1) * g
+        state["V"] = b2 * state["V"] + (1 - b2) * g**2
+        full: dict[str, Tensor] = {}
+        for side, square in (("L", g @ g.T), ("R", g.T @ g)):
+            n, most = len(square), args.shampoo_max_precond_dim
+            own = torch.block_diag(*(torch.ones(min(most, n - i), min(most, n - i)) for i in range(0, n, most)))
+            whole = unpacked(state[side], own) if side in state else torch.zeros_like(square)
+            whole = b2 * whole + (1 - b2) * square * own.to(w.dtype)
+            state[side] = packed(whole, most)
+            if self.count % args.shampoo_precondition_frequency == 0:
+                root = torch.zeros_like(whole)
+                for i in range(0, n, most):
+                    block = whole[i : i + most, i : i + most].double()
+                    values, vectors = torch.linalg.eigh(block / max(torch.linalg.matrix_norm(block, 2), 1e-300))
+                    by = (values.clamp(min=0) + args.shampoo_matrix_eps) ** -0.25
+                    root[i : i + most, i : i + most] = (vectors @ torch.diag(by) @ vectors.T).to(w.dtype)
+                state["Q" + side] = packed(root, most)
+            full[side] = unpacked(state["Q" + side], own)
+        step = full["L"] @ state["M"] @ full["R"]
+        adam = state["M"] / (1 - b1**t) / ((state["V"] / (1 - b2**t)).sqrt() + args.shampoo_eps)
+        scale = float(adam.norm() / step.norm()) if g.any() or step.any() else 0.0
+        w -= lr * weight_decay * w + lr * scale * step
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        for label, name, values in super().moments():
+            yield label.replace("basis", "root"), name, values
+
+
+def packed(whole: Tensor, most: int) -> Tensor:
+    """The diagonal blocks of `[n, n]` as `[n, most]`, each in its rows and the first columns."""
+    n = len(whole)
+    rows = [whole[i : i + most, i : i + most] for i in range(0, n, most)]
+    return torch.cat([torch.nn.functional.pad(x, (0, min(most, n) - x.shape[1])) for x in rows])
+
+
+def unpacked(rows: Tensor, own: Tensor) -> Tensor:
+    """The inverse; own: 1 where `[n, n]` has a block."""
+    whole = torch.zeros(own.shape, dtype=rows.dtype)
+    for i, row in enumerate(rows):
+        columns = own[i].nonzero().flatten()
+        whole[i, columns] = row[: len(columns)]
+    return whole
+
+
+def power_iteration(square: Tensor, q: Tensor, order: list[int]) -> tuple[Tensor, list[int]]:
+    """(Q of the images of q's columns in this order, the order). Columns whose images add nothing come last, as they
+    were: whatever is orthogonal to the others."""
+    least, found, rest = ROUNDING[q.dtype] * float(torch.diag(q.T @ square @ q).max()), list[Tensor](), list[int]()
+    for i in order:
+        x = beyond(square @ q[:, i], found)
+        if x.norm() <= least:
+            rest.append(i)
+        else:
+            found.append(beyond(x / x.norm(), found))
+    for i in rest:
+        x = beyond(q[:, i], found)
+        found.append(beyond(x / x.norm(), found))
+    return torch.stack([x / x.norm() for x in found], 1), [i for i in order if i not in rest] + rest
+
+
+def beyond(x: Tensor, others: list[Tensor]) -> Tensor:
+    """What is orthogonal to the others (Gram and Schmidt)."""
+    for other in others:
+        x = x - other * (other @ x)
+    return x
+
+
+ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-9}
+"""What may be nothing but rounding, as part of the largest eigenvalue."""
+
+
+def first_basis(square: Tensor) -> Tensor:
+    """Eigenvectors, in fp64 (in fp32 `eigh` loses some 1e-6 of the largest eigenvalue), and where eigenvalues are zero
+    the part of fixed directions that is orthogonal to the others."""
+    values, vectors = torch.linalg.eigh(square.double())
+    n, rank = len(values), int((values > ROUNDING[square.dtype] * values.max()).sum())
+    columns: Tensor = vectors.flip(1)[:, :rank]
+    fixed = torch.randn(n, n, dtype=columns.dtype, generator=torch.Generator().manual_seed(0))[:, rank:]
+    for x in fixed.T:
+        for _ in range(2):  # Gram and Schmidt, twice for its rounding
+            x = x - columns @ (columns.T @ x)
+        columns = torch.cat([columns, (x / x.norm())[:, None]], 1)
+    return columns.to(square.dtype)
+
+
+RULES: dict[str, type[Rule]] = {
+    "adam": AdamW,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+    "soap": Soap,
+    "shampoo": Shampoo,
+    "adafactor": Adafactor,
+}
