@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import urllib.request
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from megalite.observe.observers import make_hooks
 from megalite.observe.stats import evaluation_record
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
-prometheus_client = pytest.importorskip("prometheus_client")
+needs_client = pytest.mark.skipif(find_spec("prometheus_client") is None, reason="prometheus_client is not installed")
 LINE = re.compile(r'^(megalite_\w+)\{(?:part="(\w+)",)?run="[^"]*"(?:,(?:set|task)="((?:[^"\\]|\\.)*)")?\} (\S+)$')
 
 
@@ -40,7 +41,7 @@ def read(text: str) -> dict[str, float]:
 
 
 def text_of(hook: PrometheusHook) -> str:
-    return prometheus_client.generate_latest(hook.registry).decode()
+    return hook.client.generate_latest(hook.registry).decode()
 
 
 def trained(hook: PrometheusHook, steps: int = 3) -> tuple[FakeTrainer, Hooks]:
@@ -52,6 +53,7 @@ def trained(hook: PrometheusHook, steps: int = 3) -> tuple[FakeTrainer, Hooks]:
     return trainer, hooks
 
 
+@needs_client
 def test_the_file_has_the_newest_numbers(tmp_path: Path) -> None:
     path = tmp_path / "collector" / "metrics.prom"
     trainer, hooks = trained(PrometheusHook("a", path, None))
@@ -72,6 +74,7 @@ def test_the_file_has_the_newest_numbers(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["metrics.prom"], "nothing half-written is left"
 
 
+@needs_client
 def test_the_port_is_of_this_host_alone_and_ends_with_the_run() -> None:
     hook = PrometheusHook("a", None, 0)
     trainer, hooks = trained(hook)
@@ -86,6 +89,7 @@ def test_the_port_is_of_this_host_alone_and_ends_with_the_run() -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=1)
 
 
+@needs_client
 def test_prometheus_own_parser_reads_it(tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -183,6 +187,7 @@ def test_a_command_that_is_not_there_is_an_error_before_the_start() -> None:
         assert len(caught.value.text.splitlines()) == 1
 
 
+@needs_client
 def test_dashboard_and_alerts_speak_of_numbers_that_there_are() -> None:
     hook = PrometheusHook("a", None, None)
     trainer, hooks = trained(hook)
