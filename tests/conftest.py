@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import logging
 import re
@@ -20,12 +21,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the large matrices too (scripts/test.sh --full)")
     parser.addoption("--seed", type=int, help=f"what random tests draw from, in place of {SEED} (--full: of the clock)")
     parser.addoption("--landing", action="store_true", help="run more: all that .ci/run asks of a change")
-    parser.addoption("--turn", type=int, choices=range(4), default=0, help="which quarter of the cases `in_turn` runs")
+    parser.addoption(
+        "--turn",
+        type=int,
+        choices=range(4),
+        help="which quarter of the cases `in_turn` runs; 0 unless given, with --landing 0 and 2 or 1 and 3, by the date",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Random tests draw the same at every commit, so that a test fails for what was changed; a seed that has failed
-    becomes a test of its own. The large matrices draw anew every time.
+    becomes a test of its own. The large matrices draw anew every time. Neither seed nor turn knows the commit.
 
     Under nohup a hang-up is ignored, and every process would inherit that: tests that send one wait in vain. A
     handler keeps these tests running as nohup asks, and what they start hears the signal.
@@ -34,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)
     if config.option.seed is None:
         config.option.seed = int(time.time()) % 1_000_000 if config.option.full else SEED
+    if config.option.turn is None:  # what CI runs takes turns from day to day, so that in two days each case has run
+        config.option.turn = datetime.datetime.now(datetime.UTC).toordinal() % 2 if config.option.landing else 0
 
 
 def pytest_collection_finish() -> None:
@@ -43,7 +51,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"random tests draw from --seed {config.option.seed}"
+    turns = f"tests in turn take --turn={config.option.turn}" if not config.option.full else "all cases run"
+    return f"random tests draw from --seed {config.option.seed}; {turns}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
