@@ -1,6 +1,6 @@
 """How far a long piece of work is: a bar on a terminal, lines in a log.
 
-    tokenising [#######-------------] 35 %, 1.02 GB of 2.90 GB, 35.1 MB/s, 54 s left
+    tokenising [#######-------------] 35 %, 1.02 GB of 2.9 GB, 35.1 MB/s, 54 s left
 
 A library function that may take long has a parameter `on_progress` and knows nothing about terminals; its caller passes
 a `ProgressBar`. The bar writes to standard error, so that what a tool prints stays data, and stays silent about work
@@ -120,16 +120,21 @@ def is_terminal(stream: TextIO) -> bool:
 def amount(value: float, unit: str) -> str:
     """`1.02 GB`, `35 tensors`, `0.8 samples`."""
     if unit == "B":
-        for power, prefix in ((9, "G"), (6, "M"), (3, "k")):
-            if value >= 10**power:
-                scaled = value / 10**power
-                return f"{scaled:,.{2 if scaled < 10 else 1 if scaled < 100 else 0}f} {prefix}B"
-        return f"{value:.0f} B"
+        return in_units(value, unit)
     return (f"{value:,.0f} {unit}" if value >= 10 or value == int(value) else f"{value:.1f} {unit}").rstrip()
 
 
+def in_units(number: float, unit: str = "") -> str:
+    """Three digits: 1234567 and `B` -> `1.23 MB`, with the prefixes k, M, G, T, P."""
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(number) < 999.5 or prefix == "P":
+            break
+        number /= 1000
+    return f"{number:.3g} {prefix}{unit}".rstrip()
+
+
 def of(done: float, total: float, unit: str) -> str:
-    """`1.02 GB of 2.90 GB`, `3 of 35 tensors`."""
+    """`1.02 GB of 2.9 GB`, `3 of 35 tensors`."""
     return f"{amount(done, unit)} of {amount(total, unit)}" if unit == "B" else f"{done:,.0f} of {amount(total, unit)}"
 
 

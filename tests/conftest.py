@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--turn",
         type=int,
         choices=range(4),
-        help="which quarter of the cases `in_turn` runs; 0 unless given, with --landing 0 and 2 or 1 and 3, by the date",
+        help="which quarter of the cases `in_turn` runs; unless given 0, with --landing the day says which",
     )
 
 

@@ -30,13 +30,11 @@ from megalite.planner import (
     chunk_capacity,
     energy_text,
     gb,
-    in_units,
     layout_text,
     search,
     time_text,
-    tokens_text,
 )
-from megalite.progress import OnProgress, no_progress
+from megalite.progress import OnProgress, in_units, no_progress
 from plan_fit import shortage
 
 BAR = 24
@@ -236,7 +234,7 @@ def _token_budget(config: Config, world_size: int, hardware: Hardware, source: T
         if devices:
             rows.append(attempt(f"{devices:,} devices", devices, config, devices, hardware, source))
     tokens = config.total_train_samples(world_size) * config.model.seq_length
-    return Sweep("token-budget", f"{tokens_text(tokens)} tokens", "devices", hardware, tuple(rows))
+    return Sweep("token-budget", f"{in_units(tokens)} tokens", "devices", hardware, tuple(rows))
 
 
 def _upgrades(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:

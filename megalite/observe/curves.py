@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalite.observe.stats import Record
-from megalite.planner import in_units
+from megalite.progress import in_units
 
 Point = tuple[float, float]
 

@@ -26,7 +26,8 @@ from megalite.config import BatchRamp
 from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
-from megalite.planner import RankMemory, in_units, program_of, rank_memory
+from megalite.planner import RankMemory, program_of, rank_memory
+from megalite.progress import in_units
 
 logger = logging.getLogger(__name__)
 

@@ -63,7 +63,6 @@ from megalite.planner.result_table import (
     states_text,
     summary,
     time_text,
-    tokens_text,
 )
 from megalite.planner.search import OverBudget, SearchResult, pareto, search
 from megalite.planner.search_space import (
@@ -86,5 +85,5 @@ from megalite.planner.software import (
     TORCH_2023,
     Software,
 )
-from megalite.planner.startup_table import describe_layout, foreign_rows, format_table, in_units, startup_rows
+from megalite.planner.startup_table import describe_layout, foreign_rows, format_table, startup_rows
 from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike

@@ -29,8 +29,8 @@ from megalite.planner.activations import stage_activations, workspace_bytes
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.memory import RankMemory, pipeline_memory, weights_moved
 from megalite.planner.predict import program_of
-from megalite.planner.startup_table import in_units
 from megalite.planner.uneven import MemoryHeadroom, recompute_of, smallest_numbers
+from megalite.progress import in_units
 from megalite.schedule import ActivationRoom, Program
 
 

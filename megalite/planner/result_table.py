@@ -16,6 +16,7 @@ from megalite.planner.predict import Prediction, program_of
 from megalite.planner.search import SearchResult, pareto
 from megalite.planner.search_space import layout_of
 from megalite.planner.startup_table import budget_rows
+from megalite.progress import in_units
 
 GB = 1e9
 DOUBTFUL = 0.1
@@ -186,7 +187,7 @@ def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
     """Time and energy of the whole training."""
     days, energy = budget(prediction, hardware)
     tokens = prediction.config.total_train_samples(prediction.world_size) * prediction.config.model.seq_length
-    return f"{tokens_text(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}"
+    return f"{in_units(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}"
 
 
 def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
@@ -224,13 +225,6 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
 def gb(nbytes: float) -> str:
     """A column's number of GB (1e9 bytes): three digits, and no more than one behind the point of ten and above."""
     return f"{nbytes / GB:.1f}" if nbytes >= 10 * GB else f"{nbytes / GB:.3g}"
-
-
-def tokens_text(tokens: float) -> str:
-    """`15 T`, `300 G`, `49.2 k`."""
-    units = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"))
-    unit, name = next(((u, n) for u, n in units if round(tokens / u, 3) >= 1), (1.0, ""))
-    return f"{tokens / unit:,.4g}{name}"
 
 
 def time_text(days: float) -> str:

@@ -20,6 +20,7 @@ from megalite.inventory import (
 )
 from megalite.planner.hardware import available, load_hardware
 from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
+from megalite.progress import in_units
 from megalite.schedule import Program
 
 
@@ -292,12 +293,3 @@ def _weights_moved(program: Program) -> str:
         f"{moves.transfers:,} of {moves.uses:,} uses a layer comes, one use ahead: "
         f"{in_units(moves.fetched / moves.microbatches, 'B')} a micro-batch and {in_units(back, 'B')} of gradients back"
     )
-
-
-def in_units(number: float, unit: str = "") -> str:
-    """1234567 and `B` -> `1.23 MB`, with the prefixes k, M, G, T, P."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(number) < 1000 or prefix == "P":
-            break
-        number /= 1000
-    return f"{number:.3g} {prefix}{unit}".rstrip()

@@ -21,7 +21,8 @@ from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
 from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
-from megalite.planner import RankMemory, in_units, pipeline_memory, program_of, shared_memory_bytes, with_weight_chunks
+from megalite.planner import RankMemory, pipeline_memory, program_of, shared_memory_bytes, with_weight_chunks
+from megalite.progress import in_units
 from megalite.schedule import Program
 
 logger = logging.getLogger(__name__)

@@ -91,7 +91,15 @@ def test_nobody_who_reads_ends_no_work_and_no_lines_means_none() -> None:
 
 @pytest.mark.parametrize(
     "value, text",
-    [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (35.1e6, "35.1 MB"), (2.9e9, "2.90 GB"), (2.9e12, "2,900 GB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1234, "1.23 kB"),
+        (35.1e6, "35.1 MB"),
+        (2.9e9, "2.9 GB"),
+        (2.9e12, "2.9 TB"),
+        (999_900, "1 MB"),
+    ],
 )
 def test_bytes_are_readable(value: float, text: str) -> None:
     assert amount(value, "B") == text

@@ -149,7 +149,7 @@ def test_room_for_a_checkpoint_is_looked_for_at_the_start(tmp_path: Path, monkey
     saver.check_room(shards)
     assert not list(tmp_path.iterdir()), "what an interrupted save has left gives its room back"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3999))
-    with pytest.raises(CheckpointError, match=r"--save=.*: a checkpoint needs ~4.00 kB, 4.00 kB free on .*; free some"):
+    with pytest.raises(CheckpointError, match=r"--save=.*: a checkpoint needs ~4 kB, 4 kB free on .*; free some"):
         saver.check_room(shards)
 
 

@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 from megalite.config import Config
-from megalite.planner.startup_table import format_table, in_units, startup_rows
+from megalite.planner.startup_table import format_table, startup_rows
+from megalite.progress import in_units
 from megalite.schedule import build_program, lower
 from megalite.train.resume_report import changes
 from tests.unit.observe.fake_trainer import tiny_config
