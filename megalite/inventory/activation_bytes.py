@@ -106,41 +106,42 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     tp, size, tokens = config.parallel.tensor_model_parallel_size, ElementBytes.of(config), micro_tokens(config)
     e = size.compute
     q, kv, heads = model.query_size / tp, model.local_kv_size(tp), model.num_attention_heads / tp
-    grouped = q != kv
+    grouped, rotated, normed = q != kv, model.position_embedding_type == "rope", model.qk_layernorm
     product = size.wide if on_cpu else e  # a CPU widens the operands of its products
     widened = product != e
-    context = e * tokens * q
-    words = 8.0 * tokens * heads * (model.attention_dropout > 0)  # what keys each query's dropout
-    words += tokens * heads * max(4, size.wide) * (model.softmax_type != "vanilla")  # the sinks
-    if config.parallel.context.ring > 1:
-        copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
-        kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
-        kept += copies * product * tokens * (q + kv + widened * kv)
-        return kept + context + widened * product * tokens * q + tokens * heads * max(4, size.wide) + words
-    log_sums = tokens * heads * max(4, size.wide) + words
-    if model.qk_layernorm:
+    projected, context = e * tokens * (q + 2 * kv), e * tokens * q
+    widened_context = product * tokens * q if widened else 0.0
+    row_sums = tokens * heads * max(4, size.wide)  # the softmax's log-sums
+    beside = row_sums
+    if model.attention_dropout > 0:
+        beside += 8.0 * tokens * heads  # what keys each query's dropout
+    if model.softmax_type != "vanilla":
+        beside += row_sums  # the sinks
+    if normed:
         norms = 2 if model.qk_layernorm_across_heads else heads + kv / model.head_dim
-        log_sums += 2 * tokens * norms * e  # the statistics of the norms of queries and keys
+        beside += 2 * tokens * norms * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
-            log_sums += tokens * (q + kv) * size.wide
-    if model.attention_dropout > 0 or model.reshapes_softmax or (on_cpu and not _sees_everything(config, model)):
-        copies = widened or model.position_embedding_type == "rope" or model.qk_layernorm
-        kept = 0.0 if widened and not model.qk_layernorm else e * tokens * (q + 2 * kv)
-        kept += copies * product * tokens * (q + kv + widened * kv)
-        return kept + context + widened * product * tokens * q + log_sums
+            beside += tokens * (q + kv) * size.wide
+    hidden = on_cpu and not _sees_everything(config, model)
+    if config.parallel.context.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax or hidden:  # tiles
+        kept = 0.0 if widened and not normed else projected
+        if widened or rotated or normed:
+            kept += product * tokens * (q + (2 if widened else 1) * kv)
+        return kept + context + widened_context + beside
     if on_cpu and _blocked(config, model):
-        kept = product * tokens * (q + 2 * kv) + model.qk_layernorm * e * tokens * (q + 2 * kv)
-        kept += product * tokens * q + context * widened
-        return kept + product * heads * config.training.micro_batch_size * block_area(model.seq_length)
+        operands = product * tokens * (q + 2 * kv) + (projected if normed else 0.0)
+        weights = product * heads * config.training.micro_batch_size * block_area(model.seq_length)
+        return operands + product * tokens * q + (context if widened else 0.0) + weights
     if on_cpu and (grouped or widened):  # queries, and keys and values of every head, are copies
         operands = product * tokens * (3 * q if grouped else q + 2 * kv)
-        return operands + product * tokens * q + context * widened + log_sums
-    kept = e * tokens * (q + 2 * kv)  # the projection; values (and queries, keys) are views of it
-    if model.position_embedding_type == "rope":
+        return operands + product * tokens * q + (context if widened else 0.0) + beside
+    kept = projected  # values (and queries, keys) are views of it
+    if rotated or normed:
         kept += e * tokens * (q + kv)
-    elif grouped or model.qk_layernorm:
-        kept += e * tokens * (q + kv * model.qk_layernorm)
-    return kept + context * (2 if config.training.micro_batch_size > 1 and not on_cpu else 1) + log_sums
+    elif grouped:
+        kept += e * tokens * q
+    twice = config.training.micro_batch_size > 1 and not on_cpu
+    return kept + context * (2 if twice else 1) + beside
 
 
 def _sees_everything(config: Config, model: ModelConfig) -> bool:
