@@ -17,14 +17,12 @@ from megalite import strangers
 from megalite.checkpoint import CheckpointReader, read_manifest
 from megalite.checkpoint.start_decision import decide_start
 from megalite.comm import World
-from megalite.config.cli import parse
 from megalite.convert import HuggingFaceSource, MegatronDistSource, open_megatron, state_of, write_checkpoint
 from megalite.convert.dcp_model import titan_name
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
-from megalite.train.run import open_run
-from megalite.train.starting_point import offer_of
+from tests.unit.convert.continued import loaded_and_trained
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_dcp import turned
 from tests.unit.convert.test_megatron import V, peer
@@ -93,14 +91,6 @@ def test_a_checkpoint_of_ours_is_no_pickle(tmp_path: Path) -> None:
         decide_start(save=None, load=str(tmp_path / "ours"), trust_pickle=True)
 
 
-def loaded_and_trained(world: World, argv: list[str], save: str) -> None:
-    """Saves what was loaded, and again after an iteration."""
-    with open_run(parse([*argv, "--save", save], world_size=world.size, read_offer=offer_of), world) as run:
-        run.state.save(run.trainer.progress)
-        run.trainer.train_step(drain=True)
-        run.state.save(run.trainer.progress)
-
-
 @pytest.mark.parametrize("form", ["titan", pytest.param("hf", marks=pytest.mark.landing)])
 def test_a_run_of_torch_continues_with_its_moments(form: str, tmp_path: Path) -> None:
     """torch's own AdamW, saved by torch's own functions as torchtitan does; read at tp2 x pp2."""
@@ -127,7 +117,8 @@ def test_a_run_of_torch_continues_with_its_moments(form: str, tmp_path: Path) ->
         "--train-iters 9 --eval-iters 0 --num-workers 0 --device cpu --tensor-model-parallel-size 2 "
         "--pipeline-model-parallel-size 2"
     ).split()
-    run_ranks(loaded_and_trained, 4, [*common, "--load", str(root), "--trust-pickle"], str(tmp_path / "next"))
+    argv = [*common, "--load", str(root), "--trust-pickle"]
+    run_ranks(loaded_and_trained, 4, argv, str(tmp_path / "next"), apart=form == "hf")
     found = saved_tensors(tmp_path / "next" / "iter_0000003")
     assert read_manifest(tmp_path / "next" / "iter_0000003").meta["progress"]["consumed_samples"] == 12
     model.save_pretrained(tmp_path / "weights")
