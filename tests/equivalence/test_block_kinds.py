@@ -52,7 +52,10 @@ LAYOUTS = {
     "a2a tp": ("--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2 --sequence-parallel "
                "--micro-batch-size 1 --zero-stage 3", 4),
 }  # fmt: skip
-QUICK = {("olmo2", "halves zero3"), ("latent plain", "halves"), ("latent", "zb-v cp"), ("delta", "zb-v cp")}
+QUICK = {
+    ("olmo2", "halves zero3"), ("gemma3", "halves"), ("latent plain", "halves"), ("latent", "zb-v cp"),
+    ("delta", "zb-v cp"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -71,6 +74,7 @@ def test_every_layout_is_one_process(kind: str, layout: str) -> None:
     compare(Layout(tuple(f"{KINDS[kind]}{groups}".split()), tuple(flags.split()), world_size, delay=delay))
 
 
+@pytest.mark.landing
 @pytest.mark.parametrize("placement", ["post", "sandwich"])
 def test_random_layouts(placement: str, full: bool, fresh: int) -> None:
     rng = random.Random(f"{placement} {fresh}")

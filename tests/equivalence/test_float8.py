@@ -84,6 +84,7 @@ def test_halves_with_float8_are_drawn() -> None:
     assert seen == {True, False}
 
 
+@pytest.mark.landing
 def test_random_layouts(full: bool, fresh: int) -> None:
     rng = random.Random(f"fp8 {fresh}")
     for _ in range(20 if full else 1):

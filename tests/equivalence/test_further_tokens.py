@@ -28,7 +28,7 @@ LAYOUTS = {
     "pp tp": ("--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --tensor-model-parallel-size 2 "
               "--micro-batch-size 1 --zero-stage 2", 4),
 }  # fmt: skip
-QUICK = {("documents", "zb-v cp"), ("sparse", "dp zero3")}
+QUICK = {("documents", "zb-v cp")}
 
 
 @pytest.mark.parametrize(
