@@ -115,6 +115,7 @@ def test_each_script_runs_alone_and_writes_its_record(name: str, tmp_path: Path)
         assert set(found["variants"]) == set(case.variants) and len(found["ratios"]) >= len(case.pairs)
 
 
+@pytest.mark.landing
 def test_a_variant_that_fails_or_dies_leaves_the_others(tmp_path: Path) -> None:
     case = Case("case", ("megalite", "raises", "dies", "peer"), settings={"torch": False})
     found = measure(case, fake_build, rounds=3, timeout=60, tell=lambda text: None)

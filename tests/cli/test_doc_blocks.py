@@ -49,7 +49,7 @@ NOT_RUN = {
     r"--sweep expanded_gb": "searches for 10 s: tests/unit/tools/test_plan_sweep.py",
     r"gpt3_175b|--what-if|frontier_1t": f"searches layouts for minutes, {SEARCH}",
 }
-LONG = ("conversion.md", "experts.md", "finetuning.md", "library.md", "memory.md", "proving.md")
+LONG = ("conversion.md", "experts.md", "finetuning.md", "library.md", "memory.md", "planning.md", "proving.md")
 #: What is printed, and what is tried of it. The first lines are names that stand for the reader's own.
 SHORTER = (
     (r'"\$\{YOUR_ARGS\[@\]\}"', "--config configs/quickstart.yaml"),

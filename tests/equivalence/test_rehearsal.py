@@ -140,7 +140,7 @@ def test_each_planted_fault_has_its_test() -> None:
     assert list(FAULTS) == list(range(1, 26))
 
 
-@pytest.mark.parametrize("right", [True, False], ids=["right", "planted"])
+@pytest.mark.parametrize("right", [pytest.param(True, marks=pytest.mark.landing), False], ids=["right", "planted"])
 def test_races_of_a_step_are_named_by_rank_and_lines(right: bool) -> None:
     """Faults 1 to 10, all in one step."""
     scenes = [getattr(planted, FAULTS[number][1]) for number in range(1, 11)]
