@@ -79,9 +79,20 @@ def _import_everything() -> None:
         if not module.name.startswith("megalite.testing."):
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
+    _read_tables()
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1, f"the zygote must have one thread: {threading.enumerate()}"
+
+
+def _read_tables() -> None:
+    """The tables of flags, which every rank would else make once more: by a configuration that is read and written."""
+    from megalite.config import dump_yaml
+    from megalite.config.cli import parse
+
+    sizes = ["--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8"]
+    with contextlib.suppress(Exception):  # a fault in there is for the rank that meets it
+        dump_yaml(parse([*sizes, "--micro-batch-size", "1", "--train-iters", "1", "--mock-data"], world_size=1))
 
 
 if __name__ == "__main__":
