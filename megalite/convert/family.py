@@ -99,7 +99,7 @@ class HuggingFaceFamily:
     architecture: transformers' class. prefix: what some files leave out in front of the names of all but the output.
     read: config.json -> ModelConfig, raises ConfigError. write: ModelConfig -> config.json's entries of the shape.
     ignored: endings of stored buffers that transformers computes anew. predicts: files may have layers behind the last
-    one, which predict further tokens.
+    one, which predict further tokens. stacked: rules of files that have all experts of a layer in one tensor.
     """
 
     name: str
@@ -110,6 +110,7 @@ class HuggingFaceFamily:
     write: Callable[[ModelConfig], Mapping[str, Any]]
     ignored: tuple[str, ...] = ()
     predicts: bool = False
+    stacked: tuple[LayerRule, ...] = ()
 
     def pairs(self, model: ModelConfig) -> Iterator[TensorPair]:
         """Every tensor of this model, in its order."""

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TEXT = "model.language_model."
 MAX_JSON_BYTES = 64 * 2**20
 MAX_SHARD_ELEMENTS = 1 << 29  # 2 GiB in fp32: the memory that writing takes
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -57,6 +58,8 @@ class HuggingFaceSource:
         generation = self.directory / GENERATION
         self.origin = Origin.of_folder(self.directory, raw, read_json(generation) if generation.exists() else None)
         self._files = self._where_tensors_are()
+        if self.family.stacked and any(name.endswith(".experts.gate_up_proj") for name in self._files):
+            self.family = replace(self.family, rules=(*self.family.rules, *self.family.stacked))
         if self.model.further.depth and not any(name.startswith(self._further_name()) for name in self._files):
             self.model = replace(self.model, further=FurtherTokens())  # config.json speaks of layers that are not there
         self._quantized: dict[str, Quantized] = {}
@@ -143,6 +146,11 @@ class HuggingFaceSource:
                     table |= {name: (file, name) for name in opened.keys()}  # noqa: SIM118  not a mapping
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{path}: not a safetensors file ({str(error)[:120]})") from None
+        if any(name.startswith(TEXT) for name in table):  # a model for images, too
+            apart = sorted(name for name in table if name.startswith("model.") and not name.startswith(TEXT))
+            table = {name.replace(TEXT, "model.", 1): table[name] for name in table.keys() - {*apart}}
+            if apart:
+                logger.warning("%s: %d tensors for images are left out", self.directory, len(apart))
         prefix = self.family.prefix
         if any(name.startswith(prefix) for name in table):
             return table

@@ -8,13 +8,13 @@ all keys, all values there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.config import Delta, ModelConfig, pattern_text
+from megalite.config import Delta, Experts, ModelConfig, pattern_text
 from megalite.convert.family import SAME, STACKED, HuggingFaceFamily, LayerRule, TensorForm
 from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.llama import IGNORED, QWEN_BLOCK, QWEN_RULES, read_qwen3_moe, write_qwen3_moe
@@ -65,12 +65,13 @@ def _linear_layers(fields: Fields) -> list[bool]:
     return [KINDS[kind] for kind in kinds]
 
 
-def _read(fields: Fields) -> ModelConfig:
+def read_mixed(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelConfig:
+    """A model with DeltaNet in some layers. read: what it has of a family without. Raises ConfigError."""
     linear, scaling = _linear_layers(fields), fields.section("rope_parameters")
     part = scaling if scaling.get("partial_rotary_factor") is not None else fields
     raw = {name: value for name, value in fields.raw.items() if name not in ("layer_types", "partial_rotary_factor")}
     raw["head_dim"] = fields.integer("head_dim", 256)
-    model = read_qwen3_moe(Fields(raw, fields.where))
+    model = read(Fields(raw, fields.where))
     sizes = {
         name: fields.integer(name, default)
         for name, default in (
@@ -86,18 +87,21 @@ def _read(fields: Fields) -> ModelConfig:
         rotary_percent=part.number("partial_rotary_factor", 0.25),
         apply_layernorm_1p=True,
         attention_output_gate=True,
-        experts=dataclasses.replace(
-            model.experts,
-            moe_shared_expert_intermediate_size=fields.integer("shared_expert_intermediate_size", 512),
-            moe_shared_expert_gate=True,
-        ),
+        experts=model.experts if model.experts.num_experts is None else _beside(model.experts, fields),
     )
 
 
-def _write(model: ModelConfig) -> dict[str, Any]:
-    written, given, part = write_qwen3_moe(model), model.delta, {"partial_rotary_factor": model.rotary_percent}
+def _beside(experts: Experts, fields: Fields) -> Experts:
+    """With the one that all tokens take."""
+    width = fields.integer("shared_expert_intermediate_size", 512)
+    return dataclasses.replace(experts, moe_shared_expert_intermediate_size=width, moe_shared_expert_gate=True)
+
+
+def write_mixed(model: ModelConfig, written: Mapping[str, Any]) -> dict[str, Any]:
+    """written: the entries of a family without DeltaNet."""
+    given, part = model.delta, {"partial_rotary_factor": model.rotary_percent}
     some = given.experimental_attention_variant is not None
-    full, linear = KINDS
+    full, linear, width = *KINDS, model.experts.moe_shared_expert_intermediate_size
     layers = [some and model.listed("linear_attention_freq", index) for index in range(model.num_layers)]
     left_out = ("use_sliding_window", "sliding_window", "max_window_layers")
     return {
@@ -105,13 +109,21 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         **part,
         "rope_parameters": written["rope_parameters"] | part,
         "layer_types": [linear if layer else full for layer in layers],
-        "shared_expert_intermediate_size": model.experts.moe_shared_expert_intermediate_size or 1,
+        **({} if width is None else {"shared_expert_intermediate_size": width}),
         "linear_key_head_dim": given.linear_key_head_dim,
         "linear_value_head_dim": given.linear_value_head_dim,
         "linear_num_key_heads": given.linear_num_key_heads,
         "linear_num_value_heads": given.linear_num_value_heads,
         "linear_conv_kernel_dim": given.linear_conv_kernel_dim,
     }
+
+
+def _read(fields: Fields) -> ModelConfig:
+    return read_mixed(fields, read_qwen3_moe)
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return write_mixed(model, write_qwen3_moe(model))
 
 
 QWEN3_NEXT = HuggingFaceFamily("qwen3_next", "Qwen3NextForCausalLM", "model.", NEXT_RULES, _read, _write, IGNORED, True)

@@ -28,6 +28,7 @@ from megalite.convert.gpt_oss import GPT_OSS
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.convert.olmo import OLMO2, OLMO3
 from megalite.convert.quantized import quantized_tensors
+from megalite.convert.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megalite.convert.qwen3_next import QWEN3_NEXT
 from megalite.errors import ConfigError
 
@@ -35,9 +36,12 @@ FAMILIES: Mapping[str, HuggingFaceFamily] = {
     f.name: f
     for f in (
         *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3, GPT_OSS),
-        *(QWEN3_NEXT, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
     )
 }
+
+WITH_IMAGES: Mapping[str, str] = {"qwen3_5": QWEN3_5.name, "qwen3_5_moe": QWEN3_5_MOE.name}
+"""Models of which the text's part is read -> the family that this is."""
 
 # Long contexts stay representable (--max-position-embeddings), but no run begins with sequences of 128k by accident.
 USUAL_SEQ_LENGTH = 4096
@@ -47,6 +51,9 @@ def read_model(raw: Mapping[str, Any], where: str) -> tuple[HuggingFaceFamily, M
     """config.json -> its family and the model. Raises ConfigError for what we do not have."""
     fields = Fields(raw, where)
     kind = fields.get("model_type")
+    if isinstance(kind, str) and kind in WITH_IMAGES:
+        tied = {name: raw[name] for name in ("tie_word_embeddings",) if name in raw}
+        kind, fields = WITH_IMAGES[kind], Fields({**fields.section("text_config").raw, **tied}, f"{where}: text_config")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"{where}: model_type {str(kind)[:40]!r} not supported ({', '.join(FAMILIES)})")
     if settings := fields.section("quantization_config").raw:
@@ -87,6 +94,7 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFa
 
     Raises ConfigError naming what keeps the nearest family from it.
     """
+    preferred = WITH_IMAGES.get(preferred or "", preferred)
     order = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
     nearest: tuple[int, HuggingFaceFamily, list[str]] | None = None
     for family in order:

@@ -65,10 +65,12 @@ def gated_delta(
     if state is None:
         state = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1])
     out = []
-    for i in range(count):
-        new = values[:, :, :, i] - reads[:, :, :, i] @ state
-        out.append(queries[:, :, :, i] @ state + scores[:, :, :, i] @ new)
-        state = kept[:, :, :, i] * state + written[:, :, :, i].mT @ new
+    # unbound at once: the backward of an index would fill a gradient as large as all chunks for each of them
+    parts = (x.unbind(3) for x in (values, reads, queries, scores, kept, written))
+    for value, read_, query, score, keep, write in zip(*parts, strict=True):
+        new = value - read_ @ state
+        out.append(query @ state + score @ new)
+        state = keep * state + write.mT @ new
     return torch.cat(out, 3)[:, :, :, :n].permute(3, 0, 1, 2, 4), state
 
 

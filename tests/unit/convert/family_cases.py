@@ -65,6 +65,9 @@ NEXT = GATED | QWEN3_MOE | NO_PAD | dict(
     linear_key_head_dim=4, linear_value_head_dim=6, linear_num_key_heads=2, linear_num_value_heads=4,
     shared_expert_intermediate_size=20, partial_rotary_factor=0.5,
 )  # fmt: skip
+NEXT_MOE = {name: value for name, value in NEXT.items() if name not in ("norm_topk_prob", "intermediate_size")}
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+NEXT_DENSE = {name: value for name, value in NEXT_MOE.items() if name not in EXPERTS} | dict(intermediate_size=48)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-exact-gelu-wide": ("GPT2", GPT2 | dict(activation_function="gelu", n_inner=80, layer_norm_epsilon=1e-3)),
@@ -154,6 +157,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         NEXT | dict(layer_types=["full_attention", "linear_attention"], mlp_only_layers=[0], norm_topk_prob=False),
     ),
+    "qwen3.5": ("Qwen3_5", NEXT_DENSE | dict(num_hidden_layers=4)),
+    "qwen3.5-tied": (
+        "Qwen3_5",
+        NEXT_DENSE | dict(layer_types=["linear_attention", "full_attention"], tie_word_embeddings=True),
+    ),
+    "qwen3.5-moe": ("Qwen3_5Moe", NEXT_MOE | dict(num_hidden_layers=4)),
     "neox": ("GPTNeoX", WIDTH | dict(intermediate_size=64)),
     "neox-serial": ("GPTNeoX", WIDTH | dict(intermediate_size=64, use_parallel_residual=False)),
 }

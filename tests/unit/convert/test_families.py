@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint import verify_checkpoint
@@ -40,7 +40,9 @@ BAR = 1e-12
 
 def in_fp64(case: str) -> dict[str, str]:
     """The library's grouped products have no fp64."""
-    sparse = case.startswith(("mixtral", "qwen3-moe", "qwen3-next", "olmoe", "gpt-oss", "deepseek", "glm"))
+    sparse = case.startswith(
+        ("mixtral", "qwen3-moe", "qwen3-next", "qwen3.5-moe", "olmoe", "gpt-oss", "deepseek", "glm")
+    )
     return {"experts_implementation": "eager"} if sparse else {}
 
 
@@ -189,6 +191,27 @@ def test_config_json_loses_no_entry(case: str, tmp_path: Path) -> None:
         {},
         {"max_window_layers": 28},  # of a model without windows: its number of layers says the same
     )
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_the_text_of_a_model_with_images_is_read(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As published: names under the language model, experts of a layer in one tensor."""
+    vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32)
+    values = CASES["qwen3.5" if kind == "Qwen3_5" else "qwen3.5-moe"][1]
+    config = getattr(transformers, f"{kind}Config")(text_config=values, vision_config=vision)
+    whole = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    file, stacked = tmp_path / "whole" / "model.safetensors", whole.state_dict()
+    tensors = {n: t for n, t in load_file(file).items() if ".experts." not in n}
+    tensors |= {name: t.clone() for name, t in stacked.items() if ".experts." in name}
+    save_file(tensors, file, metadata={"format": "pt"})
+    source = HuggingFaceSource(tmp_path / "whole")
+    assert "tensors for images are left out" in caplog.text
+    write_huggingface(source, tmp_path / "text")
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert type(text).__name__ == f"{kind}ForCausalLM"
+    with torch.no_grad():
+        assert torch.equal(text(input_ids=tokens()).logits, whole(input_ids=tokens()).logits)
 
 
 def test_many_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

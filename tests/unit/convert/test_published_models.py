@@ -1,4 +1,4 @@
-"""Configurations of Gemma 3 and OLMo 3 as they were published: their sizes, their layers, and what is refused."""
+"""Configurations of models as they were published: their sizes, their layers, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,23 @@ OLMO3_32B: dict[str, Any] = dict(
 OLMO3_7B = OLMO3_32B | dict(
     num_hidden_layers=32, hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32
 )
-PUBLISHED = {
+KIMI_K2 = dict(
+    model_type="kimi_k2", num_hidden_layers=61, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
+    num_attention_heads=64, num_key_value_heads=64, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=384, num_experts_per_tok=8, n_shared_experts=1, n_group=1,
+    topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827, scoring_func="sigmoid", norm_topk_prob=True,
+    topk_method="noaux_tc", vocab_size=163840, max_position_embeddings=131072, rope_theta=50000.0, rms_norm_eps=1e-6,
+    tie_word_embeddings=False,
+)  # fmt: skip
+GPT_OSS = dict(
+    model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, num_attention_heads=64, num_key_value_heads=8,
+    head_dim=64, num_experts_per_tok=4, sliding_window=128, vocab_size=201088, max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)  # fmt: skip
+PUBLISHED: dict[int, dict[str, Any]] = {
+    1_026_408_209_408: KIMI_K2,
+    20_914_757_184: GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32),
+    116_829_156_672: GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128),
     3_880_263_168: GEMMA3_4B,
     27_009_346_304: GEMMA3_27B,
     7_298_011_136: OLMO3_7B,

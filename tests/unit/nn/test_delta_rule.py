@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.nn.delta_rule import gated_delta
 
@@ -63,3 +64,27 @@ def test_a_state_goes_on_where_it_was_left(cut: int) -> None:
     rest, end = gated_delta(*(x[cut:] for x in given), state=state, starts=starts[:, cut:], offset=cut, chunk=4)
     torch.testing.assert_close(torch.cat((first, rest)), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(end, last, rtol=1e-12, atol=1e-12)
+
+
+class Elements(TorchDispatchMode):
+    """Counts those of what operations return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += sum(x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, Tensor))
+        return out
+
+
+def test_twice_the_tokens_are_twice_the_work() -> None:
+    """The backward of an index into all chunks would fill a gradient of all for each of them."""
+    counts = []
+    for n in (512, 1024):
+        tensors = drawn(n, 1)
+        with Elements() as elements:
+            gated_delta(*tensors, chunk=8)[0].sum().backward()
+        counts.append(elements.count)
+    assert counts[1] <= 2.05 * counts[0]
