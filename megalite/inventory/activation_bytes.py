@@ -122,6 +122,8 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         beside += 2 * tokens * norms * e  # the statistics of the norms of queries and keys
         if on_cpu and model.normalization == "RMSNorm":
             beside += tokens * (q + kv) * size.wide
+        if model.qk_layernorm_across_heads and tp > 1:  # wide copies, and what is scaled by the ranks' sum
+            beside += tokens * (q + kv) * (size.wide * (size.wide != e) + e)
     hidden = on_cpu and not _sees_everything(config, model)
     if config.parallel.context.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax or hidden:  # tiles
         kept = 0.0 if widened and not normed else projected

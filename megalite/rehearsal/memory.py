@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.inventory import DEFAULT_PLAN, lowered_program, stage_layer_ranges
 from megalite.planner import RankMemory, pipeline_memory, within_budget
@@ -38,7 +38,7 @@ class Found:
     """Bytes of one rank. allocated, reserved: at most. states: what is there from step to step. at_peak: (place, bytes)
     of what is alive when most is, the largest first. kept: (place, bytes) of what each iteration leaves behind.
     last_segment: where the allocator asked the device for more at last. pairs: where a message first goes from or to
-    another rank, each of which costs NCCL buffers."""
+    another rank, each of which costs NCCL buffers. planned: of balanced experts."""
 
     rank: int
     allocated: int
@@ -58,7 +58,9 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
     whole = lowered_program(config, config.num_microbatches(run.size), plan=plan)
     planned: Sequence[RankMemory | None] = [None] * whole.num_ranks  # of a module that the planner does not know
     if not config.model.is_foreign:
-        planned = pipeline_memory(config, run.size, whole, stage_layer_ranges(config, whole), plan or DEFAULT_PLAN)
+        cuts, even = stage_layer_ranges(config, whole), replace(config.model.experts, moe_expert_capacity_factor=1.0)
+        balanced = replace(config, model=replace(config.model, experts=even))  # as `values.py` has it
+        planned = pipeline_memory(balanced, run.size, whole, cuts, plan or DEFAULT_PLAN)
     program = lowered_program(config, _composed(run, whole), plan=plan)
     found = []
     for rank, record in records.items():

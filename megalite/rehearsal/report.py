@@ -69,7 +69,7 @@ def rehearse(
         faults += memory_faults(found, device_bytes)
     faults = _once(faults)
     times = [] if hardware is None or not found or run.config.model.is_foreign else step_rows(run, records, hardware)
-    return Report(faults, [*_rows(run, records), *_memory_rows(found), *times], records, found)
+    return Report(faults, [*_rows(run, records), *_memory_rows(run, found), *times], records, found)
 
 
 def _once(faults: Sequence[Fault]) -> list[Fault]:
@@ -172,12 +172,13 @@ def explain(report: Report, what: str) -> str:
     return "\n".join(lines)
 
 
-def _memory_rows(found: Sequence[Found]) -> list[tuple[str, str]]:
+def _memory_rows(run: Rehearsed, found: Sequence[Found]) -> list[tuple[str, str]]:
     if not found:
         return []
     most = max(found, key=lambda each: each.reserved)
     used = f"{most.allocated / 2**30:.2f} GiB allocated, {most.reserved / 2**30:.2f} reserved"
     plan = "" if most.planned is None else f"; the plan says {most.planned.total / 2**30:.2f}"
+    plan += ", experts balanced" * bool(plan and run.config.model.experts.num_experts)
     return [("memory", f"{used} on rank {most.rank}{plan}")]
 
 

@@ -36,7 +36,7 @@ class Prices:
 
     def __init__(self, config: Config, hardware: Hardware) -> None:
         self.hardware = hardware
-        self._config, self._roofline, self._known = config, Roofline(hardware), dict[Any, tuple[float, str]]()
+        self._config, self._roofline = config, Roofline(hardware)
         self._flops = hardware.matrix_flops[config.training.precision.name] * hardware.attention_efficiency
 
     def kernel(self, function: Any, args: Sequence[Any], out: Any) -> tuple[float, str]:
@@ -45,17 +45,14 @@ class Prices:
         if count is None:
             return 0.0, ""
         flops, packet = count(*(x for x in args if not isinstance(x, torch.dtype)), out_val=out), str(function)
+        if "varlen" in packet:  # as if each sample were one document: of its lengths only the device knows
+            flops = 4 * args[0].numel() * self._config.model.seq_length * (2.5 if "backward" in packet else 1)
+        if "attn" in packet or "attention" in packet:
+            return flops / 2 / self._flops, "attention"  # half of it is masked
         first = out[0] if isinstance(out, (tuple, list)) else out
-        key = packet, flops, first.shape
-        if key not in self._known:
-            if "attention" in packet:
-                self._known[key] = flops / 2 / self._flops, "attention"  # half of it is masked
-            else:
-                m, n = first.shape[-2:]
-                products = first.numel() / (m * n)
-                seconds = self._roofline.product(self._config, m, n, flops / 2 / first.numel(), products)
-                self._known[key] = seconds, "products"
-        return self._known[key]
+        m, n = first.shape[-2:]
+        products = first.numel() / (m * n)
+        return self._roofline.product(self._config, m, n, flops / 2 / first.numel(), products), "products"
 
     def moved(self, nbytes: int, *, over_link: bool) -> float:
         """Of a kernel that reads and writes so many bytes; over_link: from host memory, or to it."""
