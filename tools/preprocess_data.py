@@ -211,7 +211,9 @@ def main(argv: list[str]) -> None:
         print(f"left out {summary.totals.skipped:,} broken lines")
     if summary.totals.unanswered:
         count, of = summary.totals.unanswered, summary.totals.documents
-        print(f"note: {count:,} of the {of:,} conversations have no answer of the assistant: nothing is learnt of them")
+        print(
+            f"note: conversations without an answer of the assistant, of which nothing is learnt: {count:,} of {of:,}"
+        )
     if tokenizer.eod_id is not None and not args.append_eod and not chat:
         print("note: documents have no end-of-document token; --append-eod adds it")
     for prefix in summary.prefixes:

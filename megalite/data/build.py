@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 TOKENS_VERSION = 1
 """Changes when cached tokens of the same text and tokenizer would differ."""
-NO_ANSWER = "%s: %s of %s conversations have no answer of the assistant: nothing is learnt of them"
+NO_ANSWER = "%s: conversations without an answer of the assistant, of which nothing is learnt: %s of %s"
 
 Dataset = GPTDataset | BlendedDataset
 

@@ -17,11 +17,14 @@ from megalite import strangers
 from megalite.checkpoint import CheckpointReader, read_manifest
 from megalite.checkpoint.start_decision import decide_start
 from megalite.comm import World
+from megalite.config.cli import parse
 from megalite.convert import HuggingFaceSource, MegatronDistSource, open_megatron, state_of, write_checkpoint
 from megalite.convert.dcp_model import titan_name
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
+from megalite.train.resume_report import changes
+from megalite.train.starting_point import offer_of, open_start
 from tests.unit.convert.continued import loaded_and_trained
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_dcp import turned
@@ -60,6 +63,31 @@ def test_a_run_continues_from_where_it_lies(tmp_path: Path) -> None:
     assert there.keys() == here.keys()
     for name, values in there.items():
         assert (values - here[name]).abs().max() <= 1e-2 * here[name].abs().max() + 1e-9, name  # sums in bf16
+
+
+def test_what_the_format_does_not_hold_has_not_changed(tmp_path: Path) -> None:
+    """Data, device, layout, warm-up and validation are in no torch_dist; what its args say is compared."""
+    root = written_with_state(tmp_path / "megatron", hidden_dropout=0.1, clip_grad=2.0).parent
+    start = open_start(root, finetune=False, vocab_size=V)
+    assert start.saved is not None and start.told is not None
+    same = (
+        f"--use-checkpoint-args --load {root} --trust-pickle --vocab-size {V} --mock-data --bf16 --lr 1e-3 "
+        "--min-lr 1e-4 --micro-batch-size 2 --global-batch-size 8 --seed 5 --train-iters 1000 "
+        "--lr-warmup iters=8 --device cpu --num-workers 0 --eval-iters 0 --split 1,0,0 "
+        "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 2 "
+        "--weight-decay-ramp start=0.01 end=0.1 style=linear --hidden-dropout 0.1 --tensor-model-parallel-size 2"
+    ).split()
+    for words, expected in (
+        ("", {}),
+        ("--hidden-dropout 0", {"--hidden-dropout": ("0.1", "0")}),
+        ("--clip-grad 1 --global-batch-size 16", {"--clip-grad": ("2", "1"), "--global-batch-size": ("8", "16")}),
+        ("--weight-decay 0.2 --lr-warmup iters=4", {"--weight-decay": ("0.1", "0.2")}),
+        ("--attention-dropout 0.3", {}),  # not in its args
+        ("--micro-batch-size 1 --split 9,1,0 --optimizer-args adam_eps=1e-6", {"--micro-batch-size": ("2", "1")}),
+    ):
+        config = parse([*same, *words.split()], world_size=2, read_offer=offer_of)
+        assert changes(start.saved, 1, config, 2, told=start.told) == expected, words
+    assert len(changes(start.saved, 1, config, 2)) > 5, "of a checkpoint of ours all is known"
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,10 @@ def test_conversations_without_an_answer_are_counted(
     config = DataConfig(data_path=(str(prefix),), split="1,0,0")
     asked: Any = {"seq_length": 8, "train_samples": 2, "seed": 1, "tokenizer": tokenizer, "cache_dir": None}
     build_datasets(config, valid_samples=0, test_samples=0, **asked)
-    assert f"`data_path`={prefix}: 3 of 5 conversations have no answer of the assistant" in caplog.text
+    assert (
+        f"`data_path`={prefix}: conversations without an answer of the assistant, of which nothing is learnt: 3 of 5"
+        in caplog.text
+    )
     with pytest.raises(DataError, match="none of its 1 conversations has an answer"):  # the last one is held back
         build_datasets(replace(config, split="80,20,0"), valid_samples=2, test_samples=0, **asked)
 
