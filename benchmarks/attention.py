@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from benchmarks.harness import Benchmark, Flag
 from benchmarks.turns import Case, Place, Variant
 
-VARIANTS = ("megalite", "sdpa", "plain", "megalite-documents", "megalite-window")
+VARIANTS = ("megalite", "sdpa", "plain", "megalite-documents", "megalite-window", "megalite-cap")
 HEADS, CHANNELS, TOKENS = 6, 64, 2048
 FLAGS = {
     "lengths": Flag("tokens of a sequence", [128, 256, 512, 1024, 2048], [256, 1024]),
@@ -37,7 +37,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
         for precision in args.precisions
         for length in args.lengths
     ]  # fmt: skip
-    parts, seen = ("megalite-documents", "megalite-window"), "2048 tokens, of which an eighth is seen"
+    parts, seen = VARIANTS[3:5], "2048 tokens, of which an eighth is seen"
     settings = {"length": 2048, "bf16": False, "threads": args.threads}
     return [*whole, Case(seen, ("megalite", *parts), tuple((part, "megalite") for part in parts), settings, inner=2)]
 
@@ -48,6 +48,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
     from torch.nn import functional as F
 
     from megalite.nn import AttentionCore
+    from megalite.visibility import Documents
 
     s = case.settings["length"]
     b = max(1, TOKENS // s)
@@ -56,15 +57,16 @@ def build(name: str, case: Case, place: Place) -> Variant:
     if name.startswith("megalite"):
         packed = torch.randn(s, b, HEADS, 3, CHANNELS, **settings).requires_grad_()
         gradient = torch.randn(s, b, HEADS * CHANNELS, **settings)
-        core = AttentionCore(product_dtype=dtype, window=s // 8 if name == "megalite-window" else None)
-        starts = torch.arange(s, device=place.device).expand(b, s) // (s // 8) * (s // 8)
-        documents = starts if name == "megalite-documents" else None
+        window, cap = s // 8 if name == "megalite-window" else None, 50.0 if name == "megalite-cap" else None
+        core = AttentionCore(product_dtype=dtype, window=window, softcap=cap)
+        starts = torch.arange(s).expand(b, s) // (s // 8) * (s // 8)
+        hidden: Any = {}
+        if name == "megalite-documents":  # as a micro-batch brings them
+            hidden = {"document_starts": starts.to(place.device), "documents": Documents.of(starts, place.device)}
 
         def ours() -> None:
             q, k, v = packed.split(1, 3)
-            torch.autograd.grad(
-                core(q, k.squeeze(3), v.squeeze(3), packed=packed, document_starts=documents), packed, gradient
-            )
+            torch.autograd.grad(core(q, k.squeeze(3), v.squeeze(3), packed=packed, **hidden), packed, gradient)
 
         return Variant(ours)
     q, k, v = (torch.randn(b, HEADS, s, CHANNELS, **settings).requires_grad_() for _ in range(3))

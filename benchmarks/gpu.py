@@ -1,7 +1,8 @@
 """A machine with GPUs in one table: training steps of one device by megalite and its peers, attention and loss alone,
-and megalite on 1 to all devices.
+a sparse block, every kind of attention, and megalite on 1 to all devices. What says most comes first.
 
-    python benchmarks/gpu.py --json gpu.json          # every GPU there is: about 15 minutes
+    python benchmarks/gpu.py --json gpu.json          # every GPU there is: about 20 minutes
+    python benchmarks/gpu.py --json gpu.json --resume # ... what a lent machine left open
     python benchmarks/gpu.py --quick                  # smaller models; on a machine without a GPU this is what runs
 
 One variant at a time: nothing else is in the device's memory. Each row tells milliseconds, tokens/s, peak memory and
@@ -20,17 +21,23 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from benchmarks import attention, single
+from benchmarks import attention, experts, single
 from benchmarks.harness import MODELS, Benchmark, Flag, model_named
 from benchmarks.turns import Case, Place, Variant
 from megalite.inventory import flops_per_iteration
 
-STEPS = ("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers", "titan", "titan-compiled")
+STEPS = (
+    *("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers", "titan", "titan-compiled"),
+    "megalite-fp8",
+)
+MASKS = ("megalite-documents", "megalite-window", "megalite-cap")
+SPARSE = ("megalite-sparse", "megalite-dense")
 LOSSES = ("megalite-loss", "megalite-loss-compiled", "torch-loss", "torch-loss-compiled")
 LAYOUTS = {
     "megalite-dp": {"zero_stage": 1},
     "megalite-tp": {"tp": 0, "sequence_parallel": True},
     "megalite-pp": {"pp": 0},
+    "megalite-cp": {"cp": 0},
 }
 VOCABULARIES = (50257, 50304)
 FLAGS = {
@@ -50,7 +57,10 @@ def cases(args: argparse.Namespace) -> list[Case]:
             model = replace(model_named(name), untie_embeddings_and_output_weights=False, vocab_size=vocabulary)
             batch = max(1, args.tokens // model.seq_length)
             settings = {**shared, "model": model, "batch_size": batch}
-            pairs = (("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers"))
+            pairs = (
+                *(("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers")),
+                ("megalite-fp8", "megalite-compiled"),
+            )
             flops = float(flops_per_iteration(model, batch, 1))
             title = f"one device, {name}, vocabulary of {vocabulary:,}"
             found.append(Case(title, STEPS, pairs, settings, work=batch * model.seq_length, unit="tokens", flops=flops))
@@ -58,17 +68,19 @@ def cases(args: argparse.Namespace) -> list[Case]:
             beside = tuple(zip(LOSSES[:2], LOSSES[2:], strict=True))
             found.append(Case(f"loss of {name}, vocabulary of {vocabulary:,}", LOSSES, beside, sizes, inner=3))
     found += [
-        Case(f"attention, {length:,} tokens", ("megalite-attention", "sdpa"), (("megalite-attention", "sdpa"),),
-             {**shared, "length": length}, inner=5)
+        Case(f"attention, {length:,} tokens", ("megalite-attention", "sdpa", *MASKS), (("megalite-attention", "sdpa"),),
+             {**shared, "length": length}, base="megalite-attention", inner=5)
         for length in args.lengths
     ]  # fmt: skip
+    sparse = {**shared, "tokens": args.tokens}
+    found.append(Case("8 experts, top 2, beside a dense MLP of equal products", SPARSE, (SPARSE,), sparse, inner=3))
     model = model_named(args.models[-1])
     batch = max(1, args.tokens // model.seq_length)
     for ranks in powers_up_to(args.devices or count_gpus()):
         for name, layout in LAYOUTS.items():
             sizes = {key: value or ranks for key, value in layout.items()}
             micro = 2 * ranks if name == "megalite-pp" else 1
-            sequences = batch * (ranks if name != "megalite-tp" else 1)
+            sequences = batch * (ranks if name not in ("megalite-tp", "megalite-cp") else 1)
             sequences = -(-sequences // micro) * micro
             settings = {**shared, "model": model, "batch_size": sequences, "layout": sizes, "microbatches": micro}
             work, flops = sequences * model.seq_length, float(flops_per_iteration(model, sequences, 1))
@@ -93,13 +105,19 @@ def build(name: str, case: Case, place: Place) -> Variant:
     kind, _, how = name.partition("-")
     if name in LOSSES:
         return loss(kind, case, place, compiled=name.endswith("compiled"))
-    if name in ("megalite-attention", "sdpa"):
-        return attention.build("megalite" if kind == "megalite" else "sdpa", case, place)
+    if name in MASKS or name in ("megalite-attention", "sdpa"):
+        return attention.build("megalite" if name == "megalite-attention" else name, case, place)
+    if name in SPARSE:
+        return experts.build("dense" if name == "megalite-dense" else "megalite", case, place)
     if name in LAYOUTS:
         return spread_out(case, place)
     if kind == "titan":
         return titan(case, place, compiled=how == "compiled")
-    settings = {**case.settings, "compile": how == "compiled"}
+    settings = {
+        **case.settings,
+        "compile": how in ("compiled", "fp8") and (place.device.type == "cuda" or how != "fp8"),
+    }
+    settings["fp8"] = "hybrid" if how == "fp8" else None
     return single.build(kind, replace(case, settings=settings), place)
 
 
@@ -109,7 +127,7 @@ def spread_out(case: Case, place: Place) -> Variant:
     from benchmarks.plain_gpt import batch
 
     sizes, micro = case.settings["layout"], case.settings["microbatches"]
-    replicas = place.ranks // (sizes.get("tp", 1) * sizes.get("pp", 1))
+    replicas = place.ranks // (sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1))
     tokens, labels = batch(case.settings["model"], case.settings["batch_size"] // replicas, place.device, place.rank)
     compiled = place.device.type == "cuda"
     layout = Layout(bf16=True, compile=compiled, num_microbatches=micro, **sizes)
@@ -173,7 +191,7 @@ def titan(case: Case, place: Place, *, compiled: bool) -> Variant:
 
 
 PEERS = {"transformers": "transformers"}  # torchtitan is tried: it is on no list of extras
-VARIANTS = (*STEPS, *LOSSES, "megalite-attention", "sdpa", *LAYOUTS)
+VARIANTS = (*STEPS, *LOSSES, "megalite-attention", "sdpa", *MASKS, *SPARSE, *LAYOUTS)
 BENCHMARK = Benchmark("gpu", __doc__, FLAGS, cases, build, VARIANTS, PEERS)
 
 if __name__ == "__main__":

@@ -106,7 +106,11 @@ class Benchmark:
         if args.check:
             baseline_rows(self.name, cases)  # refuses before it measures
         record = self.record(argv, args)
+        kept = {case["name"]: case for case in resumed(Path(args.json), record)} if args.resume else {}
         for case in cases:
+            if case.name in kept:
+                record["cases"].append(kept[case.name])
+                continue
             began = time.time()
             with Watch() as watch:
                 samples = measure(case, self.build, rounds=_rounds(args, case), timeout=args.timeout, tell=progress)
@@ -115,8 +119,8 @@ class Benchmark:
             if sys.stderr.isatty():
                 progress("")
             print(case_text(record["cases"][-1]), flush=True)
-        if args.json:
-            write_json(Path(args.json), record)
+            if args.json:  # at once: a machine may be lent for an hour
+                write_json(Path(args.json), record)
         if args.write_baseline:
             write_baseline(self.name, record)
         failed = [name for case in record["cases"] for name in case["errors"] if is_ours(name)]
@@ -147,12 +151,15 @@ class Benchmark:
             "--write-baseline", action="store_true", help="as --quick; keep its ratios in baseline.json"
         )
         parser.add_argument("--json", metavar="OUT", help="write the record of this run to a file")
+        parser.add_argument("--resume", action="store_true", help="continue the record in --json: cases in it are kept")
         parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one launch (default: 600)")
         args = parser.parse_args(argv)
         args.quick = args.quick or args.check or args.write_baseline
         for name, flag in self.flags.items():
             if getattr(args, name) is None:
                 setattr(args, name, flag.quick if args.quick else flag.full)
+        if args.resume and not args.json:
+            raise ConfigError("--resume: needs the record of the run that was cut off; give --json FILE")
         if args.rounds is not None and args.rounds < 1:
             raise ConfigError(f"--rounds={args.rounds}: must be at least 1")
         return args
@@ -203,6 +210,21 @@ def _rounds(args: argparse.Namespace, case: Case) -> int:
     if case.memory:
         return 1 if args.quick else 2
     return int(args.rounds or (5 if args.quick else 7))
+
+
+def resumed(path: Path, record: Json) -> list[Json]:
+    """The cases of a record that were measured with the same settings on the same machine; none if there is no such
+    file. Raises ConfigError for another record."""
+    if not path.exists():
+        return []
+    before: Json = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("benchmark", "machine", "versions", "settings"):
+        if before.get(name) != json.loads(json.dumps(record[name])):
+            raise ConfigError(
+                f"--resume: {path} is of another {name.rstrip('s')}; give another --json, or drop --resume"
+            )
+    found: list[Json] = [case for case in before["cases"] if not case["errors"]]
+    return found
 
 
 def case_record(case: Case, samples: Samples) -> Json:

@@ -18,6 +18,7 @@ from megalite.comm import ParallelMesh, open_channel, share_axis
 from megalite.config import (
     Config,
     ContextParallelism,
+    Float8,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -51,6 +52,7 @@ class Layout:
     batches: int = 1
     bf16: bool = False
     compile: bool = False
+    fp8: str | None = None
     stages: tuple[tuple[int, int], ...] = ()
     cut: str | None = None
 
@@ -140,7 +142,10 @@ def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_si
             virtual_pipeline_model_parallel_size=resolve_chunks(layout.schedule, None),
         ),
         training=TrainingConfig(
-            micro_batch_size=micro_batch_size, precision=Precision(bf16=layout.bf16), compile=layout.compile
+            micro_batch_size=micro_batch_size,
+            precision=Precision(bf16=layout.bf16),
+            compile=layout.compile,
+            float8=Float8(fp8_format=layout.fp8),
         ),
         optimizer=OptimizerConfig(lr=update.lr, clip_grad=update.clip_grad),
     )

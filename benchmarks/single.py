@@ -68,7 +68,9 @@ def build(name: str, case: Case, place: Place) -> Variant:
     tokens, labels = batch(model, case.settings["batch_size"], place.device)
     if name == "megalite":
         update = Update(lr=3e-4, clip_grad=1.0)
-        return TrainingStep(model, Layout(bf16=bf16, compile=compiled), update, place, tokens, labels).variant()
+        return TrainingStep(
+            model, Layout(bf16=bf16, compile=compiled, fp8=case.settings.get("fp8")), update, place, tokens, labels
+        ).variant()
     peer = (PlainGPT(model) if name == "plain" else transformers_gpt(model)).to(place.device)
     run = torch.compile(peer) if compiled else peer
     forward = run if name == "plain" else lambda ids: run(input_ids=ids).logits

@@ -183,6 +183,26 @@ def test_check_names_each_row_that_is_worse(
         FAKE.run(["--check", "--size", "other"])
 
 
+def test_a_record_that_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may be lent for an hour: cases are written one by one, and those that are there are not repeated."""
+    out, calls = tmp_path / "record.json", []
+
+    def measured(case: Case, *args: Any, **kwargs: Any) -> Samples:
+        calls.append(case.name)
+        return Samples(seconds={"megalite": [1.0 * len(calls)], "peer": [3.0]})
+
+    monkeypatch.setattr(harness, "measure", measured)
+    for _ in range(2):
+        FAKE.run(["--quick", "--json", str(out), "--resume"])
+    record = json.loads(out.read_text())
+    assert calls == [case["name"] for case in record["cases"]]
+    assert record["cases"][0]["variants"]["megalite"]["median"] == 1.0
+    with pytest.raises(ConfigError, match="--resume: .*is of another setting"):
+        FAKE.run(["--quick", "--json", str(out), "--resume", "--size", "other"])
+    with pytest.raises(ConfigError, match="--resume: needs the record"):
+        FAKE.run(["--quick", "--resume"])
+
+
 def test_the_rows_of_the_baseline_are_the_ratios_of_quick() -> None:
     baseline = harness.read_baseline()
     assert baseline.keys() <= TINY.keys()
