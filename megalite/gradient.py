@@ -121,9 +121,10 @@ class GradSink:
     on_ready: called when the last contribution of a batch has arrived.
     on_open: called before the first contribution. A buffer that exists only while it is needed is allocated there and
         handed over by `use_buffer`.
+    tap: gets what `TappedProducts` multiply, `[n, out]` and `[n, in]`.
     """
 
-    __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open")
+    __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open", "tap")
 
     def __init__(
         self,
@@ -139,6 +140,7 @@ class GradSink:
         self.on_open = on_open
         self.fresh = True
         self.remaining: int | None = None
+        self.tap: Callable[[Tensor, Tensor], None] | None = None
 
     @property
     def grad(self) -> Tensor:

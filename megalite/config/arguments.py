@@ -52,6 +52,13 @@ _OF_ONE_OPTIMIZER = (
     "shampoo_matrix_eps",
     "shampoo_precondition_frequency",
     "shampoo_max_precond_dim",
+    "kfac_momentum",
+    "kfac_decay",
+    "kfac_damping",
+    "kfac_kl_clip",
+    "kfac_scale",
+    "kfac_inverse_frequency",
+    "kfac_factors",
     "adafactor_scale_parameter",
 )
 

@@ -8,7 +8,7 @@ from megalite.config.schema import OneOf, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
-_ADAM = ("adam", "muon", "soap", "shampoo")  # the last three leave what is no matrix to Adam
+_ADAM = ("adam", "muon", "soap", "shampoo", "kfac")  # the last four leave what is no matrix to Adam
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +115,20 @@ class OptimizerArgs(Spelled):
     shampoo_max_precond_dim: int = option(
         1024, "a side of a matrix that is longer has blocks of this size under shampoo", ge=1, only_for=("shampoo",)
     )
+    kfac_momentum: float = option(0.9, "momentum of kfac", ge=0, lt=1, only_for=("kfac",))
+    kfac_decay: float = option(0.95, "decay of kfac's factors", ge=0, lt=1, only_for=("kfac",))
+    kfac_damping: float = option(1e-2, "added to the product of kfac's factors, by halves", gt=0, only_for=("kfac",))
+    kfac_kl_clip: float = option(
+        1e-3, "bound of a matrix's lr^2 <step, gradient>, beyond which kfac shortens the step", gt=0, only_for=("kfac",)
+    )
+    kfac_scale: float = option(0.3, "kfac's learning rate of matrices, times `lr`", gt=0, only_for=("kfac",))
+    kfac_inverse_frequency: int = option(10, "steps between two inverses of kfac's factors", ge=1, only_for=("kfac",))
+    kfac_factors: str = option(
+        "all",
+        "kfac's factors are of all tokens, summed over replicas, or of the own ones of the rank that owns a matrix",
+        choices=("all", "own"),
+        only_for=("kfac",),
+    )
     adafactor_scale_parameter: bool = option(
         False,
         "adafactor's learning rate, and with it weight decay, is relative to the root mean square of each parameter "
@@ -175,8 +189,9 @@ class OptimizerConfig:
         "adam",
         "adam is AdamW (decoupled weight decay); sgd has momentum; lion has one moment; muon makes the updates of "
         "matrices orthogonal, soap runs Adam in the eigenbasis of Shampoo's preconditioner of a matrix, shampoo "
-        "multiplies a matrix's update by that preconditioner and gives it the length of Adam's; all three leave the "
-        "rest to AdamW; adafactor keeps a row and a column of second moments for a matrix and nothing else",
+        "multiplies a matrix's update by that preconditioner and gives it the length of Adam's, kfac by the "
+        "inverses of the covariances of a layer's inputs and output gradients; all four leave the rest to AdamW; "
+        "adafactor keeps a row and a column of second moments for a matrix and nothing else",
         choices=tuple(OPTIMIZER_SPECS),
     )
     lr: float = required("peak learning rate, of one update", gt=0, hint="3e-4 is common")

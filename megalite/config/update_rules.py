@@ -63,6 +63,25 @@ def _moments_and_roots(settings: OptimizerConfig, local: Shape, whole: Shape) ->
     return 2 * math.prod(local) + 2 * math.prod(local[:-2]) * sides
 
 
+def _factors(settings: OptimizerConfig, whole: Shape) -> int:
+    """Of K-FAC: the covariances of a layer's outputs (of each projection's) and inputs."""
+    rows, columns = whole[-2:]
+    return math.prod(whole[:-2]) * rows**2 + columns**2
+
+
+def _momentum_and_factors(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
+    return math.prod(local) + 2 * _factors(settings, whole)
+
+
+def _inverses(settings: OptimizerConfig, local: Shape, whole: Shape, half: float) -> float:
+    """Of K-FAC's step: new means, their inverses in fp64, and with both the preconditioned gradient."""
+    numel, gathered = math.prod(local), math.prod(whole)
+    right, left = whole[-1] ** 2, math.prod(whole[:-2]) * whole[-2] ** 2
+    means = left + right
+    inverted = means + max(5.0 * right, right + 5.0 * left)
+    return max(2.0 * means, inverted, 2.0 * means + 3.0 * gathered + (gathered if gathered != numel else 0.0))
+
+
 def _roots(settings: OptimizerConfig, local: Shape, whole: Shape, half: float) -> float:
     """Of Shampoo's step: moments and Adam's step, where they are cut with the gradient gathered; then of a side its
     preconditioner, its root and in fp64 eigenvectors of a block, or the product with the root; then the update."""
@@ -90,6 +109,8 @@ class OptimizerSpec:
     step, step_nesterov: numbers as wide as the master that come and go in the step of each element of a tensor, and
     how many more a Nesterov correction takes. of_step: (settings, local shape, shape without tensor parallelism, bytes
     of a number of Newton-Schulz over those of a master) -> numbers that do of a parameter that lies in one piece.
+    of_tap: (settings, shape without tensor parallelism) -> numbers that a batch adds up of what such a parameter's
+    gradient is made of, on every rank with `kfac_factors`=all; None: it does not look at that.
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
     only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
@@ -107,6 +128,7 @@ class OptimizerSpec:
     step: int = 0
     step_nesterov: int = 0
     of_step: Callable[[OptimizerConfig, Shape, Shape, float], float] = _newton_schulz
+    of_tap: Callable[[OptimizerConfig, Shape], int] | None = None
     statistics: bool = False
     settings: tuple[str, ...] = ()
     only_decays: bool = False
@@ -116,6 +138,11 @@ class OptimizerSpec:
     lookahead: float = 1.0
     lookahead_of_rest: float | None = None
     nesterov: str | None = None
+
+    @property
+    def taps(self) -> bool:
+        """Whether it looks at what the gradients of linear layers are made of."""
+        return self.of_tap is not None
 
     def most_moments(self, settings: OptimizerConfig) -> int:
         """How many moments most elements of a model have: those of the blocks' matrices. An average is one, too."""
@@ -180,6 +207,15 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             correction="predict",
             lookahead_of_rest=2.0,
             nesterov="no such step is known between two roots",
+        ),
+        "kfac": OptimizerSpec(
+            lambda settings: (_WIDE, _WIDE),
+            only_decays=True,
+            whole=_square_enough,
+            of_whole=_momentum_and_factors,
+            of_step=_inverses,
+            of_tap=_factors,
+            nesterov="no such step is known between two inverses",
         ),
         "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
     }

@@ -84,8 +84,9 @@ class ShardedOptimizer:
         **settings: float | str,
     ) -> None:
         rule = OptimizerConfig(lr=lr).optimizer if name == ADAMW else name
-        if rule not in OPTIMIZERS:
-            raise ConfigError(f"optimizer={name!r}: not one of {', '.join([ADAMW, *sorted(OPTIMIZERS)])}")
+        known = [ADAMW, *sorted(n for n in OPTIMIZERS if not OPTIMIZER_SPECS[n].taps)]
+        if rule not in known:
+            raise ConfigError(f"optimizer={name!r}: not one of {', '.join(known)}")
         if zero_stage not in range(4):
             raise ConfigError(f"zero_stage={zero_stage}: 0, 1, 2 or 3")
         if not 0 <= offload_fraction <= 1 or offload_path is not None and not offload_fraction:

@@ -18,6 +18,7 @@ from megalite.config import OptimizerConfig
 from megalite.errors import ConfigError
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.adamw import AdamW
+from megalite.optim.kfac import Kfac
 from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
 from megalite.optim.rule import ParamGroup, UpdateRule
@@ -57,4 +58,5 @@ OPTIMIZERS: dict[str, Callable[[list[ParamGroup], OptimizerConfig], AnyOptimizer
     "muon": Muon,
     "soap": Soap,
     "shampoo": Shampoo,
+    "kfac": Kfac,
 }

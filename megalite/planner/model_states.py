@@ -29,7 +29,7 @@ from megalite.inventory import (
     stage_parameters,
 )
 from megalite.planner.communication import shards_of
-from megalite.planner.step_bytes import step_numbers
+from megalite.planner.step_bytes import step_numbers, tapped_numbers
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def _bucket(config: Config, plan: BucketPlan, owner: int, on_cpu: bool) -> Plann
         plan.tied,
         whole,
         own,
-        _matrix_state(config, plan, owner) if whole else 0,
+        _matrix_state(config, plan, owner) + tapped_numbers(config, plan, owner) if whole else 0,
         statistics,
         layers,
         vectors,

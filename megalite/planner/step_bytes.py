@@ -33,6 +33,16 @@ def step_numbers(config: Config, plan: BucketPlan, owner: int, *, on_cpu: bool) 
     return max(most + share * (joined + (size.gradient != size.wide)), written)
 
 
+def tapped_numbers(config: Config, plan: BucketPlan, owner: int) -> int:
+    """Numbers that a batch adds up of what the gradients of matrices are made of."""
+    tap = OPTIMIZER_SPECS[config.optimizer.optimizer].of_tap
+    if tap is None:
+        return 0
+    everywhere = config.optimizer.args.kfac_factors == "all"
+    ranges = plan.ranges if everywhere else [segment.ranges[0] for segment in plan.segments_of(owner)]
+    return sum(tap(config.optimizer, range_.entry.placement.global_shape) for range_ in ranges)
+
+
 def _of_element(config: Config) -> tuple[int, int]:
     """While it is stepped, and while the weights that the next batch computes with are written. Of AdamW for what rules
     of matrices leave to it, too."""

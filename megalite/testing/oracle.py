@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from megalite.comm import ParallelMesh, World
 from megalite.config import parse
-from megalite.gradient import GradSink, attach_sink, sink_of
+from megalite.gradient import attach_sink, sink_of
 from megalite.inventory import Recompute, layer_of, placement_of, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
@@ -96,7 +96,7 @@ class Pupil:
 
     def gradients(self, weights: dict[str, Tensor], samples: Sequence[Microbatch]) -> tuple[float, dict[str, Tensor]]:
         """The mean loss of the samples (over samples, or over tokens), and its gradient: what one update is made of."""
-        used = {name: self._leaf(weights[name]) for name in self.parameters}
+        used = {name: self._leaf(name, weights[name]) for name in self.parameters}
         by_path: dict[str, Tensor] = {self.paths[name]: leaf for name, leaf in used.items()}
         by_path |= {name: weights[name] for name in self.biases}
         for name, layer in self.float8.items():
@@ -119,10 +119,11 @@ class Pupil:
         here, all_of_them = (sum(float(sample.loss_mask.sum()) for sample in some) for some in (samples, batch))
         return here / all_of_them
 
-    def _leaf(self, weight: Tensor) -> torch.nn.Parameter:
+    def _leaf(self, name: str, weight: Tensor) -> torch.nn.Parameter:
         """A copy that accumulates its gradient as the product's layers do, so that sums are rounded alike."""
         leaf = torch.nn.Parameter(weight.clone())
-        attach_sink(leaf, GradSink(torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))))
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        attach_sink(leaf, self.rule.sink(name, torch.zeros_like(weight, dtype=wide)))
         return leaf
 
     def update(self, gradients: dict[str, Tensor], consumed: int) -> float:

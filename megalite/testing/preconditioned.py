@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from megalite.gradient import GradSink
 from megalite.testing.rates import Rates
 from megalite.testing.update_rules import (
     SGD,
@@ -146,6 +147,83 @@ def unpacked(rows: Tensor, own: Tensor) -> Tensor:
     return whole
 
 
+class Noting(GradSink):
+    """Keeps the operands of each sample's weight gradient."""
+
+    __slots__ = ("noted",)
+
+    def __init__(self, gradient: Tensor) -> None:
+        super().__init__(gradient)
+        self.noted: list[tuple[Tensor, Tensor]] = []
+
+    def addmm(self, a: Tensor, b: Tensor) -> None:
+        self.noted.append((a.double(), b.double()))
+        super().addmm(a, b)
+
+
+class Kfac(Rule):
+    """Martens and Grosse, arXiv 1503.05671, with pi and damping of section 6.3, nu of each matrix; AdamW for the rest.
+
+    chosen: a parameter's name -> the samples of a batch that its factors are of; None: all.
+    """
+
+    magnified = 1e3
+
+    def start(self) -> None:
+        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
+        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
+        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+        self.noted: dict[str, Noting] = {}
+        self.scales: dict[str, dict[str, float]] = {}
+        self.chosen: Callable[[str], list[int]] | None = None
+
+    def sink(self, name: str, gradient: Tensor) -> GradSink:
+        self.noted[name] = Noting(gradient)
+        return self.noted[name]
+
+    def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
+        self.rest.step(gradients, lr, weight_decay)
+        self.count += 1
+        for name in self.names:
+            self.update(name, self.parameters[name], gradients[name], lr.rest, weight_decay)
+
+    def update(self, name: str, p: Tensor, g: Tensor, lr: float, weight_decay: float) -> None:
+        args, noted = self.settings.args, self.noted[name].noted
+        tokens = sum(x.shape[0] for _, x in noted)
+        noted = noted if self.chosen is None else [noted[i] for i in self.chosen(name)]
+        x, dy = torch.cat([x for _, x in noted]), tokens * torch.cat([dy.T for dy, _ in noted])
+        parts = dy.view(len(dy), -1, p.shape[-2]).unbind(1)
+        now = {"A": x.T @ x / len(x), "G": torch.stack([d.T @ d / len(d) for d in parts])}
+        state = self.state.setdefault(name, {"buffer": torch.zeros_like(p)})
+        keep = min(1 - 1 / self.count, args.kfac_decay)
+        for key, value in now.items():
+            state[key] = (keep * state[key] + (1 - keep) * value if key in state else value).to(p.dtype)
+        if (self.count - 1) % args.kfac_inverse_frequency == 0:
+            a, g_ = state["A"].double(), state["G"].double()
+            mean_g = sum(float(torch.trace(x)) for x in g_) / (len(g_) * g_.shape[-1])
+            pi = math.sqrt(float(torch.trace(a)) / len(a) / mean_g)
+            root = math.sqrt(args.kfac_damping)
+            state["A-1"] = torch.inverse(a + pi * root * torch.eye(len(a), dtype=a.dtype)).to(p.dtype)
+            inverses = [torch.inverse(x + root / pi * torch.eye(len(x), dtype=a.dtype)) for x in g_]
+            state["G-1"] = torch.stack(inverses).to(p.dtype)
+            self.scales[name] = {"A-1": pi * root, "G-1": root / pi}
+        rate = lr * args.kfac_scale
+        for w, dw, buffer, inverse in zip(*map(matrices, (p, g, state["buffer"])), state["G-1"], strict=True):
+            step = inverse @ dw @ state["A-1"]
+            step *= min(1.0, math.sqrt(args.kfac_kl_clip / max(float((rate**2 * step * dw).sum()), 1e-300)))
+            buffer.copy_(args.kfac_momentum * buffer + step)
+            w -= lr * weight_decay * w + rate * buffer
+
+    def moments(self) -> Iterator[tuple[str, str, Tensor]]:
+        yield from self.rest.moments()
+        labels = {"A": "inputs", "G": "outputs", "A-1": "inputs_inverse", "G-1": "outputs_inverse"}
+        for name, state in self.state.items():
+            yield "momentum_buffer", name, state["buffer"]
+            for key, label in labels.items():
+                value = state[key] * self.scales[name].get(key, 1.0)
+                yield label, name, value[0] if key[0] == "G" and self.parameters[name].dim() == 2 else value
+
+
 def power_iteration(square: Tensor, q: Tensor, order: list[int]) -> tuple[Tensor, list[int]]:
     """(Q of the images of q's columns in this order, the order). Columns whose images add nothing come last, as they
     were: whatever is orthogonal to the others."""
@@ -194,5 +272,6 @@ RULES: dict[str, type[Rule]] = {
     "muon": Muon,
     "soap": Soap,
     "shampoo": Shampoo,
+    "kfac": Kfac,
     "adafactor": Adafactor,
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import OptimizerConfig
+from megalite.gradient import GradSink
 from megalite.testing.rates import Factors, Rates
 
 NOISE = 1e-11
@@ -47,6 +48,10 @@ class Rule:
 
     def start(self) -> None:
         """Makes the state."""
+
+    def sink(self, name: str, gradient: Tensor) -> GradSink:
+        """What adds up a batch's gradient."""
+        return GradSink(gradient)
 
     def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         self.count += 1

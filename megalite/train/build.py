@@ -233,6 +233,7 @@ def _build_module(
         device=device,
         seed=config.training.seed,
         weight_grads=notes[0],
+        tapped=OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
         float8=config.training.float8,
         keeps_float8=config.keeps_float8,
         loads=notes[1],

@@ -109,7 +109,7 @@ CORRECTED = [
     for optimizer, method, late in product(
         OPTIMIZER_SPECS, ("predict", "error-feedback", "nesterov"), ("2bw", "pipedream", "update")
     )
-    if method != "nesterov" or OPTIMIZER_SPECS[optimizer].nesterov is None
+    if (method != "nesterov" or OPTIMIZER_SPECS[optimizer].nesterov is None) and not OPTIMIZER_SPECS[optimizer].taps
 ]
 LATENESS = {
     "2bw": LATE,

@@ -17,6 +17,7 @@ from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.foreign import foreign_module
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
+from megalite.config.rules.kfac import tapped_products
 from megalite.config.rules.layout import (
     batch,
     overlap,
@@ -83,6 +84,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     learning_rate,
     weight_decay,
     update_rule,
+    tapped_products,
     embedding_offload,
     param_offload,
     data,

@@ -16,7 +16,7 @@ from megalite.inventory import ParameterPlacement
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.parallel.tensor.delayed_scaling import DelayedProducts
 from megalite.parallel.tensor.float8 import Float8Products
-from megalite.parallel.tensor.products import Products, product_dtype
+from megalite.parallel.tensor.products import Products, TappedProducts, product_dtype
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class LayerContext:
     dtype, device: of the parameters ('meta' builds shapes only).
     seed: keys dropout.
     weight_grads: takes the computations of weight gradients, which run at once or (zero-bubble schedules) later.
+    tapped: whether the optimizer looks at the operands of weight gradients.
     float8: the format and scales of linear layers' products.
     keeps_float8: whether weights stay in float8, too, until an update changes them.
     loads: where routers note what they did.
@@ -50,6 +51,7 @@ class LayerContext:
     device: torch.device | str = "cpu"
     seed: int = 1234
     weight_grads: WeightGradQueue = field(default_factory=WeightGradQueue)
+    tapped: bool = False
     float8: Float8 = Float8()
     keeps_float8: bool = False
     loads: ExpertLoads = field(default_factory=ExpertLoads)
@@ -63,7 +65,8 @@ class LayerContext:
     ) -> Products:
         """The products of a linear layer with inputs, outputs or tokens (beside `cp`) cut over an axis."""
         if self.float8.fp8_format is None:
-            return Products(product_dtype(self.dtype, torch.device(self.device).type))
+            kind = TappedProducts if self.tapped else Products
+            return kind(product_dtype(self.dtype, torch.device(self.device).type))
         cuts = {"in": inputs, "out": outputs}
         axes = {dim: [] if axis is None else [axis] for dim, axis in cuts.items()}
         axes["tokens"] = [self.cp.heads, self.cp.ring, *([] if tokens is None else [tokens])]

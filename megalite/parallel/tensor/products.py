@@ -61,3 +61,12 @@ class Products:
     def add_weight_gradient(self, sink: GradSink, dy: Tensor, x: Tensor, kept: Any) -> None:
         """Adds the same to a main gradient."""
         sink.addmm(dy.to(self.dtype).t(), x.to(self.dtype))
+
+
+class TappedProducts(Products):
+    """The same, for optimizers that look at what a weight's gradient is made of."""
+
+    def add_weight_gradient(self, sink: GradSink, dy: Tensor, x: Tensor, kept: Any) -> None:
+        if sink.tap is not None:
+            sink.tap(dy, x)
+        super().add_weight_gradient(sink, dy, x, kept)

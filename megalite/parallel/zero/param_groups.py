@@ -23,6 +23,8 @@ parameters: all parameters of which any rank of `shard_axis` holds a part: the s
     that keep statistics of a parameter.
 pieces: for each tensor, which ranges of `parameters` it holds.
 shard_axis: the axis over which ZeRO shards the group.
+sinks: (parameter, its sink) of all buckets of these families: the same list on each rank of `shard_axis`.
+copies: the axes whose ranks compute gradients of other tokens: that of the shards, and that of their copies.
 cut_axes: the axes that may cut the family's parameters.
 """
 
@@ -57,6 +59,12 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
     for master in masters:
         kind = master.segment.kind
         groups.setdefault((kind.no_decay, kind.rates, master.segment.whole), []).append(master)
+    sinks = [
+        (LocalParameter(range_.entry.name, range_.entry.shape, range_.entry.placement), sink)
+        for buffers in {id(master.buffers): master.buffers for master in masters}.values()
+        for bucket in buffers.buckets
+        for range_, sink in zip(bucket.plan.ranges, bucket.sinks, strict=True)
+    ]
     numbers = {(id(p.bucket), p.parameter.name): number for number, p in enumerate(parameters)}
     return [
         {
@@ -66,8 +74,10 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
             "whole": whole,
             "placements": [m.segment.ranges[0].entry.placement for m in members] if whole else [],
             "parameters": [p.parameter for p in parameters],
+            "sinks": sinks,
             "pieces": [list(_pieces_of(m, numbers)) for m in members],
             "shard_axis": members[0].buffers.axes.shard if members[0].buffers.options.stage else Axis.single("shard"),
+            "copies": (members[0].buffers.axes.shard, members[0].buffers.axes.replicate),
             "cut_axes": members[0].buffers.axes.cut,
         }
         for (no_decay, rates, whole), members in groups.items()

@@ -121,6 +121,7 @@ class ShardedOptimizer:
         for sub in self.sub_optimizers:
             there = "offloaded" if sub.masters[0].offloaded else "state"
             held[there] += sum(statistic.values.nbytes for statistic, _ in sub.statistics())
+            held[there] += sum(values.nbytes for values in getattr(sub.rule, "scratch", ()))
         return held
 
     def _moments(self, master: MasterShard) -> dict[str, Tensor]:

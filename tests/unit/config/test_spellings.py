@@ -244,6 +244,7 @@ AS_GIVEN = [
         "lion_beta1, lion_beta2, muon_momentum, muon_scale_mode, muon_extra_scale_factor, soap_beta1, "
         "soap_beta2, soap_eps, soap_precondition_frequency, soap_max_precond_dim, shampoo_beta1, shampoo_beta2, "
         "shampoo_eps, shampoo_matrix_eps, shampoo_precondition_frequency, shampoo_max_precond_dim, "
+        "kfac_momentum, kfac_decay, kfac_damping, kfac_kl_clip, kfac_scale, kfac_inverse_frequency, kfac_factors, "
         "adafactor_scale_parameter, impl; did you mean adam_beta1=0.9?",
     ),
     ("--lora r=8 alpha=16", f"--lora=r=8: {LORA}; did you mean rank=8?"),

@@ -255,7 +255,7 @@ def test_the_table_without_torch_says_what_is_kept() -> None:
     assert set(OPTIMIZER_SPECS) == set(OPTIMIZERS)
     settings = OptimizerConfig(lr=0.1)
     for name, rule in OPTIMIZER_SPECS.items():
-        if rule.statistics:  # counted in tests/unit/planner/test_model_states.py
+        if rule.statistics or rule.taps:  # counted in tests/unit/planner/test_model_states.py
             continue
         for matrix in (False, True) if rule.whole is not None else (False,):
             p, optimizer = run(name, 1, OptimizerConfig(lr=1.0), matrix=matrix)

@@ -76,6 +76,7 @@ def _modules(config: Config, items: range, device: str, versions: int = 1) -> li
         "--optimizer soap --bf16",
         "--optimizer soap --soap-max-precond-dim 100 --model-type llama",
         "--optimizer shampoo --shampoo-max-precond-dim 40",
+        "--optimizer kfac --model-type llama",
         "--optimizer adafactor --model-type llama --bf16",
         "--optimizer adafactor --ema-decay 0.9",
         "--bf16 --ema-decay 0.9",

@@ -34,6 +34,7 @@ STEPS = {
 FENCED = {
     "adapters": r"parallel/tensor/adapters|inventory/adapters|parallel/zero/frozen",
     "experts": r"nn/(experts|router)|parallel/expert/|engine/expert_bias|train/expert_report|microbatch_notes",
+    "second order": r"optim/(matrix_rule|soap|shampoo|kfac)|parallel/tensor/products.py TappedProducts",
     "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
     "rows": r"parallel/rows/|train/host_embedding",
     "tiers": r"parallel/tiers/|parallel/zero/(host_\w+|delayed_optimizer)|parallel/pipeline/offloaded",
@@ -95,6 +96,7 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
 @pytest.mark.parametrize("feature, ranks, flags", [
     ("adapters", 1, "--lora-rank 2"),
     ("experts", 1, "--num-experts 2"),
+    ("second order", 1, "--optimizer kfac"),
     ("rows", 1, "--embedding-offload cpu --untie-embeddings-and-output-weights"),
     ("tiers", 1, "--optimizer-cpu-offload"),
     ("fp8", 1, "--fp8-format hybrid --fp8-recipe delayed --bf16"),

@@ -43,6 +43,7 @@ TIMES = re.compile(
 )  # noqa: E501
 
 # (flags that both runs share, the flags in question)
+KFAC = ("momentum 0", "decay 0", "damping 1", "kl-clip 1e-9", "scale 0.5", "inverse-frequency 1")
 PRECONDITIONED = ("beta1 0.5", "beta2 0.5", "eps 0.1", "precondition-frequency 1", "max-precond-dim 1")
 ROWS = [
     ("--pipeline-schedule 2bw --staleness-correction none", "--staleness-correction predict"),
@@ -152,11 +153,10 @@ ROWS = [
     ("--optimizer muon", "--muon-momentum 0.5"),
     ("--optimizer muon", "--muon-scale-mode shape_scaling"),
     ("--optimizer muon", "--muon-extra-scale-factor 0.5"),
-    ("", "--optimizer soap"),
+    *(("", f"--optimizer {rule}") for rule in ("soap", "shampoo", "kfac", "adafactor")),
     *((f"--optimizer {rule}", f"--{rule}-{value}") for rule in ("soap", "shampoo") for value in PRECONDITIONED),
-    ("", "--optimizer shampoo"),
     ("--optimizer shampoo", "--shampoo-matrix-eps 0.1"),
-    ("", "--optimizer adafactor"),
+    *(("--optimizer kfac", f"--kfac-{value}") for value in KFAC),
     ("--optimizer adafactor", "--adafactor-scale-parameter"),
     ("", "--exp-avg-dtype bf16"),
     ("", "--exp-avg-sq-dtype bf16"),

@@ -18,6 +18,7 @@ CASES = {
     "muon": "--optimizer muon",
     "soap": "--optimizer soap --optimizer-args soap_precondition_frequency=1",
     "shampoo": "--optimizer shampoo --optimizer-args shampoo_precondition_frequency=3 shampoo_max_precond_dim=20",
+    "kfac": "--optimizer kfac --optimizer-args kfac_inverse_frequency=3 kfac_factors=own",
     "adafactor": "--optimizer adafactor --bf16",
     "bf16 moments": "--bf16 --optimizer-state exp_avg_dtype=bf16 exp_avg_sq_dtype=bf16 --grad-reduce-in-bf16",
     "remainders": "--bf16 --optimizer-state param_remainders",
