@@ -15,13 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, compare, draw, saved_tensors, train_body
+from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, compare, draw, saved_tensors, train, train_body
 from megalite.comm import Done, mesh_channel
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.inventory import tiles
 from megalite.parallel.pipeline.shared_rows import SharedRows
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
+from megalite.rehearsal import rehearse, rehearsed
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
 from megalite.train.batch_reader import BatchReader
@@ -96,6 +97,43 @@ def test_corner(name: str) -> None:
 @pytest.mark.parametrize("name", MORE)
 def test_more_corners(name: str) -> None:
     compare(case_of(*MORE[name]))
+
+
+@pytest.mark.parametrize("meshes", ["1x2,1x1", pytest.param("1x1,1x2", marks=pytest.mark.full)])
+def test_2bw_is_bitwise_the_delayed_reference(meshes: str) -> None:
+    """With two micro-batches a batch every sum is one of two terms, in whatever order: not one bit differs."""
+    model = f"{UNTIED} --clip-grad 0 --global-batch-size 2"
+    case = case_of(model, meshes, "--pipeline-schedule 2bw --zero-stage 1", {"delay": 1})
+    found, expected = train([*TINY, *case.model, *case.layout], case.world_size, 4), case.expected(4)
+    assert found.losses == expected.losses
+    for name, value in expected.tensors.items():
+        assert torch.equal(found.tensors[name], value), f"{name}; replay: {case.command}"
+
+
+SPELLED = {"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2": "--stage-meshes 2x1,2x1"}
+"""A layout -> the same by the meshes of its stages."""
+
+
+def messages_of(layout: str, rank: int) -> list[tuple[Any, ...]]:
+    """All that a rank exchanges in a short run on four ranks, call by call, with the lines that do."""
+    model = (*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--train-iters", "9", "--bf16")
+    argv = [word for word in model if word not in ("--fp64",)]
+    report = rehearse(rehearsed([*argv, *layout.split()], 4, steps=1), [rank])
+    assert report.records[rank].problem is None, report.records[rank].problem
+    return [
+        (call.kind, call.nbytes, call.dtype, call.op, call.communicator.ranks, call.peer, call.action, call.place)
+        for call in report.records[rank].calls
+    ]
+
+
+def test_stages_that_are_alike_exchange_what_they_always_did() -> None:
+    """Spelled by their meshes the same messages from the same lines, and as many between stages as micro-batches. (That
+    a step enters none of the code of stages that differ: tests/unit/train/test_files_of_a_step.py.)"""
+    for plain, meshes in SPELLED.items():
+        calls = messages_of(plain, 3)
+        assert messages_of(meshes, 3) == calls
+        of_step = [kind for kind, *_, action, _ in calls if action]
+        assert of_step.count("send") == of_step.count("recv") == 8
 
 
 def test_vertical_sync_is_another_training_on_uniform_stages(full: bool) -> None:
@@ -239,7 +277,7 @@ MUTATIONS = {
 def mutated_body(world: World, argv: list[str], steps: int, name: str) -> tuple:
     target, attribute, other = MUTATIONS[name]
     with ExitStack() as changed:
-        changed.enter_context(patch.object(BatchReader, "odd", world.rank == 3, create=True))
+        changed.enter_context(patch.object(BatchReader, "odd", world.rank == world.size - 1, create=True))
         changed.enter_context(patch.object(target, attribute, other))
         return train_body(world, argv, steps)
 
@@ -249,3 +287,12 @@ def mutated_body(world: World, argv: list[str], steps: int, name: str) -> tuple:
 def test_a_mutation_is_seen(name: str) -> None:
     with pytest.raises(AssertionError, match="instead of|differs by|disagree"):
         compare(case_of("", "2x1,1x2", f"--zero-stage 1 {SP}", {}), body=mutated_body, more=(name,))
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("name", ["a factor of one replica", "a turn of another's", "a receive buffer of before"])
+def test_a_mutation_of_2bw_is_seen_in_its_bits(name: str) -> None:
+    case = case_of(f"{UNTIED} --clip-grad 0 --global-batch-size 2", "1x2,1x1", "--pipeline-schedule 2bw", {"delay": 1})
+    argv, expected = [*TINY, *case.model, *case.layout], case.expected(4)
+    found = train(argv, case.world_size, 4, body=mutated_body, more=(name,))
+    assert any(not torch.equal(found.tensors[key], value) for key, value in expected.tensors.items())
