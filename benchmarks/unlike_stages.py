@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from benchmarks.harness import Benchmark, Flag
 from benchmarks.turns import Case, Place, Variant
 from benchmarks.waiting import wait_beside
-from megalite.planner import StageCost, Submesh, plan_stages
+from megalite.config import StageMesh
+from megalite.planner import StageCost, plan_stages
 
 if TYPE_CHECKING:
     from megalite.schedule import Action
@@ -69,14 +70,14 @@ class Blocks(NamedTuple):
     def best(self) -> str:
         """The dynamic programme's choice."""
 
-        def cost(begin: int, end: int, mesh: Submesh, left: int) -> StageCost | None:
+        def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
             first = self.ranks - left
             if first < self.slow < first + mesh.size:
                 return None
             forward, reduce = self.cost(begin, end, first, mesh.dp)
             return StageCost(3 * forward, 3 * forward / mesh.dp + reduce / MICROBATCHES)
 
-        meshes = [Submesh(1, dp) for dp in range(1, self.ranks + 1) if MICROBATCHES % dp == 0]
+        meshes = [StageMesh(1, dp) for dp in range(1, self.ranks + 1) if MICROBATCHES % dp == 0]
         found = plan_stages(len(self.costs), self.ranks, meshes, cost, MICROBATCHES)
         assert found is not None
         cuts = "|".join("t" * (stage.end - stage.begin) for stage in found.stages)

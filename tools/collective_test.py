@@ -58,13 +58,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-def measure_local(size: int, device: str) -> None:
+def measure_local(size: int, device: str, **layout: Any) -> None:
     """Forks `size` ranks on this machine and prints what the test finds. device: "cpu" (gloo) or "cuda" (NCCL,
-    one GPU a rank).
+    one GPU a rank). layout: fields of `ParallelConfig`.
 
     Must be called before this process has computed anything (see `supervise`). Raises RuntimeFailure where it fails.
     """
-    parallel = ParallelConfig(nprocs=size, hardware=DeviceOptions(device=device), distributed_timeout_minutes=1.0)
+    hardware = DeviceOptions(device=device)
+    parallel = ParallelConfig(nprocs=size, hardware=hardware, distributed_timeout_minutes=1.0, **layout)
 
     def rank(settings: ToolSettings, world: World) -> None:
         _test(settings.parallel, world, None)

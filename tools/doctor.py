@@ -1,6 +1,6 @@
 """Says what this machine has for megalite: versions, devices, optional packages, and whether local ranks can talk.
 
-    python tools/doctor.py [--skip-collectives] [--disk DIR]
+    python tools/doctor.py [--skip-collectives] [--stage-meshes 2x1,1x2] [--disk DIR]
 
 Exit status 0: training can start here. 1: the local collective test failed.
 """
@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,13 +44,16 @@ def main(argv: list[str]) -> None:
     """Prints the report. Raises RuntimeFailure when local ranks cannot talk to each other."""
     parser = ToolParser(description="What this machine has for megalite.")
     parser.add_argument("--skip-collectives", action="store_true", help="start no ranks, measure nothing")
+    parser.add_argument("--stage-meshes", metavar="TPxDP,...", help="let as many ranks talk in these groups, not two")
     parser.add_argument("--disk", metavar="DIR", help="measure the disk of this folder (default: temporary files')")
     arguments = parser.parse_args(argv)
+    if arguments.stage_meshes and arguments.skip_collectives:
+        raise ConfigError(f"--stage-meshes={arguments.stage_meshes}: has no effect with --skip-collectives; drop one")
     print_environment()
     print_packages()
     print_launcher()
     if not arguments.skip_collectives:
-        print_collectives()
+        print_collectives(arguments.stage_meshes)
         print_memory(arguments.disk)
         print("\nready")
 
@@ -123,15 +127,19 @@ def print_launcher() -> None:
         _line("none", "one process; --nprocs N starts local ranks; torchrun, srun and mpirun are recognised")
 
 
-def print_collectives() -> None:
-    """Two local ranks, their results and their speed; on GPUs too where there are two."""
+def print_collectives(meshes: str | None = None) -> None:
+    """Two local ranks, or those of the meshes of stages, their results and their speed; on GPUs too where there are as
+    many. Raises ConfigError."""
     import torch
 
     from collective_test import measure_local
+    from megalite.config import parse_meshes, stage_sizes
 
-    for device in ["cpu"] + (["cuda"] if torch.cuda.device_count() >= 2 else []):
+    layout: dict[str, Any] = {"stage_meshes": meshes, **stage_sizes(meshes)} if meshes else {}
+    ranks = sum(mesh.size for mesh in parse_meshes(meshes)) if meshes else 2
+    for device in ["cpu"] + (["cuda"] if torch.cuda.device_count() >= ranks else []):
         print(f"\nlocal collective test on {device}", flush=True)
-        measure_local(2, device)
+        measure_local(ranks, device, **layout)
 
 
 def print_memory(disk: str | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from command_line import ToolParser, stored
-from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, parse_meshes, show
+from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, show, stage_sizes
 from megalite.config import Option as ConfigOption
 from megalite.errors import ConfigError
 from megalite.launch import advise_threads, launch, read_environment
@@ -105,7 +105,7 @@ def layout_of(flags: argparse.Namespace) -> ParallelConfig:
             raise ConfigError(f"{option.flag}={show(value)}: must be at least {least}")
         values[option.name] = tuple(value) if isinstance(value, list) else value
     if values["stage_meshes"] is not None:
-        values |= _of_meshes(values)
+        values |= _sizes_of_stages(values)
     parallel: ParallelConfig = build_section(ParallelConfig, values)
     if parallel.context.context_parallel_size == 1 and parallel.context.cp_comm_type != "p2p":
         kind = parallel.context.cp_comm_type
@@ -113,19 +113,14 @@ def layout_of(flags: argparse.Namespace) -> ParallelConfig:
     return parallel
 
 
-def _of_meshes(values: dict[str, Any]) -> dict[str, Any]:
-    """What `--stage-meshes` says of other fields: meshes that are alike are another spelling of two sizes. Raises
-    ConfigError."""
-    given = f"--stage-meshes={values['stage_meshes']}"
-    try:
-        meshes = parse_meshes(values["stage_meshes"])
-    except ValueError as error:
-        raise ConfigError(f"{given}: {error}") from None
+def _sizes_of_stages(values: dict[str, Any]) -> dict[str, Any]:
+    """What `--stage-meshes` says of other fields. Raises ConfigError."""
+    sizes = stage_sizes(values["stage_meshes"])
     for name, size in values.items():
         if name.endswith("parallel_size") and size not in (None, 1):
+            given = f"--stage-meshes={values['stage_meshes']}"
             raise ConfigError(f"{given}: says the sizes of each stage; drop --{name.replace('_', '-')}")
-    alike = {"stage_meshes": None, "tensor_model_parallel_size": meshes[0].tp} if len(set(meshes)) == 1 else {}
-    return {"pipeline_model_parallel_size": len(meshes), **alike}
+    return sizes
 
 
 def _options() -> list[ConfigOption]:

@@ -10,6 +10,7 @@ from megalite import schedule as schedules
 from megalite.config.restarts import Restarts
 from megalite.config.schema import OneOf, Spelled, option
 from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
+from megalite.errors import ConfigError
 
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
@@ -175,7 +176,7 @@ class ParallelConfig:
         """tp and replicas of each stage where stages differ; empty where they are alike."""
         try:
             given = parse_meshes(self.stage_meshes or "")
-        except ValueError:
+        except ConfigError:
             return ()
         return given if unlike(given) else ()
 

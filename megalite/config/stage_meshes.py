@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
+
+from megalite.errors import ConfigError
 
 _MESH = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,5})")
 _TRIED = 20_000
@@ -29,12 +31,13 @@ class StageMesh(NamedTuple):
 
 @cache
 def parse_meshes(text: str) -> tuple[StageMesh, ...]:
-    """`4x1,2x2` -> tp and replicas of each stage. Raises ValueError with what is wrong."""
+    """`4x1,2x2` -> tp and replicas of each stage. Raises ConfigError."""
     found = []
     for word in text.split(","):
         match = _MESH.fullmatch(word.strip())
         if match is None:
-            raise ValueError(f"'{word.strip()}' is not TPxREPLICAS, two numbers from 1 on; write it like 4x1,2x2")
+            bad = f"'{word.strip()}' is not TPxREPLICAS, two numbers from 1 on; write it like 4x1,2x2"
+            raise ConfigError(f"`stage_meshes`={text}: {bad}")
         found.append(StageMesh(int(match[1]), int(match[2])))
     return tuple(found)
 
@@ -52,25 +55,14 @@ def nearest_meshes(
     """
 
     def near(mesh: StageMesh) -> list[tuple[int, StageMesh]]:
-        sizes = [tp for tp in tensor_sizes if tp <= world_size]
         replicas = [d for d in range(1, world_size + 1) if all(m % d == 0 for m in microbatches)]
-        options = [StageMesh(tp, dp) for tp in sizes for dp in replicas if tp * dp < world_size + (len(meshes) == 1)]
+        options = [StageMesh(tp, dp) for tp in tensor_sizes for dp in replicas if tp * dp <= world_size]
         ranked = sorted((abs(new.dp - mesh.dp) + 2 * abs(new.tp - mesh.tp), new) for new in options)
         return ranked[: max(2, int(_TRIED ** (1 / len(meshes))))]
 
-    found: list[tuple[int, str]] = []
-    for number, choice in enumerate(product(*(near(mesh) for mesh in meshes))):
-        if number >= _TRIED:
-            break
-        if sum(mesh.size for _, mesh in choice) == world_size:
-            found.append((sum(cost for cost, _ in choice), shown([mesh for _, mesh in choice])))
-    return [text for _, text in sorted(found)[:3]]
-
-
-def as_stage_mesh(line: str, stage: int, mesh: StageMesh, given: str) -> str:
-    """A problem of one stage's sizes, which names a flag, in the words of `--stage-meshes`."""
-    name = f"`tensor_model_parallel_size`={mesh.tp}"
-    return f"`stage_meshes`={given}: " + line.replace(name, f"tp {mesh.tp} of stage {stage}")
+    choices = islice(product(*map(near, meshes)), _TRIED)
+    legal = (zip(*choice, strict=True) for choice in choices if sum(mesh.size for _, mesh in choice) == world_size)
+    return [text for _, text in sorted((sum(costs), shown(found)) for costs, found in legal)[:3]]
 
 
 def unlike(meshes: Sequence[StageMesh]) -> bool:
@@ -78,10 +70,8 @@ def unlike(meshes: Sequence[StageMesh]) -> bool:
     return len(set(meshes)) > 1
 
 
-def stages_by_tp(meshes: Sequence[StageMesh]) -> Iterator[tuple[int, StageMesh]]:
-    """The first stage of each tensor-parallel size."""
-    seen: set[int] = set()
-    for stage, mesh in enumerate(meshes):
-        if mesh.tp not in seen:
-            seen.add(mesh.tp)
-            yield stage, mesh
+def stage_sizes(text: str) -> dict[str, int]:
+    """The sizes that meshes say, by name: alike, they are another spelling of two. Raises ConfigError."""
+    meshes = parse_meshes(text)
+    tensor = {} if unlike(meshes) else {"tensor_model_parallel_size": meshes[0].tp}
+    return {"pipeline_model_parallel_size": len(meshes), **tensor}

@@ -9,8 +9,9 @@ from typing import Any
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
-from megalite.config.stage_meshes import parse_meshes, unlike
+from megalite.config.stage_meshes import stage_sizes
 from megalite.config.values import show
+from megalite.errors import ConfigError
 
 #: Megatron-LM's words for what is sharded -> ZeRO stage.
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -36,22 +37,18 @@ def _meshes(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str
     if given is None or not given.value or "stage_meshes" in broken:
         return []
     try:
-        meshes = parse_meshes(given.value)
-    except ValueError as error:
-        return [f"`stage_meshes`={given.value}: {error}"]
-    sizes = {"pipeline_model_parallel_size": len(meshes)}
-    sizes |= {} if unlike(meshes) else {"tensor_model_parallel_size": meshes[0].tp}
+        sizes = stage_sizes(given.value)
+    except ConfigError as error:
+        return [str(error)]
     for name, size in sizes.items():
         other = merged.get(name)
         if other is not None and other.value not in (size, None) and name not in broken:
             return [f"`{name}`={other.value}: contradicts `stage_meshes`={given.value}, which says {size}; drop it"]
         merged[name] = replace(given, name=name, value=size)
-    tensor = merged.get("tensor_model_parallel_size")
-    if unlike(meshes) and tensor is not None and tensor.value != 1:
-        return [
-            f"`tensor_model_parallel_size`={tensor.value}: `stage_meshes`={given.value} says it of each stage; drop it"
-        ]
-    return []
+    tensor = merged.get(name := "tensor_model_parallel_size")
+    if name in sizes or tensor is None or tensor.value == 1:
+        return []
+    return [f"`{name}`={tensor.value}: `stage_meshes`={given.value} says it of each stage; drop it"]
 
 
 def _groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> None:

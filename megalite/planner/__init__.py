@@ -41,7 +41,7 @@ from megalite.planner.hardware import (
 )
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import efficiency, host_traffic
-from megalite.planner.inter_operator import StageCost, Submesh, plan_stages
+from megalite.planner.inter_operator import StageCost, plan_stages
 from megalite.planner.intra_operator import block_text
 from megalite.planner.memory import (
     TERMS,

@@ -18,16 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-class Submesh(NamedTuple):
-    """Ranks that share each layer, times replicas."""
-
-    tp: int
-    dp: int
-
-    @property
-    def size(self) -> int:
-        return self.tp * self.dp
+from megalite.config import StageMesh
 
 
 class StageCost(NamedTuple):
@@ -42,7 +33,7 @@ class PlannedStage(NamedTuple):
 
     begin: int
     end: int
-    mesh: Submesh
+    mesh: StageMesh
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,7 @@ class StagePlan:
     stages: tuple[PlannedStage, ...]
 
 
-Cost = Callable[[int, int, Submesh, int], StageCost | None]
+Cost = Callable[[int, int, StageMesh, int], StageCost | None]
 """(First layer, last and one, submesh, devices from this stage on) -> its cost; None: it does not fit. The devices
 bound the micro-batches in flight."""
 
@@ -61,7 +52,7 @@ bound the micro-batches in flight."""
 def plan_stages(
     layers: int,
     devices: int,
-    meshes: Sequence[Submesh],
+    meshes: Sequence[StageMesh],
     cost: Cost,
     microbatches: int,
     *,

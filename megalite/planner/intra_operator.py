@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megalite.config import Config
 from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
@@ -70,11 +71,11 @@ class Operation:
 class BlockPlan:
     """ways: (operation, how). forward, backward: the block's messages in order. kept: bytes of a rank."""
 
-    ways: tuple[tuple[str, str], ...]
-    forward: tuple[str, ...]
-    backward: tuple[str, ...]
-    seconds: float
-    kept: float
+    ways: tuple[tuple[str, str], ...] = ()
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+    seconds: float = 0.0
+    kept: float = 0.0
 
     @property
     def sequence_parallel(self) -> bool:
@@ -97,18 +98,15 @@ def plan_block(config: Config, layer: Layer, hardware: Hardware, room: float, in
         found = [cheapest(chain, group, price) for chain in chains]
         return min(found, key=lambda plan: plan.seconds + price * plan.kept)
 
-    plan = at(0.0)
-    if plan.kept <= room:
-        return plan
     low, high = 0.0, 1e-3  # seconds a byte: a link of a kilobyte per second
-    plan = at(high)
-    if plan.kept > room:
-        return None
-    for _ in range(BISECTIONS):
+    fastest, plan = at(low), at(high)
+    if fastest.kept <= room:
+        return fastest
+    for _ in range(BISECTIONS if plan.kept <= room else 0):
         middle = (low + high) / 2
         tried = at(middle)
         low, high, plan = (low, middle, tried) if tried.kept <= room else (middle, high, plan)
-    return plan
+    return plan if plan.kept <= room else None
 
 
 def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int) -> list[Operation]:
@@ -123,16 +121,13 @@ def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, i
         return [Way(stream, stream, stream, 0.0, 2 * in_flight * part)]  # its input, and the stream's
 
     def matrix(name: str) -> list[Way]:
-        product = layer.product(name)
-        flops, weights, inputs = (
-            6 * tokens * product.n * product.k,
-            product.n * product.k,
-            in_flight * tokens * product.k * e,
-        )
-        split, shared = flops / speed / t, weights * states
+        sizes = layer.product(name)
+        weights, inputs = sizes.n * sizes.k, in_flight * tokens * sizes.k * e
+        whole, shared = 6 * tokens * weights / speed, weights * states
+        split = whole / t
         summed = split + reduce.all_reduce(weights * size.gradient)
         return [
-            Way("replicated", WHOLE, WHOLE, flops / speed, shared + inputs),
+            Way("replicated", WHOLE, WHOLE, whole, shared + inputs),
             Way("column", WHOLE, CHANNELS, split, shared / t + inputs, partial=True),
             Way("column of gathered", TOKENS, CHANNELS, split, shared / t + inputs / t, partial=True, again=True),
             Way("row", CHANNELS, SUMS, split, shared / t + inputs / t),
@@ -166,9 +161,8 @@ def messages(before: Way, behind: Way) -> tuple[tuple[str, ...], tuple[str, ...]
     return (forward,) * bool(forward), tuple(kind for kind in sent if kind)
 
 
-def extended(plan: BlockPlan | None, before: Way | None, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
+def extended(plan: BlockPlan, before: Way | None, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
     """One operation more."""
-    plan = plan or BlockPlan((), (), (), 0.0, 0.0)
     forward, backward = messages(before, way) if before else ((), ())
     one = {"all_reduce": group.all_reduce(operation.nbytes), "gather": group.gather(operation.nbytes)}
     one["exchange"] = one["gather"] / group.size
@@ -188,16 +182,19 @@ def follows(before: Way, way: Way) -> bool:
 
 def cheapest(chain: Sequence[Operation], group: CommGroup, price: float) -> BlockPlan:
     """Viterbi: the least of seconds + price * bytes over all choices."""
-    best: dict[Way | None, BlockPlan] = {None: BlockPlan((), (), (), 0.0, 0.0)}
+
+    def cost(plan: BlockPlan) -> float:
+        return plan.seconds + price * plan.kept
+
+    best: dict[Way | None, BlockPlan] = {None: BlockPlan()}
     for operation in chain:
         found: dict[Way | None, BlockPlan] = {}
-        for way in operation.ways:
-            pairs = [(before, plan) for before, plan in best.items() if before is None or follows(before, way)]
-            plans = [extended(plan, before, operation, way, group) for before, plan in pairs]
-            if plans:
-                found[way] = min(plans, key=lambda plan: plan.seconds + price * plan.kept)
+        for way, (before, plan) in product(operation.ways, best.items()):
+            if before is None or follows(before, way):
+                plan = extended(plan, before, operation, way, group)
+                found[way] = min(found.get(way, plan), plan, key=cost)
         best = found
-    return min(best.values(), key=lambda plan: plan.seconds + price * plan.kept)
+    return min(best.values(), key=cost)
 
 
 def block_text(config: Config, world_size: int, hardware: Hardware) -> str:

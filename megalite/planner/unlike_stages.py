@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 from math import gcd, lcm
 
-from megalite.config import Config, ParallelConfig, StageLayout, layout_problems
+from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, layout_problems, shown
 from megalite.errors import ScheduleError
 from megalite.inventory import ElementBytes, boundary_bytes, given_recompute
 from megalite.planner.activations import stage_activations
 from megalite.planner.communication import CommGroup, stage_elements
 from megalite.planner.cost import TimeSource
 from megalite.planner.hardware import Hardware
-from megalite.planner.inter_operator import StageCost, StagePlan, Submesh, plan_stages
+from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import pipeline_memory
 from megalite.planner.predict import program_of
 from megalite.planner.search_space import divisors
@@ -69,29 +69,18 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
     """
     devices = sum(each.devices for each in classes)
     found: list[UnlikePlan] = []
+    endless = [name for name, each in SCHEDULES.items() if each.takes_turns and each.asynchronous]
+    endless = [name for name in endless if not SCHEDULES[name].update_per_microbatch]
     for micro in TRIED_MICRO:
         batch = config.training.global_batch_size or 0
         if batch % micro:
             continue
-        for schedule in _schedules(stale):
+        for schedule in (ParallelConfig().schedule, *(endless if stale else ())):
             one = _Problem(_plain(config, micro, schedule), tuple(classes), devices, batch // micro)
-            for room in (1.0, 0.9, 0.75):  # what closed forms leave out
-                plan = one.plan(room)
-                made = None if plan is None or len(plan.stages) < 2 else one.made(plan)
-                if made is not None:
-                    found.append(made)
-                    break
+            plans = (one.plan(room) for room in (1.0, 0.9, 0.75))  # what closed forms leave out
+            tried = (one.made(plan) for plan in plans if plan is not None and len(plan.stages) > 1)
+            found += filter(None, [next(filter(None, tried), None)])
     return min(found, key=lambda made: made.seconds, default=None)
-
-
-def _schedules(stale: bool) -> list[str]:
-    """The default one, and those that never drain and update once a batch."""
-    endless = [
-        name
-        for name, schedule in SCHEDULES.items()
-        if schedule.takes_turns and schedule.asynchronous and not schedule.update_per_microbatch
-    ]
-    return [ParallelConfig().schedule, *(endless if stale else [])]
 
 
 def _plain(config: Config, micro: int, schedule: str) -> Config:
@@ -120,12 +109,6 @@ class _Problem:
     devices: int
     microbatches: int
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether the pipeline never drains."""
-        found: bool = SCHEDULES[self.config.parallel.schedule].asynchronous
-        return found
-
     @cached_property
     def edges(self) -> tuple[int, ...]:
         """Where a stage may begin or end among [embedding, block 0, ..., head]: at the ends, and between groups of
@@ -145,7 +128,7 @@ class _Problem:
         return unit
 
     @cached_property
-    def meshes(self) -> list[Submesh]:
+    def meshes(self) -> list[StageMesh]:
         """Tensor-parallel sizes within a node that the model allows, times powers of two of replicas that divide the
         batch."""
         model, node = self.config.model, min(each.hardware.devices_per_node for each in self.classes)
@@ -154,7 +137,7 @@ class _Problem:
             for tp in divisors(model.num_attention_heads)
             if tp <= node and model.legal_tensor_size(tp) and model.ffn_size % tp == 0 and model.seq_length % tp == 0
         ]
-        found = [Submesh(tp, dp) for tp in wide for dp in divisors(self.microbatches) if dp & (dp - 1) == 0 or dp < 8]
+        found = [StageMesh(tp, dp) for tp in wide for dp in divisors(self.microbatches) if dp & (dp - 1) == 0 or dp < 8]
         return [mesh for mesh in found if mesh.size <= self.devices and mesh.size % self.unit == 0]
 
     def _class_of(self, left: int, size: int) -> int | None:
@@ -170,19 +153,17 @@ class _Problem:
     def _sums(self) -> dict[tuple[int, int], tuple[list[float], ...]]:
         """(Kind, tp) -> of all items up to each edge: seconds of forward and backward, elements, bytes kept of one
         micro-batch."""
-        found = {}
-        for number, each in enumerate(self.classes):
-            for tp in {mesh.tp for mesh in self.meshes}:
-                view = self._view(tp)
-                times = [one.forward + one.backward for one in each.source.layers(view)]
-                spans = [range(a, b) for a, b in zip(self.edges, self.edges[1:], strict=False)]
-                elements = [stage_elements(view, span) for span in spans]
-                kept = [
-                    stage_activations(view, span, given_recompute(view.model)[0], on_cpu=each.hardware.on_cpu).total
-                    for span in spans
-                ]
-                seconds = [sum(times[span.start : span.stop]) for span in spans]
-                found[number, tp] = tuple([0.0, *accumulate(map(float, row))] for row in (seconds, elements, kept))
+        found, spans = {}, [range(a, b) for a, b in pairwise(self.edges)]
+        for (number, each), tp in product(enumerate(self.classes), {mesh.tp for mesh in self.meshes}):
+            view, on_cpu = self._view(tp), each.hardware.on_cpu
+            times = [one.forward + one.backward for one in each.source.layers(view)]
+            again = given_recompute(view.model)[0]
+            rows = (
+                [sum(times[span.start : span.stop]) for span in spans],
+                [stage_elements(view, span) for span in spans],
+                [stage_activations(view, span, again, on_cpu=on_cpu).total for span in spans],
+            )
+            found[number, tp] = tuple([0.0, *accumulate(map(float, row))] for row in rows)
         return found
 
     def _view(self, tp: int) -> Config:
@@ -190,32 +171,27 @@ class _Problem:
 
     def plan(self, room: float) -> StagePlan | None:
         """By closed forms. room: part of the devices' memory that these may fill."""
-        size, versions = ElementBytes.of(self.config), 2 if self.asynchronous else 1
-        sums, many, memory = self._sums, len(self.classes) > 1, {}
-        whole = boundary_bytes(self._view(1))
-        links: dict[tuple[int, Submesh], tuple[CommGroup, float]] = {}
-        for number, each in enumerate(self.classes):
-            memory[number] = room * each.hardware.usable_bytes
-            for mesh in self.meshes:
-                far = many or self.devices > each.hardware.devices_per_node
-                link = each.hardware.inter_node if far else each.hardware.intra_node
-                hop = 2 * (link.latency + whole / mesh.tp / link.bandwidth)
-                links[number, mesh] = CommGroup(each.hardware, mesh.dp, mesh.tp), hop
+        size, endless = ElementBytes.of(self.config), SCHEDULES[self.config.parallel.schedule].asynchronous
+        sums, whole, alone = self._sums, boundary_bytes(self._view(1)), len(self.classes) == 1
+        links: dict[tuple[int, StageMesh], tuple[CommGroup, float]] = {}
+        for (number, each), mesh in product(enumerate(self.classes), self.meshes):
+            near = alone and self.devices <= each.hardware.devices_per_node
+            link = each.hardware.intra_node if near else each.hardware.inter_node
+            hop = 2 * (link.latency + whole / mesh.tp / link.bandwidth)
+            links[number, mesh] = CommGroup(each.hardware, mesh.dp, mesh.tp), hop
 
-        def cost(begin: int, end: int, mesh: Submesh, left: int) -> StageCost | None:
+        def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
             number = self._class_of(left, mesh.size)
             if number is None:
                 return None
             seconds, elements, kept = (row[end] - row[begin] for row in sums[number, mesh.tp])
+            hardware, (group, hop) = self.classes[number].hardware, links[number, mesh]
             flying = min(-(-left // mesh.size), -(-self.microbatches // mesh.dp))
-            states = versions * size.compute + size.gradient + 3.0 * size.wide / mesh.dp
-            if elements * states + kept * flying > memory[number]:
+            states = (1 + endless) * size.compute + size.gradient + 3.0 * size.wide / mesh.dp
+            if elements * states + kept * flying > room * hardware.usable_bytes:
                 return None
-            group, hop = links[number, mesh]
-            open_part = 1 - self.classes[number].hardware.overlap
-            reduce = open_part * group.all_reduce(elements * size.gradient)
-            latency = seconds + hop
-            return StageCost(latency, latency / mesh.dp + reduce / self.microbatches)
+            reduce = (1 - hardware.overlap) * group.all_reduce(elements * size.gradient)
+            return StageCost(seconds + hop, (seconds + hop) / mesh.dp + reduce / self.microbatches)
 
         return plan_stages(
             len(self.edges) - 1,
@@ -223,7 +199,7 @@ class _Problem:
             self.meshes,
             cost,
             self.microbatches,
-            asynchronous=self.asynchronous,
+            asynchronous=endless,
             unit=self.unit,
             tolerance=1e-3 if self.unit > 1 else 0.0,
         )
@@ -235,16 +211,15 @@ class _Problem:
         meshes = [stage.mesh for stage in plan.stages]
         parallel = replace(
             self.config.parallel,
-            stage_meshes=",".join(f"{mesh.tp}x{mesh.dp}" for mesh in meshes),
+            stage_meshes=shown(meshes),
             pipeline_model_parallel_size=len(meshes),
             stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cut)),
             sequence_parallel=any(mesh.tp > 1 for mesh in meshes),
         )
-        alike = len(set(meshes)) == 1
-        if alike:
+        if len(set(meshes)) == 1:
             parallel = replace(parallel, tensor_model_parallel_size=meshes[0].tp)
         config = replace(self.config, parallel=parallel)
-        if layout_problems(config, self.devices) or parallel.schedule_problems(self._per_replica(parallel)):
+        if layout_problems(config, self.devices) or parallel.schedule_problems(config.num_microbatches(self.devices)):
             return None
         cuts = [cut.items(stage) for stage in range(cut.num_stages)]
         try:
@@ -253,17 +228,12 @@ class _Problem:
         except ScheduleError:
             return None
         kinds = self._kinds(meshes)
-        for rank, needed in enumerate(memory):
-            kind = kinds[program.placement.stages_of(rank)[0][0]]
-            if needed.total > self.classes[kind].hardware.usable_bytes:
-                return None
+        rooms = [self.classes[kinds[program.placement.stages_of(r)[0][0]]].hardware for r in range(len(memory))]
+        if any(needed.total > room.usable_bytes for needed, room in zip(memory, rooms, strict=True)):
+            return None
         return UnlikePlan(config, self.seconds(plan), plan, tuple(kinds))
 
-    def _per_replica(self, parallel: ParallelConfig) -> int:
-        """Micro-batches of a batch as a schedule counts them."""
-        return self.microbatches // parallel.data_parallel_size(self.devices)
-
-    def _kinds(self, meshes: Sequence[Submesh]) -> list[int]:
+    def _kinds(self, meshes: Sequence[StageMesh]) -> list[int]:
         left, found = self.devices, []
         for mesh in meshes:
             found.append(self._class_of(left, mesh.size) or 0)
@@ -295,9 +265,7 @@ class _Problem:
 
         together = lcm(*workers)
         short = min(self.microbatches, 4 * together * -(-sum(workers) // together))
-        first = takes(short)
-        if short == self.microbatches:
-            return first + after
         longer = min(self.microbatches, 2 * short)
-        pace = (takes(longer) - first) / (longer - short)
+        first = takes(short)
+        pace = (takes(longer) - first) / (longer - short) if longer > short else 0.0
         return first + pace * (self.microbatches - short) + after

@@ -73,8 +73,8 @@ def test_bad_meshes(flags: str, said: str) -> None:
 
 
 def test_meshes_that_are_alike_are_two_sizes() -> None:
-    flags = layout_of(collective_test.parse(["--stage-meshes", "2x2,2x2"]))
-    assert (flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, flags.stage_meshes) == (2, 2, None)
+    layout = layout_of(collective_test.parse(["--stage-meshes", "2x2,2x2"]))
+    assert (layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size, layout.meshes) == (2, 2, ())
 
 
 def test_groups_of_experts_and_nodes_of_different_sizes() -> None:

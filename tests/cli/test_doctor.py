@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -96,3 +97,20 @@ def test_a_package_called_apex_is_not_taken_for_nvidias(monkeypatch: pytest.Monk
 def test_unknown_flags_are_refused() -> None:
     with pytest.raises(ConfigError, match="did you mean --skip-collectives"):
         _doctor().main(["--skip-colectives"])
+
+
+def body_meshes(world: World) -> None:
+    _doctor().print_collectives("2x1,1x1")
+
+
+def test_the_groups_of_meshes_are_tested(capfd: pytest.CaptureFixture[str]) -> None:
+    run_single(body_meshes)
+    output = capfd.readouterr().out
+    assert "3 ranks on 1 host" in output and "cpu; 2x1,1x1" in output and re.search(r"^tp +2 +all-reduce", output, re.M)
+
+
+def test_bad_meshes_are_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"--stage-meshes=2y1: '2y1' is not TPxREPLICAS"):
+        _doctor().print_collectives("2y1")
+    with pytest.raises(ConfigError, match="--stage-meshes=1x2,1x1: has no effect with --skip-collectives"):
+        _doctor().main(["--stage-meshes", "1x2,1x1", "--skip-collectives"])

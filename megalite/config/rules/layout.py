@@ -12,7 +12,6 @@ from megalite.config.rules.context import context_warnings
 from megalite.config.rules.idle import idle_settings
 from megalite.config.rules.lora import lora_warnings
 from megalite.config.rules.text import CP, PP, TP, VPP, divisors, listed, multiples_around
-from megalite.config.stage_meshes import as_stage_mesh, stages_by_tp
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ScheduleError
@@ -55,9 +54,11 @@ def world(config: Config, world_size: int) -> Iterator[str]:
 
 def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
     """Can so many ranks share each layer? Of stages that differ, each."""
-    for stage, mesh in stages_by_tp(config.parallel.meshes):
-        given, alike = config.parallel.stage_meshes or "", config.of_stage(stage, world_size)
-        yield from (as_stage_mesh(line, stage, mesh, given) for line in tensor_parallel(*alike))
+    first = {mesh.tp: stage for stage, mesh in reversed([*enumerate(config.parallel.meshes)])}
+    for tp, stage in first.items():
+        for line in tensor_parallel(*config.of_stage(stage, world_size)):
+            of_stage = line.replace(f"`tensor_model_parallel_size`={tp}", f"tp {tp} of stage {stage}")
+            yield f"`stage_meshes`={config.parallel.stage_meshes}: {of_stage}"
     model, size = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
     if heads % size:

@@ -8,6 +8,7 @@ from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches
 from megalite.config.rules.text import CP, EP, VPP, divisors
 from megalite.config.stage_meshes import nearest_meshes, parse_meshes
+from megalite.errors import ConfigError
 
 ALIKE = "drop it, or give stages of one size"
 
@@ -19,8 +20,8 @@ def stage_meshes(config: Config, world_size: int) -> Iterator[str]:
         return
     try:
         meshes = parse_meshes(given)
-    except ValueError as error:
-        yield f"`stage_meshes`={given}: {error}"
+    except ConfigError as error:
+        yield str(error)
         return
     flag, total = f"`stage_meshes`={given}", sum(mesh.size for mesh in meshes)
     if total != world_size:

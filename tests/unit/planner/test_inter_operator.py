@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from megalite.config import StageMesh
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_cluster, load_hardware
-from megalite.planner.inter_operator import Cost, StageCost, StagePlan, Submesh, plan_stages
+from megalite.planner.inter_operator import Cost, StageCost, StagePlan, plan_stages
 from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike
 from plan import flags_of
 
-MESHES = [Submesh(1, 1), Submesh(1, 2), Submesh(2, 1), Submesh(1, 3), Submesh(2, 2), Submesh(1, 4)]
+MESHES = [StageMesh(1, 1), StageMesh(1, 2), StageMesh(2, 1), StageMesh(1, 3), StageMesh(2, 2), StageMesh(1, 4)]
 
 
-def everything(layers: int, devices: int) -> Iterator[list[tuple[int, int, Submesh, int]]]:
+def everything(layers: int, devices: int) -> Iterator[list[tuple[int, int, StageMesh, int]]]:
     """All pipelines, by recursion."""
 
-    def rest(begin: int, left: int) -> Iterator[list[tuple[int, int, Submesh, int]]]:
+    def rest(begin: int, left: int) -> Iterator[list[tuple[int, int, StageMesh, int]]]:
         if begin == layers and left == 0:
             yield []
         for end in range(begin + 1, layers + 1):
@@ -38,7 +39,7 @@ def everything(layers: int, devices: int) -> Iterator[list[tuple[int, int, Subme
 def bounded(work: list[float], weights: list[float], room: float, scale: float, m: int) -> Cost:
     """With memory for weights and for what is in flight, and a reduction."""
 
-    def cost(begin: int, end: int, mesh: Submesh, left: int) -> StageCost | None:
+    def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
         held = sum(weights[begin:end]) / mesh.tp + 0.3 * (end - begin) * -(-left // mesh.size)
         if held > room:
             return None
@@ -110,7 +111,7 @@ def test_a_stage_lies_on_devices_of_one_kind_and_the_faster_ones_get_more() -> N
 def half_as_fast(devices: int, work: list[float], part: int | None = None) -> Cost:
     """The first half of the devices at half the speed, blocks that cannot be split; part: layers of every stage."""
 
-    def cost(begin: int, end: int, mesh: Submesh, left: int) -> StageCost | None:
+    def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
         place = devices - left
         if place < devices // 2 < place + mesh.size or mesh.tp > 1 or (part and end - begin != part):
             return None

@@ -70,10 +70,9 @@ def test_it_is_as_good_as_trying_everything(stream: str, price: float) -> None:
     best = float("inf")
     for ways in product(*(operation.ways for operation in chain)):
         if all(follows(*pair) for pair in zip(ways, ways[1:], strict=False)):
-            plan, before = None, None
+            plan, before = BlockPlan(), None
             for operation, way in zip(chain, ways, strict=True):
                 plan, before = extended(plan, before, operation, way, group), way
-            assert plan is not None
             best = min(best, plan.seconds + price * plan.kept)
     found = cheapest(chain, group, price)
     assert found.seconds + price * found.kept == pytest.approx(best, rel=1e-12)
