@@ -25,6 +25,7 @@ CORE = ("torch", "numpy", "pyyaml", "safetensors", "xxhash", "tokenizers")
 PURPOSES = {
     "transformers": "tools/convert_checkpoint.py --verify",
     "jinja2": "conversations (tools/preprocess_data.py --data-format chat)",
+    "peft": "adapters beside peft's own (tools/convert_checkpoint.py --verify)",
     "datasets": "preprocessing of anything that `datasets` loads",
     "pyarrow": "preprocessing of parquet files",
     "sentencepiece": "SentencePieceTokenizer",
