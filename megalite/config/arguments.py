@@ -110,6 +110,10 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
             "softcapping": "attn_logit_softcapping_skip_freq",
         },
     ),
+    "softcapping": ArgumentFlag(
+        "soft caps c: x becomes c tanh(x / c) (Gemma 2)",
+        {"attention": "attn_logit_softcapping", "final": "final_logit_softcapping"},
+    ),
     "mtp": ArgumentFlag(
         "multi-token prediction: tokens beyond the next one",
         {"num_layers": "mtp_num_layers", "loss_scaling_factor": "mtp_loss_scaling_factor"},

@@ -14,7 +14,7 @@ from megalite.config.latent import Latent
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
 from megalite.config.mtp import FurtherTokens
-from megalite.config.mup import Mup
+from megalite.config.mup import Mup, usual_scale
 from megalite.config.qk_clip import QKClip
 from megalite.config.rope import RopeScaling
 from megalite.config.schema import option, required
@@ -106,6 +106,7 @@ class ModelConfig:
     attn_logit_softcapping: float | None = option(
         None, "soft cap c of attention scores, which become c tanh(score / c) (Gemma 2); unset: none", gt=0
     )
+    final_logit_softcapping: float | None = option(None, "the same of the output layer's logits", gt=0)
     attn_logit_softcapping_skip_freq: str | None = option(
         None,
         "layers without the soft cap, a pattern as `window_attn_skip_freq` takes",
@@ -293,12 +294,7 @@ class ModelConfig:
     def query_multiplier(self) -> float | None:
         """What makes queries of which a score is what it should be, where kernels divide it by `sqrt(kernel_dim)`;
         None: nothing is to be done."""
-        scale, latent = self.softmax_scale, self.latent.multi_latent_attention
-        if scale is None and (latent or self.mup.use_mup):
-            scale = (
-                (self.mup.mup_base_head_dim or 1) ** 0.5 / self.head_dim if self.mup.use_mup else self.head_dim**-0.5
-            )
-            scale *= self.rope_scaling.latent_temperature**2 if latent else 1.0
+        scale = usual_scale(self) if self.softmax_scale is None else self.softmax_scale
         if scale is None or math.isclose(scale, self.kernel_dim**-0.5, rel_tol=1e-15):
             return None
         return scale * math.sqrt(self.kernel_dim)

@@ -82,6 +82,15 @@ def residual_std(model: ModelConfig) -> float:
     return hidden_std(model) / math.sqrt(2 * (model.mup.mup_base_num_layers or model.num_layers))
 
 
+def usual_scale(model: ModelConfig) -> float | None:
+    """The factor of scores that no flag gives; None: 1 / sqrt(channels of a head)."""
+    latent, given = model.latent.multi_latent_attention, model.mup
+    if not latent and not given.use_mup:
+        return None
+    scale = (given.mup_base_head_dim or 1) ** 0.5 / model.head_dim if given.use_mup else model.head_dim**-0.5
+    return scale * (model.rope_scaling.latent_temperature**2 if latent else 1.0)
+
+
 def rates_of(config: Config) -> Callable[[str, bool], Rates]:
     """(Logical name, whether it has weight decay) -> what is the parameter's own. Vectors have none."""
     model, optimizer = config.model, config.optimizer

@@ -1,5 +1,6 @@
 """Gemma 3 without images (arXiv 2503.19786): norms before and behind attention and MLP, of 1 + weight; five layers with
-a window and a rotary base of their own, then one without; embeddings times sqrt(h).
+a window and a rotary base of their own, then one without; embeddings times sqrt(h). Gemma 2 (arXiv 2408.00118): the
+same with soft caps of scores and logits, in place of norms of queries and keys; every second layer has the window.
 """
 
 from __future__ import annotations
@@ -28,38 +29,60 @@ GEMMA_RULES = (
     LayerRule("layers.{i}.post_mlp_norm", ("model.layers.{i}.post_feedforward_layernorm",)),
 )
 GLOBAL_BASE, WINDOW_BASE = 1e6, 1e4
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def _read(fields: Fields) -> ModelConfig:
+    if fields.get(SOFT_CAPS[0]) is not None:
+        raise fields.wrong(SOFT_CAPS[0], fields.get(SOFT_CAPS[0]), "not supported (only null)")
+    layers = fields.integer("num_hidden_layers")
+    having = _windowed(fields, layers, fields.integer("sliding_window_pattern", 6))
+    window_base = fields.number("rope_local_base_freq", WINDOW_BASE)
+    rotaries = read_rotaries(fields, GLOBAL_BASE, window_base, windowed=any(having))
+    return _model(fields, having, qk_layernorm=True, **rotaries)
+
+
+def _read_2(fields: Fields) -> ModelConfig:
+    raw = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **fields.raw}
+    having = _windowed(fields, fields.integer("num_hidden_layers"), 2)
+    return _model(Fields(raw, fields.where), having)
+
+
+def _windowed(fields: Fields, layers: int, step: int) -> list[bool]:
+    """Which layers have the window: all but each `step`-th, where the file does not say."""
+    return read_layer_kinds(fields, layers) or [(i + 1) % step > 0 for i in range(min(layers, MOST_LAYERS))]
+
+
+def _model(fields: Fields, having: list[bool], **more: Any) -> ModelConfig:
+    """What Gemma 2 and 3 share. having: layers with a window."""
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
-    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if fields.get(name) is not None:
-            raise fields.wrong(name, fields.get(name), "not supported (only null)")
-    layers, width = fields.integer("num_hidden_layers"), fields.integer("head_dim", 256)
-    step, scalar = fields.integer("sliding_window_pattern", 6), fields.integer("query_pre_attn_scalar", 256)
-    usual = [(index + 1) % step > 0 for index in range(min(layers, MOST_LAYERS))]
-    having = read_layer_kinds(fields, layers) or usual
-    window_base = fields.number("rope_local_base_freq", WINDOW_BASE)
+    width, scalar = fields.integer("head_dim", 256), fields.integer("query_pre_attn_scalar", 256)
+    caps = {name: fields.number(name) for name in SOFT_CAPS if fields.get(name) is not None}
     return read_shape(
         fields,
-        **read_rotaries(fields, GLOBAL_BASE, window_base, windowed=any(having)),
         **windows(fields, having),
+        **caps,
+        **more,
         kv_channels=width,
         softmax_scale=None if scalar == width else scalar**-0.5,
         activation=fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
         norm_placement="sandwich",
         apply_layernorm_1p=True,
-        qk_layernorm=True,
         embedding_multiplier=math.sqrt(fields.integer("hidden_size")),
         untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings", True),
     )
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
+    rotaries = write_rotaries(model, WINDOW_BASE)
+    local = rotaries["rope_parameters"]["sliding_attention"]["rope_theta"]
+    return {**_write_2(model), **rotaries, "rope_local_base_freq": local}
+
+
+def _write_2(model: ModelConfig) -> dict[str, Any]:
     shape = write_shape(model)
     del shape["hidden_act"]
-    rotaries = write_rotaries(model, WINDOW_BASE)
     return shape | {
         "head_dim": model.head_dim,
         "hidden_activation": name_there(ACTIVATIONS, model.activation),
@@ -68,11 +91,9 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "layer_types": write_layer_kinds(model),
         "attention_bias": False,
         "use_bidirectional_attention": False,
-        "final_logit_softcapping": None,
-        "attn_logit_softcapping": None,
-        **rotaries,
-        "rope_local_base_freq": rotaries["rope_parameters"]["sliding_attention"]["rope_theta"],
+        **{name: getattr(model, name) for name in SOFT_CAPS},
     }
 
 
+GEMMA2 = HuggingFaceFamily("gemma2", "Gemma2ForCausalLM", "model.", GEMMA_RULES, _read_2, _write_2, IGNORED)
 GEMMA3 = HuggingFaceFamily("gemma3_text", "Gemma3ForCausalLM", "model.", GEMMA_RULES, _read, _write, IGNORED)

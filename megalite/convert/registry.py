@@ -22,7 +22,7 @@ from megalite.config import (
 from megalite.convert.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import MOST_LAYERS, Fields
-from megalite.convert.gemma import GEMMA3
+from megalite.convert.gemma import GEMMA2, GEMMA3
 from megalite.convert.gpt import GPT2, GPT_NEOX
 from megalite.convert.gpt_oss import GPT_OSS
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
@@ -35,7 +35,22 @@ from megalite.errors import ConfigError
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
     f.name: f
     for f in (
-        *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA3, GPT_OSS),
+        *(
+            GPT2,
+            LLAMA,
+            MISTRAL,
+            QWEN2,
+            QWEN3,
+            GPT_NEOX,
+            MIXTRAL,
+            QWEN3_MOE,
+            OLMOE,
+            OLMO2,
+            OLMO3,
+            GEMMA2,
+            GEMMA3,
+            GPT_OSS,
+        ),
         *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
     )
 }

@@ -50,6 +50,7 @@ class Head(nn.Module):
         self.output = OutputLayer(config, ctx)
         self.kernels: LossKernels | None = None
         self.z_loss, self.width = config.z_loss_coeff, width_ratio(config)
+        self.softcap = config.final_logit_softcapping or 0.0
         self.mtp, depth = further, config.further.depth
         self.copies: list[nn.Module] = [] if config.untie_embeddings_and_output_weights else [self.output]
         """Modules whose weight is the word embedding."""
@@ -113,7 +114,8 @@ class Head(nn.Module):
         x = self._normalised(x)
         dtype = product_dtype(x.dtype, x.device.type)
         local = torch.matmul(x.to(dtype), weight.to(dtype).t())
-        return local.to(torch.promote_types(local.dtype, torch.float32))
+        local = local.to(torch.promote_types(local.dtype, torch.float32))
+        return torch.tanh(local / self.softcap) * self.softcap if self.softcap else local
 
     def _normalised(self, x: Tensor) -> Tensor:
         x = self._narrowed(self.final_norm(x))
@@ -126,4 +128,4 @@ class Head(nn.Module):
     def _shard(self, weight: Tensor) -> VocabShard:
         start = self.tp.rank * weight.shape[0]
         valid = max(0, min(weight.shape[0], self.vocab_size - start))
-        return VocabShard(self.tp, start, valid, self.kernels, self.z_loss)
+        return VocabShard(self.tp, start, valid, self.kernels, self.z_loss, self.softcap)

@@ -214,7 +214,7 @@ def _draw_aids(case: Layout) -> list[str]:
     coin = random.Random(case.command)
     apart = coin.random() >= 0.15 or "embedding" in case.layout
     flags = [] if apart else ["--ema-decay", coin.choice(["0.5", "0.99"])]
-    flags += ["--z-loss-coeff", "0.03"] if coin.random() < 0.15 else []
+    flags += ["--z-loss-coeff", "0.03", "--softcapping", "final=0.7"] if coin.random() < 0.15 else []
     flags += ["--decoupled-lr", "2e-2"] if coin.random() < 0.15 and "--lora" not in case.model else []
     ruled, deep = not {"--lora", "--optimizer"} & {*case.model}, coin.choice([[], ["base_num_layers=1"]])
     return flags + (["--mup", "base_hidden_size=8", *deep] if coin.random() < 0.15 and ruled else [])

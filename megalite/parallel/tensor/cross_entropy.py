@@ -12,6 +12,9 @@ With z-loss (PaLM, arXiv 2204.02311; `--z-loss-coeff`) the gradient is that of `
 logsumexp(z)^2)`, which is `w * (softmax(z) (1 + 2 c logsumexp(z)) - onehot(y))`. The loss stays the cross entropy,
 so that curves can be compared.
 
+With a soft cap c (Gemma 2, arXiv 2408.00118) z is c tanh(a / c) of what the GEMM makes, a, and its gradient reaches a
+times 1 - (z / c)^2.
+
 Gradients are computed in the forward, while a chunk's logits exist, so that nothing is computed twice and nothing of
 size tokens x V is kept. Backward only scales them by the gradient of the sum.
 """
@@ -37,7 +40,8 @@ from megalite.parallel.tensor.products import product_dtype
 class VocabShard:
     """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens.
 
-    kernels: compiled kernels for what lies between the GEMMs; None: eager operations. z_loss: its coefficient.
+    kernels: compiled kernels for what lies between the GEMMs; None: eager operations. z_loss: its coefficient. softcap:
+    c; 0: none.
     """
 
     axis: Axis
@@ -45,6 +49,7 @@ class VocabShard:
     valid: int
     kernels: LossKernels | None = None
     z_loss: float = 0.0
+    softcap: float = 0.0
 
     def rows(self, weight: Tensor) -> Tensor:
         """The rows of the weight, `[V/t, h]`, that take part in the GEMMs: all, or on a CPU those without padding."""
@@ -62,6 +67,7 @@ class _Chunk:
     log_probabilities: Tensor  # [n, columns], log-softmax over the rank's own rows
     scale: Tensor | None  # [n], the factor from this softmax to the one over all rows, and of z-loss; None: 1
     losses: Tensor  # [n]
+    slope: Tensor | None = None  # [n, columns], of the soft cap
 
 
 @dataclass
@@ -210,23 +216,28 @@ def _losses_and_gradient(
         return chunk.losses, workspace.narrowed(_logit_gradient(chunk, labels, weights, shard))
     products = torch.mm(x, rows.t(), out=workspace.products[: len(x)])
     column, own = _own_labels(labels, shard)
-    logsum, picked = shard.kernels.statistics(products, column, own, shard.valid)
+    logsum, picked = shard.kernels.statistics(products, column, own, shard.valid, shard.softcap)
     everyone = all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
     total = torch.logsumexp(everyone[:, 0], 0)
-    gradient = shard.kernels.gradient(products, total, column, own, weights, shard.valid, shard.z_loss)
+    gradient = shard.kernels.gradient(products, total, column, own, weights, shard.valid, shard.z_loss, shard.softcap)
     return total - everyone[:, 1].sum(0), gradient
 
 
 def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace: _Workspace) -> _Chunk:
     """`[n, h]` tokens against this rank's rows `[columns, h]`."""
-    logits = workspace.logits(x, rows)
+    logits, slope = workspace.logits(x, rows), None
+    if shard.softcap:
+        capped = logits.div_(shard.softcap).tanh_()
+        slope = 1 - capped.square()
+        logits.mul_(shard.softcap)
     if shard.valid < len(rows):
         logits[:, shard.valid :] = float("-inf")
     if shard.axis.size == 1:
         logit = logits.gather(1, labels[:, None])[:, 0] if shard.z_loss else None  # a CPU overwrites the logits
         local = _log_softmax(logits)
         losses = -local.gather(1, labels[:, None])[:, 0]
-        return _Chunk(local, None if logit is None else shard.steepened(torch.ones_like(logit), logit + losses), losses)
+        scale = None if logit is None else shard.steepened(torch.ones_like(logit), logit + losses)
+        return _Chunk(local, scale, losses, slope)
     if shard.valid:
         column, own = _own_labels(labels, shard)
         picked = logits.gather(1, column[:, None])[:, 0]
@@ -241,7 +252,7 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
     everyone = all_gather(torch.stack((logsum, picked))[None], shard.axis)  # [t, 2, n]
     total = torch.logsumexp(everyone[:, 0], 0)
     scale = (logsum - total).exp()
-    return _Chunk(local, shard.steepened(scale, total), total - everyone[:, 1].sum(0))
+    return _Chunk(local, shard.steepened(scale, total), total - everyone[:, 1].sum(0), slope)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -260,8 +271,8 @@ def _logit_gradient(chunk: _Chunk, labels: Tensor, weights: Tensor, shard: Vocab
     scale = weights if chunk.scale is None else chunk.scale * weights
     gradient = chunk.log_probabilities.exp_().mul_(scale[:, None])
     if shard.axis.size == 1:
-        return gradient.scatter_add_(1, labels[:, None], -weights[:, None])
-    if shard.valid:
+        gradient.scatter_add_(1, labels[:, None], -weights[:, None])
+    elif shard.valid:
         column, own = _own_labels(labels, shard)
         gradient.scatter_add_(1, column[:, None], -(weights * own)[:, None])
-    return gradient
+    return gradient if chunk.slope is None else gradient.mul_(chunk.slope)

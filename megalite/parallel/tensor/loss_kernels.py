@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Statistics = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+Statistics = Callable[[Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
+Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, float], Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,34 +32,48 @@ class LossKernels:
         return cls(torch.compile(statistics, backend=backend), torch.compile(gradient, backend=backend))
 
 
-def statistics(products: Tensor, column: Tensor, own: Tensor, valid: int) -> tuple[Tensor, Tensor]:
+def statistics(
+    products: Tensor, column: Tensor, own: Tensor, valid: int, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(logsumexp over the rank's true rows; -inf where it has none. Logit of the label; 0 where it is another rank's).
 
     products: logits `[n, V/t]`, of which the first `valid` columns count. column: the label's column `[n]`, any where
-    not `own`.
+    not `own`. softcap: of the logits, 0: none.
     """
-    logits = _masked(products, valid)
+    logits = _masked(products, valid, softcap)
     top = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)
     picked = logits.gather(1, column[:, None])[:, 0]
     return (logits - top[:, None]).exp().sum(1).log() + top, torch.where(own, picked, 0.0)
 
 
 def gradient(
-    products: Tensor, total: Tensor, column: Tensor, own: Tensor, weights: Tensor, valid: int, z_loss: float = 0.0
+    products: Tensor,
+    total: Tensor,
+    column: Tensor,
+    own: Tensor,
+    weights: Tensor,
+    valid: int,
+    z_loss: float = 0.0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """weights * (softmax - onehot) in the dtype of `products`. total: logsumexp over the whole vocabulary `[n]`.
     z_loss: coefficient of total squared in the loss."""
-    softmax = (_masked(products, valid) - total[:, None]).exp()
+    softmax = (_masked(products, valid, softcap) - total[:, None]).exp()
     if z_loss:
         softmax = softmax * (1 + 2 * z_loss * total)[:, None]
     columns = torch.arange(products.shape[1], device=products.device)
     onehot = (columns == column[:, None]) & own[:, None]
-    return ((softmax - onehot.to(softmax.dtype)) * weights[:, None]).to(products.dtype)
+    difference = (softmax - onehot.to(softmax.dtype)) * weights[:, None]
+    if softcap:
+        difference = difference * (1 - torch.tanh(products.to(softmax.dtype) / softcap).square())
+    return difference.to(products.dtype)
 
 
-def _masked(products: Tensor, valid: int) -> Tensor:
-    """In the wider of fp32 and the dtype, padding at -inf."""
+def _masked(products: Tensor, valid: int, softcap: float) -> Tensor:
+    """In the wider of fp32 and the dtype, capped, padding at -inf."""
     logits = products.to(torch.promote_types(products.dtype, torch.float32))
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
     if valid == products.shape[1]:
         return logits
     columns = torch.arange(products.shape[1], device=products.device)

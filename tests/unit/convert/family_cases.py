@@ -157,6 +157,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         NEXT | dict(layer_types=["full_attention", "linear_attention"], mlp_only_layers=[0], norm_topk_prob=False),
     ),
+    "gemma2": ("Gemma2", GATED | GEMMA3 | dict(attn_logit_softcapping=2.0, final_logit_softcapping=0.7)),
+    "gemma3-capped": ("Gemma3", GATED | GEMMA3 | dict(final_logit_softcapping=0.7)),
     "qwen3.5": ("Qwen3_5", NEXT_DENSE | dict(num_hidden_layers=4)),
     "qwen3.5-tied": (
         "Qwen3_5",

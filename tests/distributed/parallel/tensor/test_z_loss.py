@@ -1,4 +1,5 @@
-"""z-loss against the formula, by torch's autograd: both implementations, one rank and several, some without tokens."""
+"""z-loss and the soft cap of logits against the formulas, by torch's autograd: both implementations, one rank and
+several, some without tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x, weight, labels, torch.rand(N, generator=generator).double()
 
 
-def body(world: World, fused: bool, coefficient: float) -> tuple[Tensor, Tensor, Tensor]:
+def body(world: World, fused: bool, coefficient: float, softcap: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
     axis = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)["tp"]
     x, weight, labels, mask = tensors()
     rows = PADDED // world.size
@@ -31,7 +32,7 @@ def body(world: World, fused: bool, coefficient: float) -> tuple[Tensor, Tensor,
     x.requires_grad_()
     kernels = LossKernels(loss_kernels.statistics, loss_kernels.gradient) if fused else None
     valid = max(0, min(rows, VOCAB - world.rank * rows))
-    shard = VocabShard(axis, world.rank * rows, valid, kernels, coefficient)
+    shard = VocabShard(axis, world.rank * rows, valid, kernels, coefficient, softcap)
     loss = fused_cross_entropy(x, own, labels, mask, shard=shard, sequence_parallel=False, queue=WeightGradQueue())
     loss.backward()
     assert x.grad is not None and own.grad is not None
@@ -39,13 +40,17 @@ def body(world: World, fused: bool, coefficient: float) -> tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.full)])
-def test_the_gradient_is_that_of_the_formula_and_the_loss_is_without_it(world: int, fused: bool) -> None:
+def test_the_gradient_is_that_of_the_formula_and_the_loss_is_without_it(
+    world: int, softcap: float, fused: bool
+) -> None:
     x, weight, labels, mask = (t.requires_grad_() if i < 2 else t for i, t in enumerate(tensors()))
     logits = x @ weight[:VOCAB].t()
+    logits = softcap * (logits / softcap).tanh() if softcap else logits
     entropy = (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
     (entropy + COEFFICIENT * (logits.logsumexp(-1).square() * mask).sum()).backward()
-    results = run_ranks(body, world, fused, COEFFICIENT)
+    results = run_ranks(body, world, fused, COEFFICIENT, softcap)
     assert x.grad is not None and weight.grad is not None
     for loss, dx, _ in results:
         torch.testing.assert_close(loss, entropy.detach(), rtol=1e-13, atol=0)
