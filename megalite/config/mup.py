@@ -87,8 +87,8 @@ def usual_scale(model: ModelConfig) -> float | None:
     latent, given = model.latent.multi_latent_attention, model.mup
     if not latent and not given.use_mup:
         return None
-    scale = (given.mup_base_head_dim or 1) ** 0.5 / model.head_dim if given.use_mup else model.head_dim**-0.5
-    return scale * (model.rope_scaling.latent_temperature**2 if latent else 1.0)
+    factor = (given.mup_base_head_dim or 1) ** 0.5 / model.head_dim if given.use_mup else model.head_dim**-0.5
+    return float(factor) * (model.rope_scaling.latent_temperature**2 if latent else 1.0)
 
 
 def rates_of(config: Config) -> Callable[[str, bool], Rates]:

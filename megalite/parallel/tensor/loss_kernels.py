@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Statistics = Callable[[Tensor, Tensor, Tensor, int, float], tuple[Tensor, Tensor]]
-Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, float], Tensor]
+Statistics = Callable[..., tuple[Tensor, Tensor]]
+Gradient = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)

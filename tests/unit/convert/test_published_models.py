@@ -44,10 +44,16 @@ GPT_OSS = dict(
     head_dim=64, num_experts_per_tok=4, sliding_window=128, vocab_size=201088, max_position_embeddings=131072,
     tie_word_embeddings=False,
 )  # fmt: skip
+GEMMA2_27B = dict(
+    model_type="gemma2", num_hidden_layers=46, hidden_size=4608, intermediate_size=36864, num_attention_heads=32,
+    num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=144, sliding_window=4096, vocab_size=256000,
+    max_position_embeddings=8192,
+)  # fmt: skip
 PUBLISHED: dict[int, dict[str, Any]] = {
     1_026_408_209_408: KIMI_K2,
     20_914_757_184: GPT_OSS | dict(num_hidden_layers=24, num_local_experts=32),
     116_829_156_672: GPT_OSS | dict(num_hidden_layers=36, num_local_experts=128),
+    27_227_128_320: GEMMA2_27B,
     3_880_263_168: GEMMA3_4B,
     27_009_346_304: GEMMA3_27B,
     7_298_011_136: OLMO3_7B,
@@ -58,6 +64,13 @@ PUBLISHED: dict[int, dict[str, Any]] = {
 @pytest.mark.parametrize("count", PUBLISHED)
 def test_published_models_have_their_size(count: int) -> None:
     assert count_parameters(read_model(PUBLISHED[count], "c")[1]) == count
+
+
+def test_gemma_2_has_its_usual_caps_and_windows() -> None:
+    model = read_model(GEMMA2_27B, "c")[1]
+    assert (model.attn_logit_softcapping, model.final_logit_softcapping) == (50.0, 30.0)
+    assert [i for i in range(46) if not model.has_window(i)] == list(range(1, 46, 2))
+    assert not model.qk_layernorm and family_of(model).name == "gemma2"
 
 
 def test_gemma_of_27_billion_as_it_was_published() -> None:
@@ -84,7 +97,7 @@ def test_olmo_as_it_was_published() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        (dict(final_logit_softcapping=30.0), r"c: final_logit_softcapping '30.0' not supported \(only null\)"),
+        (dict(attn_logit_softcapping=50.0), r"c: attn_logit_softcapping '50.0' not supported \(only null\)"),
         (dict(use_bidirectional_attention=True), "c: use_bidirectional_attention 'True' not supported"),
         (dict(layer_types=["full_attention"]), "c: layer_types .* is not a list of 62 of"),
     ],
