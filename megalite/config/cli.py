@@ -37,7 +37,7 @@ from megalite.config.rules.foreign import not_with_module
 from megalite.config.schema import Option, build_section
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
-from megalite.config.worked_out import other_defaults, work_out, work_out_level
+from megalite.config.worked_out import other_defaults, without_a_checkpoint, work_out, work_out_level
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
 
@@ -123,6 +123,7 @@ def parse_with_origins(
     for name in options:
         origins.setdefault(name, "default")
     other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
+    other += without_a_checkpoint(config, merged)
     warned = [*config_warnings(config, world), *elastic_warnings(config, world), *elsewhere, *other]
     doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
@@ -179,6 +180,8 @@ def _with_offer(
     value = {name: each.value for name, each in given.items()}
     save, asked = value.get("save"), bool(value.get("use_checkpoint_args"))
     load = value.get("load") or (save if value.get("auto_resume") else None)
+    may_be_empty = save is not None and load is not None and os.path.abspath(save) == os.path.abspath(load)
+    must_be_there = bool(value.get("exit_on_missing_checkpoint")) and may_be_empty and read_offer is not None
     huggingface = load is not None and os.path.isfile(os.path.join(load, "config.json"))
     if huggingface and value.get("model_module") is not None:
         reader.problems.append(
@@ -186,7 +189,7 @@ def _with_offer(
             "(from_pretrained), and `load` takes checkpoints of such runs"
         )
         return None, list(levels)
-    if load is None or not (asked or huggingface):
+    if load is None or not (asked or huggingface or must_be_there):
         return None, list(levels)
     offer = None
     try:
@@ -194,9 +197,9 @@ def _with_offer(
             raise ConfigError("`use_checkpoint_args`: no checkpoint is read here; give the model's flags")
         trusted = bool(value.get("trust_pickle"))
         offer = read_offer(load, value.get("ckpt_step"), trusted, value.get("vocab_size"))
-        may_be_empty = save is not None and os.path.abspath(save) == os.path.abspath(load)
-        if offer is None and not may_be_empty:
-            raise ConfigError(f"`load`={load}: no committed checkpoint; `use_checkpoint_args` needs one")
+        if offer is None and (must_be_there or not may_be_empty):
+            needs = "`exit_on_missing_checkpoint`" if must_be_there else "`use_checkpoint_args`"
+            raise ConfigError(f"`load`={load}: no committed checkpoint; {needs} needs one")
     except MegaliteError as error:
         if asked or read_offer is not None:
             reader.problems += error.text.split("\n")

@@ -37,6 +37,7 @@ EXTRA_OPTIONS: Mapping[str, type | None] = {
     "data_parallel_sharding_strategy": str,
     "rotary_scaling_factor": float,
     "rope_type": str,
+    "exit_on_missing_checkpoint": None,
 }
 
 #: What people call things elsewhere -> what to suggest.

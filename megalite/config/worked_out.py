@@ -160,3 +160,11 @@ def other_defaults(config: Config, origins: Mapping[str, str], typed: Iterable[s
     if origins["activation"] == "default" and model.add_bias_linear and "no_bias_gelu_fusion" not in names:
         left.append("`activation` gelu, exact (there fused with the bias: gelu-tanh)")
     return [f"not given, and otherwise in Megatron-LM: {', '.join(left)}"] if left and not model.is_foreign else []
+
+
+def without_a_checkpoint(config: Config, merged: Mapping[str, GivenOption]) -> list[str]:
+    """The line about `--exit-on-missing-checkpoint` where no checkpoint is asked for."""
+    given, settings = merged.get("exit_on_missing_checkpoint"), config.checkpoint
+    if given is None or not given.value or settings.load is not None or settings.auto_resume:
+        return []
+    return ["`exit_on_missing_checkpoint`: has no effect without `load`; add that, or drop this"]

@@ -13,6 +13,7 @@ from megalite.config import all_options, megatron_flags, parse, parse_with_origi
 from megalite.config.megatron_flags import MegatronFlag
 from megalite.config.reader import known_options
 from megalite.errors import SETTING, ConfigError, flag_of, spelled
+from megalite.train.starting_point import offer_of
 
 FLAGS = megatron_flags()
 WORLD = {"gpt3 175b": 128, "mixtral 8x7b": 32, "deepseek v3 fsdp": 256}
@@ -218,3 +219,18 @@ def test_ignored_keys_of_a_file_are_named_with_their_place(tmp_path: Path) -> No
     assert parse_with_origins([*argv(), "--config", str(file)]).ignored == tuple(
         f"{file}:{line}: {key}" for line, key in enumerate(("manual_gc", "rerun_mode", "manual_gc_interval"), 1)
     )
+
+
+def test_a_run_that_must_find_a_checkpoint_does_not_begin_anew(tmp_path: Path) -> None:
+    """As Megatron-LM, which exits; without the flag an empty directory that is also `--save` is a fresh start."""
+    empty, words = tmp_path / "run", "--exit-on-missing-checkpoint"
+    both = [*argv(), "--save", str(empty), "--load", str(empty)]
+    parse(both, read_offer=offer_of)
+    for flags in ([*both, words], [*argv(), "--save", str(empty), "--auto-resume", words]):
+        with pytest.raises(ConfigError) as caught:
+            parse(flags, read_offer=offer_of)
+        (line,) = caught.value.problems
+        assert line == f"--load={empty}: no committed checkpoint; {words} needs one"
+    parse([*both, "--no-exit-on-missing-checkpoint"], read_offer=offer_of)
+    (line,) = parse_with_origins([*argv(), words], read_offer=offer_of).warnings
+    assert line == f"{words}: has no effect without --load; add that, or drop this"
