@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.reader import GivenOption
-from megalite.config.root import Config
+from megalite.config.root import Config, all_options
 from megalite.config.stage_meshes import stage_sizes
 from megalite.config.values import show
 from megalite.errors import ConfigError
@@ -159,7 +159,24 @@ def other_defaults(config: Config, origins: Mapping[str, str], typed: Iterable[s
     left = [f"`{name}` 0 (there 0.1)" for name in ("hidden_dropout", "attention_dropout") if origins[name] == "default"]
     if origins["activation"] == "default" and model.add_bias_linear and "no_bias_gelu_fusion" not in names:
         left.append("`activation` gelu, exact (there fused with the bias: gelu-tanh)")
+    left += _float8_left(config, origins)
+    factor = all_options()["muon_extra_scale_factor"]
+    if origins[factor.name] == "default" and config.optimizer.optimizer in factor.facts["only_for"]:
+        left.append(f"{factor.marked} {show(factor.default)} (there 1)")
     return [f"not given, and otherwise in Megatron-LM: {', '.join(left)}"] if left and not model.is_foreign else []
+
+
+def _float8_left(config: Config, origins: Mapping[str, str]) -> list[str]:
+    """What of float8 was left to other defaults."""
+    given = config.training.float8
+    if given.fp8_format is None:
+        return []
+    if origins["fp8_recipe"] == "default":
+        unread = ", which reads no `fp8_amax_history_len`" if origins["fp8_amax_history_len"] != "default" else ""
+        return [f"`fp8_recipe` {given.fp8_recipe}{unread} (there delayed)"]
+    if given.fp8_recipe == "delayed" and origins["fp8_amax_history_len"] == "default":
+        return [f"`fp8_amax_history_len` {given.fp8_amax_history_len} (there 1)"]
+    return []
 
 
 def without_a_checkpoint(config: Config, merged: Mapping[str, GivenOption]) -> list[str]:

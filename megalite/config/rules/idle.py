@@ -131,6 +131,11 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
             training.spikes.on_spike != "rollback",
             "without `on_spike`=rollback",
         ),
+        (
+            "fp8_amax_history_len",
+            training.float8.fp8_format is not None and training.float8.fp8_recipe != "delayed",
+            f"with `fp8_recipe`={training.float8.fp8_recipe}, which looks at the numbers themselves",
+        ),
         ("eval_interval full_validation", training.eval_iters == 0, "with `eval_iters`=0"),
         (
             "eval_iters",

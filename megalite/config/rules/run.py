@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megalite.config.root import Config
 from megalite.config.rules.text import CP, TP
 from megalite.config.staleness import has_delay
-from megalite.config.training import Float8, TrainingLength
+from megalite.config.training import TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.schedule import find_schedule
@@ -141,11 +141,6 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"{flag}: of the 16 digits of `fp64` its products keep one or two; use `bf16` (both, to compare layouts, "
             "only with `mock_data`)"
-        )
-    if given.fp8_recipe != "delayed" and given.fp8_amax_history_len != Float8().fp8_amax_history_len:
-        yield (
-            f"`fp8_amax_history_len`={given.fp8_amax_history_len}: `fp8_recipe`={given.fp8_recipe} looks at the "
-            "numbers themselves; drop it, or use `fp8_recipe`=delayed"
         )
     block = {"blockwise": 128, "mxfp8": 32}.get(given.fp8_recipe)
     if block is None:

@@ -57,6 +57,7 @@ TOLD = [
     ("--save d --save-retain-interval 20", "--save-retain-interval=20: has no effect without --keep-last-n"),
     ("--allow-data-change", "--allow-data-change: has no effect without --load"),
     ("--load . --finetune --no-load-optim", "--no-load-optim: has no effect with --finetune"),
+    ("--fp8-format e4m3 --fp8-amax-history-len 16", "--fp8-amax-history-len=16: has no effect with --fp8-recipe=tens"),
     ("--check-pipeline-messages", "--check-pipeline-messages: has no effect without pipeline ranks"),
     ("--profile --profile-step-start 200 --profile-step-end 210", "--profile-step-start=200: has no effect, the"),
     ("--exit-interval 500", "--exit-interval=500: has no effect, the training ends after 100 iterations"),

@@ -185,6 +185,7 @@ def test_what_is_spelled_otherwise_means_the_same(words: str) -> None:
 
 OTHERWISE = "not given, and otherwise in Megatron-LM: "
 DROPOUTS = "--hidden-dropout 0 (there 0.1), --attention-dropout 0 (there 0.1)"
+ALIKE = "--manual-gc --swiglu --hidden-dropout 0 --attention-dropout 0"
 GELU = "--activation gelu, exact (there fused with the bias: gelu-tanh)"
 
 
@@ -201,6 +202,17 @@ GELU = "--activation gelu, exact (there fused with the bias: gelu-tanh)"
         ("--swiglu --manual-gc --hidden-dropout 0", "--attention-dropout 0 (there 0.1)"),
         ("--swiglu --manual-gc --hidden-dropout 0.1 --attention-dropout 0.0", None),
         ("--manual-gc --hidden-dropout 0 --attention-dropout 0 --activation gelu", None),
+        (f"{ALIKE} --fp8-format hybrid", "--fp8-recipe tensorwise (there delayed)"),
+        (
+            f"{ALIKE} --fp8-format hybrid --fp8-amax-history-len 1024",
+            "--fp8-recipe tensorwise, which reads no --fp8-amax-history-len (there delayed)",
+        ),
+        (f"{ALIKE} --fp8-format hybrid --fp8-recipe delayed", "--fp8-amax-history-len 1024 (there 1)"),
+        (f"{ALIKE} --fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 1024", None),
+        (f"{ALIKE} --fp8-format hybrid --fp8-recipe tensorwise", None),
+        (f"{ALIKE} --optimizer muon", "--muon-extra-scale-factor 0.2 (there 1)"),
+        (f"{ALIKE} --optimizer dist_muon --muon-extra-scale-factor 1", None),
+        (f"{ALIKE} --muon-extra-scale-factor 0.2 --optimizer muon", None),
     ],
 )
 def test_what_a_script_left_to_other_defaults_is_said(words: str, said: str | None) -> None:

@@ -174,11 +174,6 @@ def test_bias_is_added_before_the_result_is_rounded() -> None:
     [
         ("--no-bf16 --fp16", "--fp8-format=hybrid: not with --fp16, whose loss scale has no use for it; use --bf16"),
         (
-            "--fp8-amax-history-len 16",
-            "--fp8-amax-history-len=16: --fp8-recipe=tensorwise looks at the numbers themselves; drop it, or use "
-            "--fp8-recipe=delayed",
-        ),
-        (
             "--fp8-recipe blockwise --tensor-model-parallel-size 2 --ffn-hidden-size 384",
             "--fp8-recipe=blockwise: --tensor-model-parallel-size cuts the MLP width (--ffn-hidden-size), 384, not at "
             "multiples of 128; use rowwise",
