@@ -85,7 +85,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="G",
         help="memory of each host, 1e9 bytes: --what-if largest-model uses it",
     )
-    p.add_argument("--profile", metavar="FILE", help="measured times (tools/profile_layers.py) instead of the roofline")
+    p.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measured times (tools/profile_layers.py) instead of the roofline; without a file the switch of the run",
+    )
     p.add_argument("--top", type=int, default=10, metavar="K", help="candidates to show (default 10)")
     p.add_argument("--json", action="store_true", help="print JSON")
     p.add_argument("--write-config", metavar="FILE", help="the first candidate as a configuration that runs as it is")
@@ -170,6 +176,8 @@ def main(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> None:
     args, rest = parser().parse_known_args(argv)
+    if args.profile == "":  # in scripts for pretrain_gpt.py it takes no file
+        rest.append("--profile")
     _check(args)
     cluster = load_cluster(args.hardware, args.num_devices, devices_per_node=args.devices_per_node)
     if len(cluster) > 1 and (not args.stages_may_differ or args.profile):

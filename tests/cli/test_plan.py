@@ -291,3 +291,15 @@ def test_a_profile_of_this_machine_replaces_the_roofline(tmp_path: Path) -> None
     expected = 4 * (4 * block + ends) + overhead
     assert abs(plans["profile"]["step_time_parts_s"]["pipeline"] / expected - 1) < 0.3
     assert plans["profile"]["step_time_s"] != plans["roofline"]["step_time_s"]
+
+
+def test_a_bare_profile_is_the_switch_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts for pretrain_gpt.py give it without a file; the configuration that is written keeps it."""
+    path = tmp_path / "plan.yaml"
+    of_tool = ["--num-devices", "1", "--hardware", "cpu-2core", "--write-config", str(path)]
+    for words in (["--profile", "--profile-step-start", "1"], ["--profile-step-end", "3", "--profile"]):
+        assert main([*SMALL, *words, *of_tool]) == 0, capsys.readouterr().err
+        assert "  profile: true\n" in path.read_text()
+        path.unlink()
+    assert main([*SMALL, *of_tool, "--profile", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
