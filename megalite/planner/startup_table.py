@@ -18,6 +18,7 @@ from megalite.inventory import (
     flops_per_iteration,
     given_plan,
 )
+from megalite.planner.float8 import kept_bytes
 from megalite.planner.hardware import available, load_hardware
 from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
 from megalite.progress import in_units
@@ -66,7 +67,7 @@ def startup_rows(
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
-        *_memory_rows(ranks, heaviest, device),
+        *_memory_rows(ranks, heaviest, device, _kept(config, program, cuts, heaviest)),
         *budget_rows(config, program, ranks, given_plan(config) if plan is None else plan),
     ]
 
@@ -224,30 +225,45 @@ def _precision(config: Config) -> str:
     return f"{name}{detail}, master weights in fp32, gradients in {gradients}"
 
 
-def _memory_rows(ranks: Sequence[RankMemory], heaviest: int, device: str) -> list[tuple[str, str]]:
-    """What the fullest rank needs; where the GPU is not known, also how much several kinds have for tensors."""
-    rows = [("memory", _memory_line(ranks[heaviest], heaviest, len(ranks)))]
+#: What the row about devices says of some, and the last line of `--dry-run` looks for.
+TOO_SMALL = "too small for this layout"
+PARTS = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace")
+LARGEST = 3
+"""Terms that are named beside devices that are too small."""
+
+
+def _kept(config: Config, program: Program, cuts: Sequence[range], rank: int) -> float:
+    """Bytes of weights that a rank keeps in float8, beside their own dtype."""
+    stages = [stage for stage, _ in program.placement.stages_of(rank)]
+    return float(program.weight_versions[rank] * sum(kept_bytes(config, cuts[stage]) for stage in stages))
+
+
+def _memory_rows(
+    ranks: Sequence[RankMemory], heaviest: int, device: str, in_float8: float = 0.0
+) -> list[tuple[str, str]]:
+    """What the fullest rank needs; where the GPU is not known, also how much several kinds have for tensors, and which
+    have too little. in_float8: of its weights."""
+    memory = ranks[heaviest]
+    rows = [("memory", _memory_line(memory, heaviest, len(ranks), in_float8))]
     if device != "GPU":
         return rows
-    known = [load_hardware(name) for name in available()]
-    rooms = [f"{each.name} {each.usable_bytes / 1e9:.3g}" for each in known if not each.on_cpu]
-    return [*rows, ("room", f"GB that tensors may use: {', '.join(rooms)}")]
+    known = [each for each in map(load_hardware, available()) if not each.on_cpu]
+    rooms = {each.name: f"{each.name} {each.usable_bytes / 1e9:.3g}" for each in known}
+    text = f"GB that tensors may use: {', '.join(rooms.values())}"
+    if small := [each.name for each in known if each.usable_bytes < memory.total]:
+        largest = sorted(PARTS, key=lambda name: -getattr(memory, name))[:LARGEST]
+        terms = ", ".join(f"{name} {in_units(getattr(memory, name), 'B')}" for name in largest)
+        text += f"; {TOO_SMALL}: {', '.join(small)} (largest: {terms})"
+    return [*rows, ("room", text)]
 
 
-def _memory_line(memory: RankMemory, rank: int, num_ranks: int) -> str:
-    names = (
-        "weights",
-        "gradients",
-        "optimizer",
-        "activations",
-        "boundary",
-        "logits",
-        "buffers",
-        "workspace",
-        "host",
-        "file",
-    )
-    parts = [f"{name} {in_units(getattr(memory, name), 'B')}" for name in names if getattr(memory, name)]
+def _memory_line(memory: RankMemory, rank: int, num_ranks: int, in_float8: float) -> str:
+    beside = f" ({in_units(in_float8, 'B')} of them copies in fp8)" if in_float8 else ""
+    parts = [
+        f"{name} {in_units(getattr(memory, name), 'B')}{beside * (name == 'weights')}"
+        for name in (*PARTS, "host", "file")
+        if getattr(memory, name)
+    ]
     where = f" on the ranks of pipeline coordinate {rank}, the fullest" if num_ranks > 1 else " on each rank"
     return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"
 

@@ -28,7 +28,7 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import RUN_FILES
-from megalite.planner import Roofline, checkpoint_bytes, format_table, hardware_of, predict, within_budget
+from megalite.planner import TOO_SMALL, Roofline, checkpoint_bytes, format_table, hardware_of, predict, within_budget
 from megalite.progress import ProgressBar, amount, duration
 from megalite.schedule import Program, render_text, simulate
 from megalite.stores import Place
@@ -105,6 +105,8 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         ]
     unsure = any(line.startswith((" not checked", " not here", " warning")) for line in notes)
     but = " but for what the lines above leave open" if unsure else ""
+    if not here and any(TOO_SMALL in text for _, text in table):
+        but += ", and devices that are too small (room)"
     return "\n".join([*parts, "", f" No problem found{but}: the same command without `dry_run` starts the run."])
 
 

@@ -14,6 +14,8 @@ import preprocess_data
 from megalite.config import Experts, Latent, ModelConfig, architecture_differences, parse, parse_with_origins
 from megalite.convert.megatron_args import write_args
 from megalite.errors import ConfigError
+from megalite.planner import available, load_hardware
+from megalite.progress import in_units
 from megalite.train import dry_run
 from pretrain_gpt import main
 
@@ -46,7 +48,7 @@ def test_the_data_tool_says_all_that_is_wrong_at_once() -> None:
         "--split-sentences: a doc",
         "--dataset-impl=lazy: .bin",
         "--workers-to-check: give",
-        "--tokenizer-type: inv",
+        "--tokenizer-type: TikTokenizer is not here",
     )
     assert [line.startswith(begin) for line, begin in zip(caught.value.problems, begins, strict=True)] == [True] * 4
 
@@ -89,6 +91,38 @@ def test_a_dry_run_that_is_too_large_for_a_laptop_is_planned_for_gpus(caplog: py
     parsed = parse_with_origins([*large, "--device", "cpu"])
     with pytest.raises(ConfigError, match="predicted memory: 8 ranks need"):
         dry_run(parsed.config, parsed.origins, parsed.ranks)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its memory is that of GPUs then")
+def test_a_dry_run_names_the_devices_that_are_too_small_and_why() -> None:
+    """Llama 3 8B without ZeRO: the linear layers of each of its 32 blocks hold 218,103,808 numbers."""
+    llama = (
+        "--model-type llama --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+        "--num-query-groups 8 --seq-length 8192 --micro-batch-size 1 --global-batch-size 8 --bf16 --lr 1e-4 --nprocs 8 "
+        "--train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --dry-run"
+    ).split()
+
+    def rows(*more: str) -> tuple[str, str, str]:
+        parsed = parse_with_origins([*llama, *more])
+        lines = dry_run(parsed.config, parsed.origins, parsed.ranks).splitlines()
+        memory, room = (next(line for line in lines if line.startswith(f" {name} ")) for name in ("memory", "room"))
+        return memory, room, lines[-1]
+
+    memory, room, last = rows("--fp8-format", "hybrid")
+    assert f"weights 30 GB ({in_units(2 * 32 * 218_103_808, 'B')} of them copies in fp8), " in memory
+    known = [each for each in map(load_hardware, available()) if not each.on_cpu]
+    total = float(memory.split()[1]) * 1e9
+    small = ", ".join(each.name for each in known if each.usable_bytes < total)
+    assert (
+        f"; too small for this layout: {small} (largest: optimizer 96.4 GB, gradients 32.1 GB, activations 31.7 GB)"
+        in room
+    )
+    assert "H100" in small and last.startswith(
+        " No problem found but for what the lines above leave open, and devices that are too small (room): "
+    )
+    memory, room, last = rows("--zero-stage", "3", "--recompute-granularity", "full", "--num-layers", "1")
+    assert "in fp8" not in memory and "too small" not in room + last
+    assert last.startswith(" No problem found but for what the lines above leave open: ")
 
 
 def test_tokenizers_that_are_not_there_lead_to_those_that_are(tmp_path: Path) -> None:
