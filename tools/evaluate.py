@@ -115,11 +115,24 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
 
 
 def show(record: Record) -> None:
-    """Prints what was measured."""
+    """Prints how it was measured, and what."""
+    if "window" in record:
+        print(f" {'scored':<18} {manner(record)}")
     for key, name, form in SHOWN:
         if key in record:
             huge = form != ",d" and record[key] >= LONGEST  # of a model that has learnt little: digits say nothing
             print(f" {name:<18} {format(record[key], '.3e' if huge else form)}")
+
+
+def manner(record: Record) -> str:
+    """How samples were cut and what they see, in words."""
+    said = f"in windows of {record['window']:,} tokens"
+    if "num_conversations" in record:
+        cut = f"; {record['cut']:,} are longer and cut" if record["cut"] else ""
+        return f"{record['num_conversations']:,} conversations, each apart from the others, {said}{cut}"
+    if "apart" not in record:
+        return said
+    return f"{said}, documents {'apart, as the run was trained' if record['apart'] else 'of a window see each other'}"
 
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = no_progress) -> Record:
@@ -127,6 +140,7 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProg
     from megalite.data import read_text
     from megalite.inference import (
         detokenize_wikitext,
+        how_scored,
         last_word_accuracy,
         open_data_path,
         read_passages,
@@ -137,7 +151,8 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProg
     if flags.data_path is not None:
         source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)
         size = flags.micro_batch_size
-        return score_source(loaded, source, micro_batch_size=size, on_progress=on_progress).record()
+        score = score_source(loaded, source, micro_batch_size=size, on_progress=on_progress)
+        return score.record() | how_scored(loaded, source)
     path = Path(flags.text_file)
     if flags.task == "lambada":
         return last_word_accuracy(loaded, read_passages(path), on_progress=on_progress)
@@ -153,7 +168,7 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProg
         micro_batch_size=flags.micro_batch_size,
         on_progress=on_progress,
     )
-    return score.record()
+    return score.record() | how_scored(loaded, None)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -22,14 +23,19 @@ from torch import Tensor
 
 from megalite.comm import all_reduce_, patiently
 from megalite.data import (
+    MARKS,
     BatchLoader,
+    Conversations,
     Datasets,
     DocumentMasks,
+    GPTDataset,
     NullTokenizer,
     SampleSource,
     UnusableSplit,
     build_datasets,
     cache_directory,
+    marks_of,
+    strip_suffix,
     utf8_length,
 )
 from megalite.errors import ConfigError, DataError
@@ -39,6 +45,9 @@ from megalite.microbatch import Microbatch
 from megalite.nn import Head
 from megalite.observe import Record, perplexity
 from megalite.progress import OnProgress, no_progress
+
+FEW = 16
+"""Tokens that a split of conversations has at least."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,8 @@ def _weighted_loss(head: Head, x: Tensor, microbatch: Microbatch) -> Tensor:
 def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_path: str | None = None) -> SampleSource:
     """The samples of `--data-path`, once and in order. Collective: rank 0 tokenises what is not cached.
 
+    Conversations (data with marks) are read one by one, whatever the run that saved the model was told.
+
     split: None for the whole file; `train`, `valid` or `test` for that part by the weights of the run that saved the
         model; or weights `A,B,C` of its own, of which the validation part is taken.
     Raises DataError where the data are missing, damaged, empty or of another tokenizer.
@@ -204,12 +215,14 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         split=split if split is not None and split != name else config.data.split,
     )
     wanted = {part: None if part == name else 0 for part in ("train", "valid", "test")}  # None: once, 0: not at all
+    # conversations are cut below, so a split of few must not be refused for a window that is long
+    marked = Path(f"{strip_suffix(path)}{MARKS}.idx").is_file()
     unusable = f"`split`={split}: that part of {path} is empty or shorter than one sample; choose another"
 
     def build() -> Datasets:
         return build_datasets(
             section,
-            seq_length=config.model.seq_length,
+            seq_length=min(config.model.seq_length, FEW) if marked else config.model.seq_length,
             train_samples=wanted["train"],
             valid_samples=wanted["valid"],
             test_samples=wanted["test"],
@@ -217,6 +230,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
             tokenizer=loaded.tokenizer,
             cache_dir=cache_directory(cache_path, None),
             vocab_size=config.model.vocab_size,
+            warns=not marked,
         )
 
     world = loaded.mesh.world
@@ -228,7 +242,21 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     dataset = getattr(datasets, name)
     if dataset is None:
         raise DataError(unusable)
+    if isinstance(dataset, GPTDataset) and marks_of(dataset.store) is not None:
+        return Conversations(dataset, window=config.model.seq_length, unit=loaded.parts.unit)
     return cast(SampleSource, dataset.sequential())
+
+
+def how_scored(loaded: LoadedModel, source: SampleSource | None) -> Record:
+    """What a score depends on beside the weights: `window`, the most tokens of context; `apart`, whether a document
+    sees only itself; of conversations `num_conversations`, and how many are longer than the window and `cut` there.
+
+    source: None for running text.
+    """
+    said: Record = {"window": loaded.config.model.seq_length}
+    if isinstance(source, Conversations):
+        return said | {"apart": True, "num_conversations": source.number, "cut": source.cut}
+    return said | ({} if source is None else {"apart": loaded.config.data.reset_attention_mask})
 
 
 def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megalite.data.indexed import IndexedWriter
+from megalite.data.indexed import ANSWER, END, IndexedWriter
 from megalite.data.tokenizer import CharTokenizer
 from megalite.errors import CheckpointError, ConfigError, DataError
-from megalite.inference.evaluation import open_data_path, score_source, score_text
+from megalite.inference.evaluation import how_scored, open_data_path, score_source, score_text
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from megalite.inference.tasks import detokenize_wikitext, last_word_accuracy, score_continuations
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, tiny_model_config, write_checkpoint
+from tools.evaluate import manner
 
 LONG = 16  # the model's sequence length
 
@@ -104,6 +105,63 @@ def test_data_path_whole_and_split(of_run: dict, loaded: tuple, tmp_path: Path) 
     assert score("25,75,0") == pytest.approx(naive(documents[1:]), rel=1e-12)
     with pytest.raises(DataError, match="--split=test"):
         score("test")
+
+
+ROPE = tiny_model_config(position_embedding_type="rope")
+
+
+def write_talks(prefix: Path, lengths: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Documents of bytes with marks: the second half of each is an answer."""
+    talks, at = [], 0
+    writers = IndexedWriter(prefix, vocab_size=257, marked=True), IndexedWriter(f"{prefix}_marks", dtype=np.uint8)
+    for length in lengths:
+        ids = list((TEXT * 4)[at : at + length].encode("ascii", "replace"))
+        marks = [ANSWER * (place >= length // 2) for place in range(length)]
+        marks[-1] |= END
+        for writer, row in zip(writers, (ids, marks), strict=True):
+            writer.add_document(np.array(row))
+        talks, at = [*talks, (ids, marks)], at + length
+    for writer in writers:
+        writer.close()
+    return talks
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["as pretrained", "reset-attention-mask"])
+@pytest.mark.parametrize("window", [16, 32, 128])
+def test_conversations_are_scored_each_apart(window: int, reset: bool, tmp_path: Path) -> None:
+    """Whatever the run was told and however long its samples are, as long as no conversation is longer."""
+    talks = write_talks(tmp_path / "talks", [11, 30, 2, 17, 5])
+    _, stack = write_checkpoint(tmp_path, model=replace(ROPE, seq_length=window))
+    model = load_for_inference(tmp_path, device="cpu")
+    data = replace(model.config.data, reset_attention_mask=reset, reset_position_ids=reset, eod_mask_loss=reset)
+    model = replace(model, config=replace(model.config, data=data))
+    expected = []
+    for ids, marks in talks:
+        for start in range(0, len(ids) - 1, window):
+            part, counted = ids[start : start + window + 1], marks[start + 1 : start + window + 1]
+            losses = all_logits(stack, part[:-1]).log_softmax(-1)
+            expected += [-float(losses[i, part[i + 1]]) for i, mark in enumerate(counted) if mark & ANSWER]
+    source = open_data_path(model, str(tmp_path / "talks"), split=None)
+    for size in (1, 3, None):
+        score = score_source(model, source, micro_batch_size=size)
+        assert score.num_tokens == len(expected)
+        assert score.loss_sum == pytest.approx(math.fsum(expected), rel=1e-12)
+    how = how_scored(model, source)
+    assert how == {"window": window, "apart": True, "num_conversations": 5, "cut": int(window == 16)}
+    assert "5 conversations, each apart from the others, in windows of" in manner(how)
+    assert ("1 are longer and cut" in manner(how)) == (window == 16)
+
+
+def test_the_manner_of_text_is_said(loaded: tuple, tmp_path: Path) -> None:
+    model, _ = loaded
+    write_text = tmp_path / "text.txt"
+    write_text.write_text(TEXT, encoding="utf-8")
+    source = open_data_path(model, str(write_text), split=None, cache_path=str(tmp_path / "cache"))
+    assert manner(how_scored(model, source)) == "in windows of 16 tokens, documents of a window see each other"
+    assert manner(how_scored(model, None)) == "in windows of 16 tokens"
+    apart = replace(model.config.data, reset_attention_mask=True)
+    model = replace(model, config=replace(model.config, data=apart))
+    assert manner(how_scored(model, source)) == "in windows of 16 tokens, documents apart, as the run was trained"
 
 
 def test_data_path_may_be_text(loaded: tuple, tmp_path: Path) -> None:
