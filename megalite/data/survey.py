@@ -91,8 +91,8 @@ def unanswered(store: TokenStore) -> int:
 
 def check_answers(store: TokenStore, begin: int, end: int) -> None:
     """Raises DataError where a training on the conversations `begin:end` would learn nothing, as they have no answer.
-    Of text there is nothing to ask."""
-    if not isinstance(store, IndexedDataset) or store.marks is None:
+    Of text there is nothing to ask, nor of an empty split, which is refused as such."""
+    if not isinstance(store, IndexedDataset) or store.marks is None or begin >= end:
         return
     if not any((store.marks.get(number) & ANSWER).any() for number in range(begin, end)):
         raise DataError(
