@@ -111,6 +111,12 @@ class ConsoleHook(Hook):
         last, to = trainer.train_iters, self._stream or sys.stdout
         terminal = not isinstance(to, Path) and is_terminal(to)
         self._print(progress_line(record, last) if terminal else train_line(record, last, self._now()))
+        if (count := record.get("uncounted_iterations")) is not None:
+            mean = "; lm loss is the mean of the others" * (count < record["iterations"])
+            self._print(
+                f" no token counts: in {count:,} of {record['iterations']:,} iterations the loss had no label to count "
+                f"(no answer of a conversation){mean}"
+            )
         if (rank := record.get("slowest_rank")) is not None:
             ratio, host = record["slowest_rank_ratio"], record.get("slowest_rank_host", "")
             self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the others of its stage")

@@ -149,9 +149,10 @@ class IntervalStats:
     def record(self) -> Record:
         """Close the interval: one `"train"` record of its steps (at least one).
 
-        `lm_loss` is the mean over the steps that were not skipped, None if there were none. `grad_norm` is that of the
-        last step. Numbers about experts are means over the steps. The time in which the host waits here for the device
-        belongs to the steps and is added to theirs.
+        `lm_loss` is the mean over the steps that were not skipped, None if there were none. Steps of which no label
+        counts (their loss is exactly 0) are no part of it where others are; `uncounted_iterations` says how many there
+        are. `grad_norm` is that of the last step. Numbers about experts are means over the steps. The time in which the
+        host waits here for the device belongs to the steps and is added to theirs.
         """
         steps, self._steps = self._steps, []
         assert steps, "an interval without a step has no record"
@@ -169,13 +170,14 @@ class IntervalStats:
             "consumed_tokens": last.consumed_tokens,
             "global_batch_size": last.global_batch_size,
             **({"seq_length": last.seq_length} if len(self._flops_per_sample) > 1 else {}),
-            "lm_loss": _mean(taken),
+            "lm_loss": _mean([loss for loss in taken if loss] or taken),
             "grad_norm": None if skips[-1] else measured[-1]["grad_norm"],
             "learning_rate": last.learning_rate,
             "loss_scale": measured[-1]["loss_scale"],
             "skipped_iterations": sum(skips),
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
+        record |= {"uncounted_iterations": uncounted} if (uncounted := taken.count(0.0)) else {}
         for name in EXPERT_SCALARS:
             numbers = [number for values in measured if (number := values.get(name)) is not None]
             record |= {name: _mean(numbers)} if numbers else {}

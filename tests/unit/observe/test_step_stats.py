@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import math
+from datetime import datetime
 
 import pytest
 import torch
 
+from megalite.observe.loggers import ConsoleHook, train_line
 from megalite.observe.stats import ExpertStats, IntervalStats, StepStats, evaluation_record, expert_loads
 from megalite.planner.hardware import peak_flops
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
@@ -34,6 +37,24 @@ def test_a_skipped_step_has_no_part_in_the_loss_and_no_norm() -> None:
     assert record["grad_norm"] is None
     assert record["skipped_iterations"] == 1
     assert record["nan_iterations"] == 1
+
+
+def test_steps_without_a_counted_label_are_no_part_of_the_loss() -> None:
+    record = _interval(lm_loss=[0.0, 5.0, torch.tensor(0.0), 7.0], skipped=[False, False, False, False])
+    assert record["lm_loss"] == 6.0 and record["uncounted_iterations"] == 2
+    none = _interval(lm_loss=[0.0, 0.0])
+    assert none["lm_loss"] == 0.0 and none["uncounted_iterations"] == 2
+    assert "uncounted_iterations" not in _interval(lm_loss=[1.0, 2.0])
+    assert "uncounted_iterations" not in _interval(lm_loss=[0.0], skipped=[True])
+
+
+def test_steps_without_a_counted_label_are_told_beside_megatrons_line() -> None:
+    trainer, stream = FakeTrainer(tiny_config()), io.StringIO()
+    record = _interval(lm_loss=[0.0, 5.0])
+    ConsoleHook(stream).on_log(trainer, record)
+    line, said = stream.getvalue().splitlines()
+    assert line == train_line(record, trainer.train_iters, datetime.fromisoformat(line[2:28]))
+    assert "lm loss: 5.000000E+00" in line and said.startswith(" no token counts: in 1 of 2 iterations ")
 
 
 def test_an_interval_of_skipped_steps_has_no_loss() -> None:
