@@ -79,6 +79,9 @@ SHORTER = (
     (r"--nprocs 8$", "--nprocs 2"),
     (r"--save runs/continued", "--finetune --save runs/continued"),  # else after two iterations nothing is left to do
     (r"--overlap 992", "--overlap 8"),
+    (r"(shakespeare_char\.yaml) --data-path input\.txt", rf"\1 {TINY}"),
+    (r"(?<=generate_text\.py --load )(models/chat|exports/merged)", "models/llama"),
+    (r"runs/chat --chat --prompts talks\.jsonl", "made/lora --chat --prompts prompts.jsonl"),
 )  # fmt: skip
 TRAIN = f"python pretrain_gpt.py --config configs/quickstart.yaml {TINY} --train-iters 4 --save-interval 2"
 CONVERT = "python tools/convert_checkpoint.py --from megalite --load runs/a"
