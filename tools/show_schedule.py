@@ -1,7 +1,7 @@
 """Draw, price and prove a pipeline schedule on a laptop.
 
     python tools/show_schedule.py --schedule 2bw --pipeline-model-parallel-size 4 --num-microbatches 8
-    python tools/show_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --num-microbatches 8 --format svg
+    python tools/show_schedule.py --schedule zb-v --pipeline-model-parallel-size 4 --num-microbatches 8
     --output zbv.svg
     python tools/show_schedule.py --schedule 1f1b --num-microbatches 8 --format file --output mine.txt
     python tools/show_schedule.py --schedule decode --num-microbatches 4      # generation: rounds of four groups
@@ -61,6 +61,8 @@ ASYNCHRONOUS_BATCHES = 4
 MOST_CELLS = 2**14
 MOST_BYTES = 1 << 26
 """Of a schedule's file."""
+FORMAT_OF = {"": "text", ".txt": "text", ".svg": "svg", ".html": "html", ".json": "json"}
+"""Ending of `--output` -> its format; a trace is JSON, too, and a schedule's file text."""
 DECODE = "decode"
 """Generation's program: `--num-microbatches` groups of sequences, `--num-batches` rounds of one token."""
 
@@ -100,8 +102,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--layers-per-stage", type=int, metavar="L", help="of --weight-capacity, default 4")
     p.add_argument("--cost-transfer", type=_cost, default=Fraction(0), metavar="TIME", help="to or from it, default 0")
     p.add_argument("--cost-communication", type=_cost, default=Fraction(0), metavar="TIME", help="one hop, default 0")
-    p.add_argument("--format", choices=("text", "json", "svg", "html", "trace", "file"), default="text")
-    p.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    p.add_argument(
+        "--format",
+        choices=("text", "json", "svg", "html", "trace", "file"),
+        help="default: what the name of --output ends in, else text",
+    )
+    p.add_argument("--output", type=Path, metavar="FILE.svg|html|json|txt", help="default: standard output")
     return p
 
 
@@ -111,6 +117,19 @@ def _cost(text: str) -> Fraction:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text}: a time cannot be negative")
     return value
+
+
+def _format(wanted: str | None, output: Path | None) -> str:
+    """What is written. Raises ConfigError for a file whose name promises something else."""
+    ending = "" if output is None else output.suffix.lower()
+    named = FORMAT_OF.get(ending)
+    if wanted is None and named is None:
+        raise ConfigError(
+            f"--output={output}: {ending} is not a format of this tool; end it in .svg, .html, .json or .txt"
+        )
+    if wanted not in (None, named) and named in ("svg", "html"):
+        raise ConfigError(f"--output={output}: --format={wanted} writes no {ending}; use --format={named}, or drop it")
+    return wanted or named or "text"
 
 
 def _costs(args: argparse.Namespace) -> Costs:
@@ -292,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             chimera_pairs=(1, MOST_CELLS),
         )
         check_file("--pipeline-schedule-file", args.pipeline_schedule_file, MOST_BYTES)
+        args.format = _format(args.format, args.output)
         text = _compare(args) if args.compare else _show(args)
         if args.schedule and args.schedule != DECODE:
             for line in schedule_warnings(
@@ -318,6 +338,7 @@ def _write(text: str, output: Path | None) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output={output}: cannot be written ({error.strerror}); choose another") from error
+    print(f"wrote {output}")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,34 @@ def test_text_is_the_drawing_and_the_figures(capsys: pytest.CaptureFixture[str])
 def test_formats_go_to_a_file(tmp_path: Path, kind: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / f"picture.{kind}"
     assert main(["--schedule", "zbv", *shape(2, 4), "--format", kind, "--output", str(path)]) == 0
-    assert path.read_text().startswith(start) and capsys.readouterr().out == ""
+    assert path.read_text().startswith(start) and capsys.readouterr().out == f"wrote {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("a.svg", "<svg"), ("a.HTML", "<!doctype html>"), ("a.json", '{\n  "schedule"'), ("a.txt", "1F1B"), ("a", "1F1B")],
+)
+def test_the_name_of_the_file_says_its_format(
+    tmp_path: Path, name: str, start: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    assert main(["--schedule", "1f1b", *shape(2, 4), "--output", str(path)]) == 0
+    assert path.read_text().startswith(start) and capsys.readouterr().out == f"wrote {path}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--output a.png", "--output=a.png: .png is not a format of this tool; end it in .svg, .html, .json or .txt"),
+        ("--output a.svg --format text", "--output=a.svg: --format=text writes no .svg; use --format=svg, or drop it"),
+    ],
+)
+def test_no_file_of_another_format_than_its_name(
+    flags: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--schedule", "1f1b", *shape(2, 4), *flags.split()]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n" and not list(tmp_path.iterdir())
 
 
 def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
