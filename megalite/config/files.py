@@ -5,6 +5,7 @@ Of a schedule file the content is read too: it is small, and what is wrong with 
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import shlex
@@ -23,6 +24,8 @@ MAX_WORDS_BYTES = 1 << 20
 MOST_JSON_BYTES = 1 << 28
 
 
+RAW = (".txt", ".md", ".jsonl", ".json", ".gz", ".zst")
+"""Endings of texts, which a run tokenises itself; a prefix of .bin and .idx files has none of them."""
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 """Scheme of a store -> what reaches it."""
 HOST = 8
@@ -124,8 +127,26 @@ def _data_files(config: Config) -> Iterator[str]:
             missing = [path + ending for ending in (".idx", ".bin") if not os.path.isfile(path + ending)]
             if missing and os.path.isdir(path):
                 yield f"{flag}={path}: is a directory; give a file or the prefix of .bin and .idx files"
+            elif missing and os.path.splitext(path)[1].lower() in RAW:
+                yield f"{flag}={path}: no such file; {_nearest(path) or 'give one that exists'}"
             elif missing:
-                yield f"{flag}={path}: {missing[0]} not found (nor a text file {path}); run tools/preprocess_data.py"
+                fix = _nearest(path) or "run tools/preprocess_data.py"
+                yield f"{flag}={path}: {missing[0]} not found (nor a text file {path}); {fix}"
+
+
+def _nearest(path: str) -> str:
+    """A question after the file of data beside `path` whose name is almost the same; empty: there is none."""
+    folder, name = os.path.split(path)
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return ""
+    prefixes = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
+    texts = [name for name in names if os.path.splitext(name)[1].lower() in RAW]
+    return "".join(
+        f"did you mean {os.path.join(folder, near)}?"
+        for near in difflib.get_close_matches(name, sorted({*prefixes, *texts} - {name}), n=1, cutoff=0.75)
+    )
 
 
 def _paths(values: tuple[str, ...]) -> list[str]:

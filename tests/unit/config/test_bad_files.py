@@ -39,6 +39,26 @@ def test_missing_files(changes: str, line: str, tmp_path: Path, monkeypatch: pyt
     assert line in problems_of(argv(changes, without="mock-data"))
 
 
+def test_a_misspelt_file_leads_to_the_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    for name in ("story.txt", "texts/story.jsonl", "corpus_text_document.idx", "notes.yaml"):
+        (tmp_path / name).touch()
+    told = {
+        "corpus_text_document": "corpus_text_document.bin not found (nor a text file corpus_text_document); "
+        "run tools/preprocess_data.py",
+        "stoory.txt": "no such file; did you mean story.txt?",
+        "story.jsnl": "story.jsnl.idx not found (nor a text file story.jsnl); run tools/preprocess_data.py",
+        "texts/stoory.jsonl": "no such file; did you mean texts/story.jsonl?",
+        "notes.txt": "no such file; give one that exists",
+        "nowhere/story.txt": "no such file; give one that exists",
+        "corpus_txt_document": "corpus_txt_document.idx not found (nor a text file corpus_txt_document); "
+        "did you mean corpus_text_document?",
+    }
+    for path, line in told.items():
+        assert problems_of(argv(f"--data-path {path}", without="mock-data")) == [f"--data-path={path}: {line}"]
+
+
 def test_a_prefix_may_also_be_the_name_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus").mkdir()
