@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megalite.config import Config, parse, with_vocab_size
 from megalite.inventory.layers import count_active_parameters, count_parameters
@@ -175,3 +176,13 @@ def test_the_175b_recipe_ramps_up_in_whole_pipelines() -> None:
     assert (config.data_parallel_size(world_size), config.num_microbatches(world_size)) == (8, 192)
     assert schedule.sizes == tuple(range(128, 1537, 128))
     assert config.total_train_samples(world_size) >= 146_484_375
+
+
+def test_the_tutorials_held_out_curve_has_points_to_watch() -> None:
+    """Its page says when to stop by that curve: one measurement, at the end, would draw none."""
+    page = (CONFIGS.parent / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    (story,) = re.findall(r"```yaml\n(# story.yaml\n.*?)```", page, re.S)
+    (iterations,) = set(re.findall(r"story.yaml --train-iters (\d+)\n", page))
+    interval = yaml.safe_load(story)["training"]["eval_interval"]
+    assert int(iterations) // interval >= 5
+    assert f"Every {interval} iterations and at the end the model is measured" in page
