@@ -8,12 +8,12 @@ Only what has an effect is compared: the end of the decay says nothing about a c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
 from megalite.checkpoint import Meta
 from megalite.config import Config, Decay, Warmup, flat, show
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, flag_of
 from megalite.optim import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.train.starting_point import StartingPoint
 
@@ -103,11 +103,13 @@ class ParamSchedules:
 
 @dataclass(frozen=True)
 class ResolvedSchedules:
-    """config: with the settings of the schedules that hold. origin: whose schedules, for the log."""
+    """config: with the settings of the schedules that hold. origin: whose schedules, for the log. other: flag ->
+    (in the checkpoint's run, in this one), of what the flags override."""
 
     config: Config
     schedules: ParamSchedules
     origin: str
+    other: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def resolve_schedules(config: Config, world_size: int, start: StartingPoint | None) -> ResolvedSchedules:
@@ -137,7 +139,9 @@ def resolve_schedules(config: Config, world_size: int, start: StartingPoint | No
     if not differing:
         return ResolvedSchedules(config, own, "checkpoint")
     if override:
-        return ResolvedSchedules(config, own, f"flags ({OVERRIDE})")
+        flags = {name: flag_of(_flag(config, name).partition("=")[0].strip("`")) for name in differing}
+        other = {flags[name]: (_told(name, saved[name]), _told(name, ours[name])) for name in differing}
+        return ResolvedSchedules(config, own, f"flags ({OVERRIDE})", other)
     if adopt:
         return ResolvedSchedules(_adopted(config, start.saved, theirs, world_size), theirs, f"checkpoint ({ADOPT})")
     sizes = config.global_batch_size(world_size), start.saved.global_batch_size(start.world_size)
@@ -152,6 +156,10 @@ def _difference(config: Config, name: str, ours: Any, theirs: Any, batches: str)
     if name in LENGTHS:
         return f"{flag}: {LENGTHS[name]} {ours:,} samples, in the checkpoint's run {theirs:,}{batches}; {fix}"
     return f"{flag}: the checkpoint's run has {'none' if theirs is None else show(theirs)}; {fix}"
+
+
+def _told(name: str, value: Any) -> str:
+    return f"{value:,} samples" if name in LENGTHS else "none" if value is None else show(value)
 
 
 def _flag(config: Config, name: str) -> str:

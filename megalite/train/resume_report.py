@@ -99,6 +99,8 @@ def resume_report(
     found: dict[str, tuple[str, str]] = {}
     if start.saved is not None:
         found |= changes(start.saved, start.world_size, config, world_size, told=start.told)
+        if start.told is not None:  # its schedules are known, and not the flags that gave them
+            found = {**settled.other, **found}
     if own_tokenizer:
         tokenizer = [flag_of("tokenizer_type"), flag_of("tokenizer_model")]
         found = {name: pair for name, pair in found.items() if name not in tokenizer}

@@ -23,7 +23,8 @@ from megalite.convert.dcp_model import titan_name
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
-from megalite.train.resume_report import changes
+from megalite.train.param_schedules import resolve_schedules
+from megalite.train.resume_report import changes, resume_report
 from megalite.train.starting_point import offer_of, open_start
 from tests.unit.convert.continued import loaded_and_trained
 from tests.unit.convert.megatron_layout import HereInstead
@@ -88,6 +89,29 @@ def test_what_the_format_does_not_hold_has_not_changed(tmp_path: Path) -> None:
         config = parse([*same, *words.split()], world_size=2, read_offer=offer_of)
         assert changes(start.saved, 1, config, 2, told=start.told) == expected, words
     assert len(changes(start.saved, 1, config, 2)) > 5, "of a checkpoint of ours all is known"
+
+
+def test_schedules_that_the_flags_override_have_changed(tmp_path: Path) -> None:
+    """Its scheduler's state says 8,000 samples of decay after 64 of warm-up: 1,000 and 8 iterations of 8."""
+    root = written_with_state(tmp_path / "megatron").parent
+    start = open_start(root, finetune=False, vocab_size=V)
+    same = (
+        f"--use-checkpoint-args --load {root} --trust-pickle --vocab-size {V} --mock-data --bf16 --lr 1e-3 "
+        "--min-lr 1e-4 --micro-batch-size 2 --global-batch-size 8 --seed 5 --train-iters 1000 --lr-warmup iters=8 "
+        "--lr-decay-style cosine --weight-decay 0.1 --weight-decay-ramp start=0.01 end=0.1 style=linear --device cpu "
+        "--override-opt-param-scheduler"
+    ).split()
+    for words, expected in (
+        ("", "nothing"),
+        ("--lr-decay-iters 1500", "--lr-decay-iters 8,000 samples -> 12,000 samples"),
+        ("--lr-warmup iters=4", "--lr-warmup-iters 64 samples -> 32 samples"),
+        ("--lr-decay-iters 1500 --lr 2e-3", "--lr-decay-iters 8,000 samples -> 12,000 samples; --lr 0.001 -> 0.002"),
+    ):
+        config = parse([*same, *words.split()], world_size=1, read_offer=offer_of)
+        settled = resolve_schedules(config, 1, start)
+        report = resume_report(start, config, 1, settled=settled, loaded=[], matmul=None, data=[])
+        changed = dict(report.rows)["changed"].split("; ")
+        assert sorted(changed) == sorted(expected.split("; ")), words
 
 
 @pytest.mark.parametrize(
