@@ -35,10 +35,10 @@ class CheckpointConfig:
         "iterations between checkpoints; unset: only at the end",
         ge=1,
         hint="leave it out to save only at the end",
-        needs="save",
+        only_with="save",
     )
     async_save: bool = option(
-        False, "write checkpoints in the background; the step waits only for the copy", needs="save"
+        False, "write checkpoints in the background; the step waits only for the copy", only_with="save"
     )
     keep_last_n: int | None = option(None, "keep only the newest n checkpoints; unset: all", ge=1, needs="save")
     save_retain_interval: int | None = option(

@@ -155,10 +155,18 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
 def _of_saving(config: Config) -> Iterable[Idle]:
     settings = config.checkpoint
     loads = settings.load is not None or settings.auto_resume
+    unread = {
+        "with `finetune`, which takes no schedules from `load`": settings.finetune,
+        "with `no_load_optim`, which takes no schedules from `load`": not settings.load_optim,
+        "with `skip_train`, which takes no schedules from `load`": config.training.skip_train,
+        "without `load`": not loads,
+    }
+    schedules = next((beside for beside, on in unread.items() if on), "")
     return (
         ("save_retain_interval", settings.keep_last_n is None, "without `keep_last_n`, which is what deletes"),
-        ("allow_data_change", not loads, "without `load`"),
-        ("load_optim load_rng", settings.finetune, "with `finetune`, which takes the weights alone"),
+        ("allow_data_change load_optim load_rng", not loads, "without `load`"),
+        ("override_opt_param_scheduler use_checkpoint_opt_param_scheduler", bool(schedules), schedules),
+        ("load_optim load_rng", loads and settings.finetune, "with `finetune`, which takes the weights alone"),
     )
 
 

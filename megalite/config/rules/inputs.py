@@ -73,9 +73,6 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
             yield f"`ckpt_step`={settings.ckpt_step}: needs `load`"
         if settings.finetune:
             yield "`finetune`: needs `load`"
-        for flag, loads in (("`no_load_optim`", settings.load_optim), ("`no_load_rng`", settings.load_rng)):
-            if not loads and not settings.auto_resume:
-                yield f"{flag}: needs `load`"
     elif settings.auto_resume and settings.load != settings.save and settings.ckpt_step is not None:
         yield (
             f"`ckpt_step`={settings.ckpt_step}: of `load`, or of `save` (`auto_resume`)? "
@@ -86,24 +83,8 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
 def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     """What is taken from the checkpoint besides its tensors."""
     settings = config.checkpoint
-    override, adopt = "`override_opt_param_scheduler`", "`use_checkpoint_opt_param_scheduler`"
-    given = {
-        "`use_checkpoint_args`": settings.use_checkpoint_args,
-        override: settings.schedules.override_opt_param_scheduler,
-        adopt: settings.schedules.use_checkpoint_opt_param_scheduler,
-    }
-    for flag, on in given.items():
-        if on and settings.load is None and not settings.auto_resume:
-            yield f"{flag}: needs `load`"
-    reasons = {
-        "`finetune`": settings.finetune,
-        "`no_load_optim`": not settings.load_optim,
-        "`skip_train`": config.training.skip_train,
-    }
-    reason = next((flag for flag, on in reasons.items() if on), None)
-    for flag in (override, adopt):
-        if given[flag] and reason is not None:
-            yield f"{flag}: has no effect with {reason}, which takes no schedules from `load`; drop it"
+    if settings.use_checkpoint_args and settings.load is None and not settings.auto_resume:
+        yield "`use_checkpoint_args`: needs `load`"
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:

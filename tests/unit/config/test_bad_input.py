@@ -268,22 +268,13 @@ ONE_LINE = [
     ("stray", 1, "unexpected argument 'stray'; flags begin with --"),
     ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),
     ("--bf16=maybe", 1, "--bf16: expected true/false, got text 'maybe'"),
-    ("--save-interval 5", 1, "--save-interval=5: needs --save"),
     ("--save d --save-interval 0", 1, "--save-interval=0: must be >= 1; leave it out to save only at the end"),
     ("--ckpt-step 5", 1, "--ckpt-step=5: needs --load"),
-    ("--async-save", 1, "--async-save: needs --save"),
     ("--use-checkpoint-args", 1, "--use-checkpoint-args: needs --load"),
-    ("--override-opt-param-scheduler", 1, "--override-opt-param-scheduler: needs --load"),
     (
         "--load . --override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
         1,
         "--use-checkpoint-opt-param-scheduler: contradicts --override-opt-param-scheduler; give one of them",
-    ),
-    (
-        "--load . --finetune --use-checkpoint-opt-param-scheduler",
-        1,
-        "--use-checkpoint-opt-param-scheduler: has no effect with --finetune, which takes no schedules from --load; "
-        "drop it",
     ),
     (
         "--save d --save-interval 10 --save-retain-interval 25",

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "gpt-oss": (
         "--disable-bf16-reduced-precision-matmul",
-        ("--no-load-optim: needs --load", "--no-load-rng: needs --load"),
+        (),
     ),
     "sc21 figures": ("--activations-checkpoint-method", ()),
     "detoxify gpt 1.3b": ("--data-path2 --checkpoint-activations", ()),
