@@ -137,16 +137,30 @@ class MegatronState:
         numbers = {name: args.number(name) for name in named if args.get(name)}
         optimizer = {**settings, **ramp, **numbers, "weight_decay": decay["end"]}
         optimizer["weight_decay_incr_style"] = decay["style"]
+        optimizer |= self._lengths(training.get("train_iters"))
         dropouts: dict[str, Any] = {name: args.number(name) for name in DROPOUTS if args.get(name)}
         if wrong := next((name for name, value in dropouts.items() if value >= 1), None):
             raise args.wrong(wrong, dropouts[wrong], "is not below 1")
         model = replace(self._source.model, **dropouts)
-        return config_around(model, build_section(OptimizerConfig, optimizer), **training)
+        found = config_around(model, build_section(OptimizerConfig, optimizer), **training)
+        split = args.get("split")
+        return replace(found, data=replace(found.data, split=split)) if isinstance(split, str) else found
+
+    def _lengths(self, train_iters: int | None) -> dict[str, Any]:
+        """The flags of decay and warm-up that its `args` hold. A decay as long as the training is none there either."""
+        found: dict[str, Any] = {}
+        for unit in ("iters", "samples"):
+            if (length := self._count(self._args, f"lr_decay_{unit}")) and length != train_iters:
+                found = found or {f"lr_decay_{unit}": length}
+        if self._args.get("lr_warmup_fraction"):
+            return found | {"lr_warmup_fraction": self._args.number("lr_warmup_fraction")}
+        lengths = {f"lr_warmup_{unit}": self._count(self._args, f"lr_warmup_{unit}") for unit in ("iters", "samples")}
+        return found | dict([pair for pair in lengths.items() if pair[1]][:1])
 
     @property
     def told(self) -> frozenset[str]:
         """The settings that its `args` and schedules hold: of all others `config` has our defaults."""
-        named = ("seed", "global_batch_size", "micro_batch_size", "train_iters", "clip_grad", *DROPOUTS)
+        named = ("seed", "global_batch_size", "micro_batch_size", "train_iters", "clip_grad", "split", *DROPOUTS)
         found = {name for name in named if self._args.get(name) is not None}
         optimizer = {"lr", "min_lr", "lr_decay_style", "weight_decay", "weight_decay_incr_style"}
         optimizer |= {name for name in ("adam_beta1", "adam_beta2", "adam_eps") if self._args.get(name)}

@@ -103,11 +103,17 @@ class KeptState:
     def args(self) -> dict[str, Any]:
         """The entries of args that are the run's."""
         settings, training = self.config.optimizer, self.config.training
+        decay, warmup, world = settings.lr_decay, settings.lr_warmup, self._reader.manifest.world_size
         rate = self._meta.section("opt_param_scheduler").section("learning_rate")
         return {
             "iteration": self.iteration, "no_save_optim": False, "optimizer": settings.optimizer, "lr": settings.lr,
             "consumed_train_samples": self._meta.integer("consumed_samples"), "seed": training.seed,
-            "global_batch_size": self.config.global_batch_size(self._reader.manifest.world_size),
+            "global_batch_size": self.config.global_batch_size(world),
+            "train_iters": self.config.train_iterations(world), "split": self.config.data.split,
+            "min_lr": settings.min_lr, "lr_decay_style": settings.lr_decay_style,
+            "lr_decay_iters": decay.lr_decay_iters, "lr_decay_samples": decay.lr_decay_samples,
+            "lr_warmup_iters": warmup.lr_warmup_iters,
+            "lr_warmup_samples": warmup.lr_warmup_samples, "lr_warmup_fraction": warmup.lr_warmup_fraction,
             "micro_batch_size": training.micro_batch_size, "weight_decay": settings.weight_decay,
             "clip_grad": settings.clip_grad, **{name: getattr(self.config.model, name) for name in DROPOUTS},
             "adam_beta1": settings.args.adam_beta1, "adam_beta2": settings.args.adam_beta2,

@@ -221,6 +221,31 @@ def test_masters_and_moments_go_there_and_back(tmp_path: Path) -> None:
     assert KeptState.of(CheckpointSource(tmp_path / "weights")) is None
 
 
+def test_settings_of_a_run_go_there_and_back(tmp_path: Path) -> None:
+    """A decay as long as the training is what Megatron-LM writes where none was given."""
+    length = dict(train_iters=1500, lr_decay_iters=1000, lr_decay_samples=None, lr_warmup_iters=8, split="98,1,1")
+    written_with_state(tmp_path / "megatron", **length)
+    source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
+    assert isinstance(source, MegatronDistSource)
+    write_checkpoint(source, tmp_path / "ours", run=state_of(source))
+    ours = CheckpointSource(tmp_path / "ours")
+    kept = KeptState.of(ours)
+    write_torch_dist(ours, tmp_path / "there", run=kept)
+    back = open_megatron(tmp_path / "there")
+    assert isinstance(back, MegatronDistSource)
+    assert {name: back.common["args"][name] for name in length} == length
+    again = state_of(back)
+    assert again is not None and kept is not None and again.config == kept.config
+    optimizer = again.config.optimizer
+    assert (optimizer.lr_decay.lr_decay_iters, optimizer.lr_warmup.lr_warmup_iters) == (1000, 8)
+    assert again.config.training.length.train_iters == 1500 and again.config.data.split == "98,1,1"
+    written_with_state(tmp_path / "whole", **length | {"train_iters": 1000})
+    whole = open_megatron(tmp_path / "whole", true_vocab_size=V)
+    assert isinstance(whole, MegatronDistSource)
+    state = state_of(whole)
+    assert state is not None and state.config.optimizer.lr_decay.lr_decay_iters is None
+
+
 def test_state_that_is_not_taken_along(tmp_path: Path) -> None:
     def line(number: int, drop: str = "", **changes: Any) -> str:
         there = tmp_path / str(number)
