@@ -22,6 +22,7 @@ from megalite.config import Float8
 from megalite.microbatch_notes import OPERANDS, Magnitudes
 from megalite.parallel.tensor import float8_kernels
 from megalite.parallel.tensor.float8 import Float8Products, Kept
+from megalite.parallel.tensor.float8_kernels import Operand
 
 
 class ScaleTable:
@@ -80,6 +81,19 @@ class DelayedProducts(Float8Products):
         if key not in kept.scales and self.table is not None and self.table.known:
             kept.scales[key] = self.table.scales[self.layer, OPERANDS.index(name)]
         return super()._scale(name, x, dims, kept)
+
+    def _operand(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Operand:
+        key, table = (name, ""), self.table
+        if table is None or not table.known or key in kept.scales or not self.magnitudes.wanted:
+            return super()._operand(name, x, dims, kept)
+        scale = kept.scales[key] = table.scales[self.layer, OPERANDS.index(name)]
+        values, most = float8_kernels.kernels_on(x.device.type).noted(x, scale, self.format_of(name))
+        self.magnitudes.note(self.layer, name, most.to(self.wide))
+        return Operand(values, scale)
+
+    def _sharers(self, dims: tuple[str, str]) -> list[Axis]:
+        """None, once scales are those of a history."""
+        return [] if self.table is not None and self.table.known else super()._sharers(dims)
 
     def _version_of(self, weight: Tensor) -> Hashable:
         return super()._version_of(weight), None if self.table is None else self.table.taken_up

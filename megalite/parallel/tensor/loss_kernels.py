@@ -57,7 +57,7 @@ def gradient(
     softcap: float = 0.0,
 ) -> Tensor:
     """weights * (softmax - onehot) in the dtype of `products`. total: logsumexp over the whole vocabulary `[n]`.
-    z_loss: coefficient of total squared in the loss."""
+    z_loss: coefficient of total squared in the loss. softcap: as of `statistics`, whose derivative is part of it."""
     softmax = (_masked(products, valid, softcap) - total[:, None]).exp()
     if z_loss:
         softmax = softmax * (1 + 2 * z_loss * total)[:, None]

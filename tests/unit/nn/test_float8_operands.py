@@ -12,7 +12,9 @@ from torch import Tensor
 from benchmarks.counted_launches import Counting, Graphs
 from megalite.config import parse
 from megalite.errors import ConfigError
+from megalite.microbatch_notes import Magnitudes
 from megalite.parallel.tensor import check_float8, float8, float8_kernels
+from megalite.parallel.tensor.delayed_scaling import DelayedProducts, ScaleTable
 from megalite.parallel.tensor.float8 import E4M3, E5M2, Float8Products, product
 from megalite.parallel.tensor.float8_kernels import Kernels, Operand, largest, rounded, scaled
 from megalite.parallel.tensor.products import Products
@@ -110,6 +112,27 @@ def test_a_kept_weight_is_rounded_once_for_all_microbatches(recipe: str) -> None
     assert seen.count((128, 256)) == 1
     assert seen.count((256, 128)) == (recipe == "rowwise")
     assert seen.count((48, 256)) == seen.count((256, 48)) == seen.count((48, 128)) == 3
+
+
+@pytest.mark.landing
+def test_delayed_scales_are_noted_in_the_pass_that_rounds() -> None:
+    torch._dynamo.reset()
+    given, graphs, magnitudes = parse([*FLAGS, "--fp8-recipe", "delayed"]).training.float8, Graphs(), Magnitudes()
+    kernels, size = Kernels.compiled(graphs), 256  # type: ignore[arg-type]  # a backend itself in place of its name
+    products = DelayedProducts(given, UNCUT, torch.float32, magnitudes, "cpu", keeps=True)
+    table = ScaleTable([products])
+    table.history.fill_(3.0)
+    table.take_up()
+    x, weight, dy = (torch.randn(size, size).bfloat16() for _ in range(3))
+    y = torch.zeros(size, size).bfloat16()
+    with patch.object(float8_kernels, "kernels_on", lambda device_type: kernels), magnitudes.of(0):
+        three(products, x, weight, dy)
+        graphs.counting = counting = Counting()
+        with patch.object(float8, "product", lambda a, b, *more, **how: y), counting:
+            three(products, x, weight, dy)
+    assert counting.nbytes / (2 * size * size) < 6
+    seen = magnitudes.take(lambda number: True, torch.zeros(1, 3))
+    assert seen.tolist() == [[float(each.abs().max()) for each in (x, weight, dy)]]
 
 
 @pytest.mark.landing
