@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megalite.comm import ParallelMesh, World
     from megalite.errors import ConfigError, MegaliteError, RuntimeFailure, ScheduleError
     from megalite.library import Pipeline, ShardedOptimizer, layers_from_module, read_weights, run, time_layers
+    from megalite.rehearsal import rehearse
     from megalite.schedule import (
         SCHEDULES,
         Program,
@@ -29,6 +30,7 @@ _ROOMS = {
     "comm": ("ParallelMesh", "World"),
     "errors": ("ConfigError", "MegaliteError", "RuntimeFailure", "ScheduleError"),
     "library": ("Pipeline", "ShardedOptimizer", "layers_from_module", "read_weights", "run", "time_layers"),
+    "rehearsal": ("rehearse",),
     "schedule": (
         "SCHEDULES", "Program", "build_program", "load_program", "parse_program", "render_svg", "render_text",
         "simulate", "validate",

@@ -55,22 +55,15 @@ def _run(argv: list[str]) -> int:
     if args.trace is not None and args.hardware is None:
         raise ConfigError(f"--trace={args.trace}: --hardware says how long things take, and is not given")
     ranks = _ranks(args.ranks, args.num_devices)
-    from megalite.rehearsal import (  # torch comes with it: after what is wrong is told
-        ONLY_A_GPU,
-        as_json,
-        explain,
-        rehearse,
-        rehearsed,
-        with_values,
-        write_trace,
-    )
+    # torch comes with it: after what is wrong is told
+    from megalite.rehearsal import as_json, explain, rehearse_run, rehearsed, with_values, write_trace
 
     hardware = None if args.hardware is None else load_hardware(args.hardware)
     room = None if hardware is None else hardware.memory_bytes - hardware.reserved_bytes
     run = rehearsed(rest, args.num_devices, steps=args.steps)
     name_ignored(rest)
     with ProgressBar("rehearsing", "ranks") as bar:
-        report = rehearse(run, ranks, device_bytes=room, hardware=hardware, on_rank=bar)
+        report = rehearse_run(run, ranks, device_bytes=room, hardware=hardware, on_rank=bar)
     if args.values:
         faults, row = with_values(run)
         report = replace(report, faults=[*report.faults, *faults], rows=[*report.rows, row])
@@ -78,15 +71,9 @@ def _run(argv: list[str]) -> int:
         args.json.write_text(as_json(report))
     if args.trace is not None and hardware is not None and report.memory:
         write_trace(args.trace, run, report.records, hardware)
-    for fault in report.faults:
-        print(f"{fault}\n")
     if args.explain is not None:
         print(explain(report, args.explain))
-    for name, text in report.rows:
-        print(f" {name:<16}{text}")
-    wrong, doubtful = (sum(fault.warns is warns for fault in report.faults) for warns in (False, True))
-    print(f" {'found':<16}{wrong} faults, {doubtful} warnings" if report.faults else f" {'found':<16}nothing")
-    print(f" {ONLY_A_GPU}")
+    print(report)
     return int(report.fails)
 
 

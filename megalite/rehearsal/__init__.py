@@ -4,7 +4,8 @@
         ... anything of the product, on torch.device("cuda") ...
     assert gpu.races == []                           # pairs of source lines that nothing orders
 
-    rehearse(rehearsed(flags, 1024)).faults          # the same for a whole run, without values: see tools/rehearse.py
+    rehearse_run(rehearsed(flags, 1024)).faults      # the same for a whole run, without values: see tools/rehearse.py
+    rehearse(train, nprocs=64).faults                # and for a function of the library's users: `megalite.rehearse`
 
     order.py        lines, clocks, memory: who must have waited for whom
     streams.py      stand-ins for streams and events
@@ -26,6 +27,7 @@
     witness.py      a small layout of the run with such streams
     timing.py       when all of that would run
     report.py       the whole of it, and where the host waits
+    function.py     `rehearse`: a function of the library's users
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
 
@@ -36,9 +38,10 @@ sound order is blamed (`test_sound_orders.py`); each fault between ranks is foun
 
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
+from megalite.rehearsal.function import rehearse
 from megalite.rehearsal.match import Fault
 from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed
-from megalite.rehearsal.report import ONLY_A_GPU, as_json, explain, rehearse
+from megalite.rehearsal.report import as_json, explain, rehearse_run
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.rehearsal.timing import write_trace
 from megalite.rehearsal.witness import with_values

@@ -130,6 +130,7 @@ def _tensor(gpu: Gpu) -> dict[str, Any]:
     return {
         "device": property(device),
         "is_cuda": property(lambda x: device(x).type == "cuda"),
+        "is_meta": property(lambda x: device(x).type == "meta"),
         "is_cpu": property(lambda x: device(x).type == "cpu"),
         "to": to,
         "cpu": lambda x: to(x, "cpu"),

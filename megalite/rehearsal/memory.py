@@ -65,7 +65,7 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
     found = []
     for rank, record in records.items():
         stage = mesh_of(run, rank).coordinate("pp")
-        found.append(_found(record, list(events(run, record, program, stage)), planned[stage]))
+        found.append(of_log(record, events(run, record, program, stage), planned[stage]))
     return found
 
 
@@ -75,7 +75,8 @@ def _composed(run: Rehearsed, whole: Program) -> int:
     return min(whole.num_microbatches, -(-rounds // whole.num_ranks) * whole.num_ranks)
 
 
-def _found(record: RankRecord, log: Sequence[Event], planned: RankMemory | None) -> Found:
+def of_log(record: RankRecord, log: Iterable[Event], planned: RankMemory | None) -> Found:
+    """What a log of allocations comes to."""
     allocator = Allocator()
     alive: dict[object, tuple[int, str, int]] = {}
     peak: dict[str, int] = {}

@@ -14,6 +14,7 @@ pool has: it begins with the last access of every line to anything that was free
 from __future__ import annotations
 
 import sys
+import sysconfig
 import threading
 import weakref
 from collections.abc import Sequence
@@ -41,9 +42,10 @@ then (work, time, nanoseconds, line, kind and kernel and place)."""
 
 @cache
 def shown(file: str) -> str:
-    """How a place names a file of the product; empty for those of others."""
+    """How a place names a file of the product or of its users; empty for those of Python, of packages, of this room."""
     path, here = Path(file), Path(__file__).resolve().parent
-    if here.parents[1] not in path.parents or here in path.parents or "site-packages" in path.parts:
+    others = "site-packages" in path.parts or Path(sysconfig.get_path("stdlib")) in path.parents or path.suffix != ".py"
+    if here in path.parents or (others and here.parent not in path.parents):
         return ""
     return f"{path.parent.name}/{path.name}"
 

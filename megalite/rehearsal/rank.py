@@ -9,7 +9,7 @@ import importlib
 import io
 import logging
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -25,7 +25,7 @@ from megalite.errors import ConfigError
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import shown
-from megalite.rehearsal.pieces import pieces_of
+from megalite.rehearsal.pieces import Piece, pieces_of
 from megalite.rehearsal.record import Communicators, RankRecord
 from megalite.rehearsal.short import WHOLE, once_for_all_ranks, shortened, shortest
 from megalite.rehearsal.stand_ins import compiled_attention, compiled_blocks
@@ -97,33 +97,48 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
 
 
 def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
-    """Everything that a rank does, up to where it fails."""
-    groups = FakeGroups(rank, run.size, run.known)
-    with once_for_all_ranks(run.worked_out), alone(groups) as gpu:
-        host, inside = f"node{rank // A_NODE}", min(A_NODE, run.size)
-        world = World(rank, run.size, DEVICE, rank % A_NODE, inside, host=host, report_phase=_phases(gpu))
-        gpu.ledger.prices = run.prices
-        problem, pieces = None, []
+    """Everything that a rank of a run does, up to where it fails."""
+
+    def trains(gpu: Gpu, world: World) -> list[Piece]:
+        with open_run(run.config, world) as opened:
+            _name_communicators(opened)
+            programs = opened.trainer.program
+            if run.full.num_microbatches(run.size) > WHOLE:
+                opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
+            opened.trainer.executor.mark = gpu.calls.mark
+            opened.trainer.train()
+            return pieces_of(opened)
+
+    with once_for_all_ranks(run.worked_out):
+        return record_rank(trains, rank, run.size, run.known, run.prices)
+
+
+def record_rank(
+    body: Callable[[Gpu, World], Sequence[Piece]], rank: int, size: int, known: Communicators, prices: Any = None
+) -> RankRecord:
+    """What `body` does as a rank of `size`. Returns what it would save, too."""
+    groups = FakeGroups(rank, size, known)
+    with alone(groups) as gpu:
+        host, inside = f"node{rank // A_NODE}", min(A_NODE, size)
+        world = World(rank, size, DEVICE, rank % A_NODE, inside, host=host, report_phase=gpu.calls.enter)
+        gpu.ledger.prices = prices
+        problem: str | None = None
+        pieces: Sequence[Piece] = ()
         try:
-            with open_run(run.config, world) as opened:
-                _name_communicators(opened)
-                programs = opened.trainer.program
-                if run.full.num_microbatches(run.size) > WHOLE:
-                    opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
-                opened.trainer.executor.mark = gpu.calls.mark
-                opened.trainer.train()
-                pieces = pieces_of(opened)
+            pieces = body(gpu, world)
         except ConfigError:  # no rank would start
             raise
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
             said = str(error).partition("\n")[0]
             problem = f"{type(error).__name__}: {said} (at {_product_line(error)})"
+        log = gpu.ledger.log
         # What the last iteration has started, the next one would wait for.
-        last = f"iteration {run.steps}"
+        last = next((e[4] for e in reversed(log) if e[0] == "phase" and e[4].startswith("iteration")), "")
         unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
-        log, launches = gpu.ledger.log, gpu.ledger.launches
         lines = [line.name for line in gpu.ledger.lines]
-        return RankRecord(rank, gpu.calls, log, unwaited, groups.made, gpu.races, launches, problem, pieces, lines)
+        return RankRecord(
+            rank, gpu.calls, log, unwaited, groups.made, gpu.races, gpu.ledger.launches, problem, pieces, lines
+        )
 
 
 @contextmanager
@@ -174,14 +189,6 @@ def _not_drawn(name: str, parameter: Tensor, *, seed: int) -> None:
     """In the place of initial values."""
     with torch.no_grad():
         parameter.zero_()
-
-
-def _phases(gpu: Gpu) -> Any:
-    def report(phase: str) -> None:
-        gpu.calls.phase = phase
-        gpu.ledger.log.append(("phase", 0, 0, 0, phase))
-
-    return report
 
 
 def _name_communicators(opened: OpenRun) -> None:

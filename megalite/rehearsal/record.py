@@ -112,6 +112,11 @@ class Calls(list[Call]):
         self._last_of: dict[Communicator, int] = {}
         self.phase, self.action = START_UP, ""
 
+    def enter(self, phase: str) -> None:
+        """What follows belongs to another phase of the run."""
+        self.phase = phase
+        self._ledger.log.append(("phase", 0, 0, 0, phase))
+
     @contextmanager
     def mark(self, action: str) -> Iterator[None]:
         """Notes that what follows belongs to an action (`Executor.mark`)."""

@@ -35,12 +35,18 @@ class Report:
     records: Records
     memory: Sequence[Found] = ()
 
+    def __str__(self) -> str:
+        wrong, doubtful = (sum(fault.warns is warns for fault in self.faults) for warns in (False, True))
+        found = f"{wrong} faults, {doubtful} warnings" if self.faults else "nothing"
+        rows = [f" {name:<16}{text}" for name, text in [*self.rows, ("found", found)]]
+        return "\n".join([*(f"{fault}\n" for fault in self.faults), *rows, f" {ONLY_A_GPU}"])
+
     @property
     def fails(self) -> bool:
         return any(not fault.warns for fault in self.faults)
 
 
-def rehearse(
+def rehearse_run(
     run: Rehearsed,
     ranks: Sequence[int] | None = None,
     *,
@@ -56,20 +62,31 @@ def rehearse(
     for number, rank in enumerate(chosen):
         on_rank(number, len(chosen))
         records = {**records, rank: rehearse_rank(run, rank)}
+    report = judged(records, run.size, lambda: memory(run, records), lambda: alike(run, records), device_bytes)
+    if hardware is None or not report.memory or run.config.model.is_foreign:
+        return report
+    return replace(report, rows=[*report.rows, *step_rows(run, records, hardware)])
+
+
+def judged(
+    records: Records,
+    size: int,
+    memory_of: Callable[[], Sequence[Found]],
+    more: Callable[[], Sequence[Fault]] = list,
+    device_bytes: float | None = None,
+) -> Report:
+    """All checks over what the ranks have done. more: those that know what ranks are alike."""
     faults = [
         Fault("step" if "iteration" in record.phase else "start", f"rank {rank} fails: {record.problem}")
         for rank, record in records.items()
         if record.problem is not None
     ]
-    found: list[Found] = []
+    found: Sequence[Found] = ()
     if not faults:
-        found = memory(run, records)
-        faults += [*match(records), *alike(run, records), *deadlock(records), *races(records), *pieces(records)]
-        faults += syncs(records)
+        found = memory_of()
+        faults = [*match(records), *more(), *deadlock(records), *races(records), *pieces(records), *syncs(records)]
         faults += memory_faults(found, device_bytes)
-    faults = _once(faults)
-    times = [] if hardware is None or not found or run.config.model.is_foreign else step_rows(run, records, hardware)
-    return Report(faults, [*_rows(run, records), *_memory_rows(run, found), *times], records, found)
+    return Report(_once(faults), [*_rows(records, size), *_memory_rows(found)], records, found)
 
 
 def _once(faults: Sequence[Fault]) -> list[Fault]:
@@ -172,21 +189,20 @@ def explain(report: Report, what: str) -> str:
     return "\n".join(lines)
 
 
-def _memory_rows(run: Rehearsed, found: Sequence[Found]) -> list[tuple[str, str]]:
+def _memory_rows(found: Sequence[Found]) -> list[tuple[str, str]]:
     if not found:
         return []
     most = max(found, key=lambda each: each.reserved)
     used = f"{most.allocated / 2**30:.2f} GiB allocated, {most.reserved / 2**30:.2f} reserved"
-    plan = "" if most.planned is None else f"; the plan says {most.planned.total / 2**30:.2f}"
-    plan += ", experts balanced" * bool(plan and run.config.model.experts.num_experts)
+    plan = "" if most.planned is None else f"; the plan says {most.planned.total / 2**30:.2f}, any experts balanced"
     return [("memory", f"{used} on rank {most.rank}{plan}")]
 
 
-def _rows(run: Rehearsed, records: Records) -> list[tuple[str, str]]:
-    steps = f"{run.steps} steps" + (", evaluation" if run.config.training.evaluates else "")
+def _rows(records: Records, size: int) -> list[tuple[str, str]]:
     most = max(records.values(), key=lambda record: len(record.calls))
+    steps = sum(event[0] == "phase" and event[4].startswith("iteration") for event in most.log)
     messages = sum(call.peer is not None for call in most.calls)
     ranks = ", ".join(map(str, list(records)[:8])) + (", ..." if len(records) > 8 else "")
     counts = f"{len(most.calls) - messages:,} collectives, {messages:,} messages, {most.launches:,} kernels"
-    told = f"start, {steps} of {len(records)} of {run.size:,} ranks ({ranks})"
+    told = f"{steps} steps, from start to end, of {len(records)} of {size:,} ranks ({ranks})"
     return [("rehearsed", told), ("a rank at most", counts)]

@@ -21,7 +21,7 @@ from unit.rehearsal import test_planted_races as planted
 from megalite.comm import Axis, Channel, all_gather_into, all_reduce_, start_all_to_all_rows
 from megalite.errors import ConfigError
 from megalite.nn.norm import Norm
-from megalite.rehearsal import DEVICE, Fault, rehearse, rehearsed
+from megalite.rehearsal import DEVICE, Fault, rehearse_run, rehearsed
 from megalite.train.run_state import RunState
 from megalite.train.trainer import Trainer
 
@@ -69,7 +69,7 @@ def faults(layout: str, ranks: int, body: Callable[[Trainer], Any] | None = None
         return right(trainer, **more)
 
     with patch.object(Trainer, "train_step", step):
-        return list(rehearse(rehearsed([*SMALL, *layout.split()], ranks, steps=steps)).faults)
+        return list(rehearse_run(rehearsed([*SMALL, *layout.split()], ranks, steps=steps)).faults)
 
 
 def new(*shape: int) -> torch.Tensor:
@@ -237,7 +237,7 @@ def test_a_value_that_is_read_in_a_layer_is_named() -> None:
 
 
 def test_a_device_that_is_too_small_is_told_with_the_largest_lines() -> None:
-    report = rehearse(rehearsed([*SMALL, "--num-layers", "1"], 1, steps=1), device_bytes=1 << 20)
+    report = rehearse_run(rehearsed([*SMALL, "--num-layers", "1"], 1, steps=1), device_bytes=1 << 20)
     (found,) = map(str, report.faults)
     assert found.startswith("memory: rank 0 needs ") and "zero/flat_weights.py" in found and report.fails
 
@@ -273,7 +273,7 @@ def test_pairs_whose_buffers_do_not_fit_are_named() -> None:
 
     def found(device_bytes: int) -> list[str]:
         run = rehearsed([*SMALL, "--num-layers", "1", "--global-batch-size", "16"], ranks, steps=1)
-        return [str(fault) for fault in rehearse(run, [0, 1], device_bytes=device_bytes).faults]
+        return [str(fault) for fault in rehearse_run(run, [0, 1], device_bytes=device_bytes).faults]
 
     right = Trainer.train_step
     with patch.object(Trainer, "train_step", lambda trainer, **more: all_with_all(trainer) or right(trainer, **more)):
@@ -300,7 +300,7 @@ def test_a_piece_that_two_ranks_save_is_named() -> None:
 def test_a_module_of_somebody_else_is_rehearsed_on_64_ranks(ranks: list[int] | None) -> None:
     words = f"--model-module {ROOT}/examples/model_module.py:small --pipeline-model-parallel-size 2 --zero-stage 1"
     words += " --seq-length 64 --micro-batch-size 2 --global-batch-size 256 --lr 1e-3 --train-iters 4 --vocab-size 256"
-    report = rehearse(rehearsed([*words.split(), "--mock-data"], 64), ranks)
+    report = rehearse_run(rehearsed([*words.split(), "--mock-data"], 64), ranks)
     assert report.faults == []
     first, last = report.records[0].calls, report.records[32].calls
     assert {call.kind for call in first} >= {"send", "recv", "reduce_scatter", "all_gather"}
@@ -309,4 +309,4 @@ def test_a_module_of_somebody_else_is_rehearsed_on_64_ranks(ranks: list[int] | N
 
 def test_flags_that_no_rank_would_start_with_are_one_line() -> None:
     with pytest.raises(ConfigError, match="has no function of that name"):
-        rehearse(rehearsed([*SMALL[6:], "--model-module", f"{ROOT}/examples/model_module.py:no"], 2))
+        rehearse_run(rehearsed([*SMALL[6:], "--model-module", f"{ROOT}/examples/model_module.py:no"], 2))

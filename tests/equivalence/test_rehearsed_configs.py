@@ -6,7 +6,7 @@ import pytest
 from source_tree import ROOT
 from unit.config.test_shipped_configs import WORLDS
 
-from megalite.rehearsal import Fault, rehearse, rehearsed
+from megalite.rehearsal import Fault, rehearse_run, rehearsed
 
 CHEAP = {"quickstart", "shakespeare_char", "frontier_22b"}
 """Files that take less than ten seconds of a CPU each."""
@@ -37,7 +37,7 @@ def test_a_shipped_file_passes(name: str) -> None:
     size, _ = WORLDS[name]
     run = rehearsed(["--config", str(ROOT / "configs" / name)], size, steps=1)
     inside = size // run.config.parallel.pipeline_model_parallel_size
-    report = rehearse(run, [0, size - inside, *([size - 1] if size > 8 else [])])
+    report = rehearse_run(run, [0, size - inside, *([size - 1] if size > 8 else [])])
     assert told(report.faults) == []
     for each in report.memory:
         assert each.planned is not None
@@ -48,4 +48,4 @@ def test_a_shipped_file_passes(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes(name: str) -> None:
     size, flags = RECIPES[name]
-    assert told(list(rehearse(rehearsed([*SMALL, *flags.split()], size)).faults)) == []
+    assert told(list(rehearse_run(rehearsed([*SMALL, *flags.split()], size)).faults)) == []

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from equivalence.layouts import TINY, Layout, draw
-from megalite.rehearsal import rehearse, rehearsed
+from megalite.rehearsal import rehearse_run, rehearsed
 
 COUNT, LANDING = 40, (0, 1, 16, 30)
 
@@ -26,4 +26,4 @@ def test_a_random_layout_has_no_fault(number: int) -> None:
     if number % 2:
         argv = ["--bf16" if word == "--fp64" else word for word in argv]
     print(case.world_size, " ".join(argv))
-    assert rehearse(rehearsed(argv, case.world_size)).faults == []
+    assert rehearse_run(rehearsed(argv, case.world_size)).faults == []

@@ -22,7 +22,7 @@ from megalite.config.cli import parse
 from megalite.inventory import tiles
 from megalite.parallel.pipeline.shared_rows import SharedRows
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
-from megalite.rehearsal import rehearse, rehearsed
+from megalite.rehearsal import rehearse_run, rehearsed
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
 from megalite.train.batch_reader import BatchReader
@@ -118,7 +118,7 @@ def messages_of(layout: str, rank: int) -> list[tuple[Any, ...]]:
     """All that a rank exchanges in a short run on four ranks, call by call, with the lines that do."""
     model = (*TINY, "--num-layers", "2", "--micro-batch-size", "1", "--train-iters", "9", "--bf16")
     argv = [word for word in model if word not in ("--fp64",)]
-    report = rehearse(rehearsed([*argv, *layout.split()], 4, steps=1), [rank])
+    report = rehearse_run(rehearsed([*argv, *layout.split()], 4, steps=1), [rank])
     assert report.records[rank].problem is None, report.records[rank].problem
     return [
         (call.kind, call.nbytes, call.dtype, call.op, call.communicator.ranks, call.peer, call.action, call.place)

@@ -11,7 +11,7 @@ from equivalence.layouts import TINY
 from megalite import host_waits
 from megalite.errors import flag_of, spelled
 from megalite.host_waits import HOST_WAITS, allowed_wait
-from megalite.rehearsal import rehearse, rehearsed
+from megalite.rehearsal import rehearse_run, rehearsed
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpus.md"
 SMALL = [*TINY, "--num-layers", "1", "--micro-batch-size", "2", "--global-batch-size", "4"]
@@ -40,7 +40,7 @@ def test_the_page_has_these_rows() -> None:
 def test_each_row_is_a_wait_of_its_run(name: str) -> None:
     """Nothing stays allowed that no longer waits."""
     ranks, flags = RUNS[name]
-    found = rehearse(rehearsed([*SMALL, *flags.split()], ranks), [0])
+    found = rehearse_run(rehearsed([*SMALL, *flags.split()], ranks), [0])
     waits = {text for kind, _, _, _, text in found.records[0].log if kind == "sync"}
     assert any(allowed_wait(text) is ROWS[name] for text in waits)
     assert [str(fault) for fault in found.faults if fault.check == "sync"] == []
@@ -48,7 +48,7 @@ def test_each_row_is_a_wait_of_its_run(name: str) -> None:
 
 def test_what_has_no_row_is_a_fault() -> None:
     with patch.object(host_waits, "HOST_WAITS", tuple(row for row in HOST_WAITS if row.name != "experts")):
-        report = rehearse(rehearsed([*SMALL, *RUNS["experts"][1].split()], 2), [0])
+        report = rehearse_run(rehearsed([*SMALL, *RUNS["experts"][1].split()], 2), [0])
     faults = [str(fault) for fault in report.faults]
     assert faults and all("the host waits for the device" in each and "expert/" in each for each in faults)
 
@@ -57,5 +57,5 @@ def test_what_has_no_row_is_a_fault() -> None:
 def test_the_host_knows_where_documents_begin(more: str) -> None:
     """The kernel takes one bound for each document, in host memory; of halves, too."""
     flags = f"--reset-attention-mask --no-fp64 --bf16 {more}".split()
-    report = rehearse(rehearsed([*SMALL, *flags], 2 if more else 1), [0])
+    report = rehearse_run(rehearsed([*SMALL, *flags], 2 if more else 1), [0])
     assert not any("masked.py" in text for kind, _, _, _, text in report.records[0].log if kind == "sync")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.comm import World
 from megalite.config import parse
-from megalite.rehearsal import DEVICE, rehearse, rehearsed, short, watched_gpu
+from megalite.rehearsal import DEVICE, rehearse_run, rehearsed, short, watched_gpu
 from megalite.rehearsal import memory as room
 from megalite.rehearsal import rank as ranks
 from megalite.rehearsal.allocator import Allocator
@@ -77,10 +77,10 @@ TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 
 )
 def test_a_composed_batch_is_the_whole_one(layout: str, size: int) -> None:
     argv = [*SMALL, *layout.split()]
-    composed = rehearse(rehearsed(argv, size))
+    composed = rehearse_run(rehearsed(argv, size))
     whole = 100
     with patch.object(short, "WHOLE", whole), patch.object(ranks, "WHOLE", whole), patch.object(room, "WHOLE", whole):
-        executed = rehearse(rehearsed(argv, size))
+        executed = rehearse_run(rehearsed(argv, size))
     assert executed.faults == composed.faults == []
     for one, other in zip(composed.memory, executed.memory, strict=True):
         assert len(executed.records[one.rank].log) > len(composed.records[one.rank].log)
@@ -132,5 +132,5 @@ REAL = [
 def test_a_peak_is_that_of_a_real_run(layout: str, size: int) -> None:
     argv = [*SMALL, *LARGER, *layout.split()]
     real = run_ranks(real_peak, size, argv)
-    for one, peak in zip(rehearse(rehearsed(argv, size)).memory, real, strict=True):
+    for one, peak in zip(rehearse_run(rehearsed(argv, size)).memory, real, strict=True):
         assert peak > 4 * MIB and one.allocated == pytest.approx(peak, rel=0.05), one.rank

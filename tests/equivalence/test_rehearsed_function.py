@@ -1,0 +1,90 @@
+"""`megalite.rehearse`: a function of the library's users, on ranks that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megalite
+from megalite import World
+from megalite.rehearsal import DEVICE, watched_gpu
+from megalite.rehearsal.record import Call
+from megalite.testing import run_ranks
+
+
+def reads(found: Tensor, target: Tensor) -> Tensor:
+    """A loss that asks the device."""
+    return nn.functional.mse_loss(found, target) if found.sum().item() else found.sum()
+
+
+def training(
+    steps: Callable[[World], int], loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
+) -> Callable[[World], float]:
+    """What docs/library.md tells its readers to write, for so many steps of each rank."""
+
+    def train(world: World) -> float:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+        mesh = megalite.ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
+        x = torch.empty(2, 8, device="meta")
+        pipe = megalite.Pipeline(layers, schedule="zb-h1", mesh=mesh, example=x, loss=loss_of)
+        optimizer = megalite.ShardedOptimizer(pipe, "adamw", lr=1e-3, zero_stage=1)
+        torch.manual_seed(1 + mesh.coordinate("dp"))
+        loss = torch.zeros(())
+        for _ in range(steps(world)):
+            loss = pipe.step([(torch.randn(2, 8), torch.randn(2, 8)) for _ in range(2)])
+            print(f"loss {loss:.4f}, norm {optimizer.step():.4f}")
+        return loss.item()
+
+    return train
+
+
+def test_a_users_function_is_rehearsed_on_64_ranks() -> None:
+    report = megalite.rehearse(training(lambda _: 3), nprocs=64, ranks=[1, 32, 63])
+    assert list(report.faults) == []
+    told = str(report)
+    assert "3 steps, from start to end, of 4 of 64 ranks (0, 1, 32, 63)" in told
+    assert "found           nothing" in told
+
+
+def test_a_replica_that_ends_early_is_named() -> None:
+    report = megalite.rehearse(training(lambda world: 2 - world.rank % 2), nprocs=4)
+    assert report.fails
+    told = str(report.faults[0])
+    assert "rank 0 starts reduce_scatter" in told and "in iteration 2\n    and rank 1 starts no further one" in told
+
+
+def test_a_wait_of_a_users_layer_is_named() -> None:
+    (fault,) = megalite.rehearse(training(lambda _: 2, reads), nprocs=2).faults
+    assert fault.warns
+    assert "the host waits for the device 2 times a step: item()" in str(fault)
+    assert "equivalence/test_rehearsed_function.py" in str(fault) and "reads" in str(fault)
+
+
+def test_ranks_that_are_not_there_are_refused() -> None:
+    with pytest.raises(megalite.ConfigError, match="rehearse: nprocs=2, ranks=\\[2\\]: there is no rank 2"):
+        megalite.rehearse(training(lambda _: 1), nprocs=2, ranks=[2])
+
+
+def told(calls: list[Call]) -> list[tuple[object, ...]]:
+    """All but gathered texts, whose first kilobyte travels alone."""
+    every = [(c.kind, c.communicator.ranks, c.peer, c.dtype, c.op, c.nbytes, c.sent) for c in calls]
+    return [each for each in every if each[3] != "uint8"]
+
+
+def body(world: World) -> list[tuple[object, ...]]:
+    with watched_gpu() as gpu:
+        training(lambda _: 2)(replace(world, device=DEVICE))
+        return told(gpu.calls)
+
+
+@pytest.mark.landing
+def test_its_record_is_that_of_real_ranks() -> None:
+    real = run_ranks(body, 4)
+    records = megalite.rehearse(training(lambda _: 2), nprocs=4).records
+    assert [told(list(records[rank].calls)) for rank in range(4)] == real
+    assert min(map(len, real)) > 10
