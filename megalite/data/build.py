@@ -17,7 +17,7 @@ from megalite.data.blend_parts import BlendParts
 from megalite.data.cache import cache_directory, cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.file_chunks import document_units, utf8_length
-from megalite.data.gpt_dataset import GPTDataset
+from megalite.data.gpt_dataset import GPTDataset, marks_of
 from megalite.data.indexed import IndexedDataset, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.phases import SEED_STEP, Phase, PhasedDataset, asked_of
@@ -50,6 +50,7 @@ class Datasets:
     hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
     `phases` are those of `--data-schedule`; surveys and requests are then of the first. `valid_sets` are those of
     `--validation-set-names`, in place of `valid`. `blend_parts` are those of `train`, with `--loss-by-part`.
+    `has_talks`: there are conversations among the training data.
     """
 
     train: Dataset | PhasedDataset | None
@@ -60,6 +61,7 @@ class Datasets:
     phases: tuple[Phase, ...] = ()
     valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
     blend_parts: BlendParts | None = None
+    has_talks: bool = False
 
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
@@ -146,7 +148,7 @@ def build_datasets(
     if warns:
         opener.warn_of_documents()
     surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
-    return Datasets(train, valid, test, requests, surveys, phases, named, parts)
+    return Datasets(train, valid, test, requests, surveys, phases, named, parts, opener.has_talks())
 
 
 def _with_request(earlier: tuple[int, ...], samples: int | None) -> tuple[int, ...]:
@@ -188,6 +190,11 @@ class _Opener:
             for source, store in stores.items():
                 known.setdefault(id(store), survey(store, source))
         return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
+
+    def has_talks(self) -> bool:
+        """Whether any training data have marks."""
+        used = [store for key in self._used if key.startswith("train") for store in self._used[key].values()]
+        return any(marks_of(store) is not None for store in used)
 
     def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
         """Training data of `--data-schedule` for `samples` samples. earlier: requests of the phases that have begun."""

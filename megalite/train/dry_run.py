@@ -39,7 +39,7 @@ from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
-from megalite.train.run_data import cache_of, changed_data, resolve_tokenizer
+from megalite.train.run_data import cache_of, changed_data, resolve_tokenizer, warn_of_talks
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -215,6 +215,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
     datasets = open_splits(config, tokenizer)
     goes_on = start.meta if start is not None and not start.weights_only else {}
     changed_data(goes_on, datasets, config)
+    warn_of_talks(config, datasets)
     return config, [*notes, *data_row(config, world_size, datasets)]
 
 

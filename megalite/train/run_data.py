@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -35,6 +36,8 @@ from megalite.errors import ConfigError, DataError
 from megalite.microbatch import Microbatch
 from megalite.parallel.context import SequenceCut
 from megalite.train.foreign import ModuleInput
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,7 @@ def open_datasets(
     sizes = config.batch_size_schedule(world)
     evaluates = training.evaluates
     per_evaluation = None if training.full_validation else training.most_eval_iters * sizes.final
-    return build_datasets(
+    datasets = build_datasets(
         config.data,
         seq_length=config.model.seq_length,
         train_samples=0 if training.skip_train else sizes.samples_after(config.train_iterations(world)),
@@ -215,6 +218,22 @@ def open_datasets(
         ranks_here=ranks_here,
         warns=warns,
     )
+    if warns:
+        warn_of_talks(config, datasets)
+    return datasets
+
+
+def warn_of_talks(config: Config, datasets: Datasets) -> None:
+    """Names the flags that conversations are usually trained with, where they are not given."""
+    missing = [
+        *(["`reset_attention_mask` (those of a sample see each other)"] * (not config.data.reset_attention_mask)),
+        *(
+            ["`calculate_per_token_loss` (a token of a short answer weighs more than one of a long answer)"]
+            * (not config.training.calculate_per_token_loss)
+        ),
+    ]
+    if datasets.has_talks and missing:
+        logger.warning("conversations are trained on without %s", " and without ".join(missing))
 
 
 def cache_of(config: Config) -> Path:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 
 from megalite.checkpoint import saving
@@ -19,6 +20,7 @@ from megalite.config import (
     read_unjudged,
     with_vocab_size,
 )
+from megalite.data.indexed import IndexedWriter
 from megalite.errors import CheckpointError, ConfigError, in_flags
 from megalite.planner import Roofline, load_hardware, predict
 from megalite.progress import duration
@@ -146,6 +148,36 @@ def test_time_is_predicted_where_the_device_is_known() -> None:
     assert whole == duration(seconds * config.train_iterations(1))
     for unknown in ("", "NVIDIA L40S"):  # the second is known by its rate alone
         assert time_text(config, 1, unknown).startswith("not known for this hardware")
+
+
+def test_flags_that_conversations_want_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start and by the dry run, each that is not given; of text there is nothing to say."""
+    ids = np.arange(3000) % 200
+    for name, marked in (("talks", True), ("text", False)):
+        with IndexedWriter(tmp_path / name, vocab_size=257, marked=marked) as writer:
+            writer.add_document(ids)
+    with IndexedWriter(tmp_path / "talks_marks", dtype=np.dtype(np.uint8)) as writer:
+        writer.add_document(np.full(len(ids), 1))
+
+    def said(name: str, *more: str, dry: bool = False) -> str:
+        data = ["--data-path", str(tmp_path / name), "--split", "1,0,0", "--eval-iters", "0"]
+        flags = [*QUICKSTART[:2], *data, "--tokenizer-type", "ByteTokenizer", *more]
+        parsed = parse_with_origins(flags)
+        caplog.clear()
+        if dry:
+            dry_run(parsed.config, parsed.origins, 1)
+        else:
+            config, tokenizer = resolve_tokenizer(parsed.config)
+            open_datasets(config, 1, tokenizer)
+        return " ".join(re.findall("conversations are trained on.*", caplog.text))
+
+    for dry in (False, True):
+        both = said("talks", dry=dry)
+        assert "without `reset_attention_mask` (" in both and "and without `calculate_per_token_loss` (" in both
+        assert said("text", dry=dry) == ""
+    one = said("talks", "--reset-attention-mask")
+    assert "reset_attention_mask" not in one and "without `calculate_per_token_loss`" in one
+    assert said("talks", "--reset-attention-mask", "--calculate-per-token-loss") == ""
 
 
 def test_the_run_reads_what_the_dry_run_has_tokenised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
