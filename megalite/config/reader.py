@@ -320,7 +320,8 @@ def _no_argument(word: str, text: str | None, fields: Mapping[str, str]) -> str:
         return f"expected {argument}=VALUE"
     meant = _meant(argument, fields)
     hint = "" if meant is None else f"; did you mean {meant}{'' if text is None else '=' + text}?"
-    return f"expected NAME=VALUE, names are {', '.join(fields)}{hint}"
+    wrong = "expected NAME=VALUE," if text is None else f"no argument {argument}:"
+    return f"{wrong} names are {', '.join(fields)}{hint}"
 
 
 def _meant(argument: str, fields: Mapping[str, str]) -> str | None:
