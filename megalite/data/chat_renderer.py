@@ -133,7 +133,10 @@ class Renderer:
         after = self._render(messages[: index + 1], most).rstrip()
         if not index or not text.startswith(after) or not after.startswith(before):
             why = "is the first" if not index else "reads otherwise in the whole conversation than at its end"
-            raise Refused(f"answer {index + 1} {why}, so the template does not say where it begins")
+            raise Refused(
+                f"answer {index + 1} {why}, so the template does not say where it begins"
+                + "; put a message of the user before it, or mark answers in the template by {% generation %} blocks"
+            )
         return len(before), len(after)
 
     def _render(self, messages: Messages, most: int, *, prompt: bool = False) -> str:
