@@ -208,7 +208,15 @@ def main(argv: list[str]) -> None:
             )
     print(summary.totals.line())
     if summary.totals.skipped:
-        print(f"left out {summary.totals.skipped:,} broken lines")
+        count, reasons = summary.totals.skipped, summary.totals.reasons
+        print(f"left out {count:,} broken line{'s' * (count != 1)}{':' * bool(reasons)}")
+        for reason in reasons:
+            print(f"  {in_flags(reason.partition('; ')[0])}")
+        if reasons and count > len(reasons):
+            print(f"  and {count - len(reasons):,} more")
+    if summary.totals.roles:
+        named = ", ".join(repr(role[:40]) for role in sorted(summary.totals.roles)[:8])
+        print(f"note: roles beside system, user and assistant, of which no answer is learnt: {named}")
     if summary.totals.unanswered:
         count, of = summary.totals.unanswered, summary.totals.documents
         print(

@@ -25,6 +25,7 @@ from megalite.data.cache import digest_of
 from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
 from megalite.data.corpus import JSONL_SUFFIXES, check_characters, parse_json
 from megalite.data.file_chunks import (
+    REASONS,
     InputUnit,
     input_size,
     input_units,
@@ -46,7 +47,9 @@ from megalite.strangers import PROGRAMS, check_no_program, read_limited, read_ma
 FLAG = "`data_format`=chat"
 Messages = list[dict[str, Any]]
 FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-SHAREGPT = f"this is ShareGPT's form (from, value: human is user, gpt is assistant); write it as {FORM}"
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+"""Of ShareGPT's form (from, value, a list in `conversations`): who a message is from -> its role."""
+ROLES = {"system", "user", "assistant"}
 PAIRS = ({"instruction", "output"}, {"prompt", "completion"}, {"prompt", "response"}, {"question", "answer"})
 """Fields of lines with one question each."""
 #: Of tokenizer_config.json, by which templates name special tokens.
@@ -175,13 +178,12 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     """The conversation in field `keys[0]` of one JSONL line; `where` is its place, for the error."""
     record = parse_json(line, where)
     messages = record.get(keys[0]) if isinstance(record, dict) else None
+    if messages is None and keys[0] == "messages" and isinstance(record, dict) and _is_sharegpt(record):
+        messages = record["conversations"]
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{where}: no list of messages in field '{keys[0]}'; {_other_form(record, keys[0])}")
+    messages = [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     for number, message in enumerate(messages, 1):
-        texts = [message.get(name) for name in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            why = f"; {SHAREGPT}" if isinstance(message, dict) and {"from", "value"} <= message.keys() else ""
-            raise DataError(f"{where}: message {number} is not an object with a role and a content that are texts{why}")
         for name in ("role", "content"):
             check_characters(message[name], f"{where}: {name} of message {number}")
     if record.get("tools"):
@@ -189,12 +191,38 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     return [messages]
 
 
+def _message(message: Any, where: str) -> dict[str, Any]:
+    """A message with a role and a text: of ShareGPT's form, or with a list of texts, made one of ours."""
+    if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+        speaker = message["from"]
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+            raise DataError(f"{where} is from {str(speaker)[:40]!r}; of ShareGPT's form {', '.join(SPEAKERS)} are read")
+        rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+        message = {**rest, "role": SPEAKERS[speaker], "content": message["value"]}
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list) and content:
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        other = [part for part in parts if part.get("type") != "text" or not isinstance(part.get("text"), str)]
+        if other:
+            kind = str(other[0].get("type"))[:40]
+            raise DataError(
+                f"{where} has a part of type {kind}; parts of its content must be of type text, with a text"
+            )
+        message = {**message, "content": "".join(part["text"] for part in parts)}
+    if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise DataError(f"{where} is not an object with a role and a content that are texts")
+    return message
+
+
+def _is_sharegpt(record: dict[str, Any]) -> bool:
+    talk = record.get("conversations")
+    return isinstance(talk, list) and bool(talk) and isinstance(talk[0], dict) and {"from", "value"} <= talk[0].keys()
+
+
 def _other_form(record: Any, key: str) -> str:
     """What to do with a line that has no messages in a field: what it looks like says it."""
     fields = record if isinstance(record, dict) else {}
     lists = [name for name, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if any({"from", "value"} <= fields[name][0].keys() for name in lists):
-        return SHAREGPT
     if lists:
         return f"name the field by `json_keys`: {lists[0][:40]} holds a list of objects"
     if any(names <= fields.keys() for names in PAIRS):
@@ -217,7 +245,7 @@ class ChatJob(UnitJob):
     @property
     def settings(self) -> str:
         assert self.template is not None
-        return digest_of("chat", super().settings, self.template.text)
+        return digest_of("chat 2", super().settings, self.template.text)
 
     def run(self, unit: InputUnit) -> UnitTokens:
         assert self.template is not None
@@ -233,7 +261,7 @@ class ChatJob(UnitJob):
             return found
 
         (column,), skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse)
-        ids, marks, total = [], [], 0
+        ids, marks, total, roles = [], [], 0, set[str]()
         answers = self.template.encode_all(column)
         for row, messages in zip(rows, column, strict=True):
             try:
@@ -243,8 +271,9 @@ class ChatJob(UnitJob):
             if isinstance(found, DataError):
                 if not self.skip_bad_lines:
                     raise DataError(f"{place_of(unit, row)}: {found}")
-                skipped += 1
+                skipped.append(f"{place_of(unit, row)}: {found}" if len(skipped) < REASONS else "")
                 continue
+            roles |= {message["role"] for message in messages} - ROLES
             ids.append(np.array(found[0], self.dtypes[0]))
             marks.append(np.array(found[1], np.uint8) * ANSWER)
             if found[0]:
@@ -252,7 +281,8 @@ class ChatJob(UnitJob):
             total += sum(utf8_length(message["content"]) for message in messages)
         lengths = np.array([len(each) for each in ids], np.int32)
         columns = [np.concatenate([np.empty(0, t), *each]) for t, each in zip(self.dtypes, (ids, marks), strict=True)]
-        return UnitTokens(columns, [lengths, lengths], total, skipped, unit_digest(unit))
+        source, reasons = unit_digest(unit), tuple(skipped[:REASONS])
+        return UnitTokens(columns, [lengths, lengths], total, len(skipped), source, reasons, frozenset(roles))
 
 
 def preprocess_chat(

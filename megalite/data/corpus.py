@@ -184,7 +184,7 @@ def parse_fields(line: str | bytes, keys: Sequence[str], where: str) -> list[str
     for key in keys:
         if key not in record:
             has = ", ".join(list(map(str, record))[:8]) or "no field at all"
-            if key == "text" and "messages" in record:
+            if key == "text" and ("messages" in record or "conversations" in record):
                 raise DataError(f"{where}: a conversation; tools/preprocess_data.py --data-format chat takes it")
             raise DataError(
                 f"{where}: no field '{key}' (has: {has}); tools/preprocess_data.py takes other fields by --json-keys"

@@ -22,6 +22,9 @@ from megalite.strangers import open_hub_dataset, open_saved_dataset
 
 UNIT_BYTES = 1 << 21
 
+REASONS = 3
+"""Lines left out of a unit of which it is told why."""
+
 
 @dataclass(frozen=True)
 class InputUnit:
@@ -224,23 +227,27 @@ def read_unit(
     *,
     skip_bad_lines: bool,
     parse: Callable[[str | bytes, Sequence[str], str], list[Any]] = parse_fields,
-) -> tuple[list[list[Any]], int]:
-    """Texts of a unit (or what `parse` makes of its lines), one list per key, and the lines that were left out."""
+) -> tuple[list[list[Any]], list[str]]:
+    """Texts of a unit (or what `parse` makes of its lines), one list per key, and for each line that was left out why,
+    with its place (empty beyond the first `REASONS`)."""
     if unit.columns is not None:
-        return unit.columns, 0
+        return unit.columns, []
     lines = _lines(unit)
     rows: list[list[Any]] = []
-    skipped = 0
+    skipped: list[str] = []
     for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
             rows.append(parse(line, keys, ""))
-        except DataError:
-            if skip_bad_lines:
-                skipped += 1
+        except DataError as error:
+            if skip_bad_lines and len(skipped) >= REASONS:
+                skipped.append("")
                 continue
             first = unit.first_line or _lines_before(unit) + 1
+            if skip_bad_lines:
+                skipped.append(f"{unit.place}:{first + number}{error}")
+                continue
             # Once more, now that its number is worth counting.
             parse(line, keys, f"{unit.place}:{first + number}")
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped

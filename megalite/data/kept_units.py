@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class UnitTokens:
     """Tokens of one unit: for each field the ids back to back and the length of every document. source: digest of what
-    was read. skipped: broken lines that were left out.
+    was read. skipped: broken lines that were left out. reasons: why the first of them were, roles: unusual ones of
+    messages; both are told once, and not kept.
     """
 
     ids: list[NDArray[np.integer]]
@@ -42,6 +43,8 @@ class UnitTokens:
     text_bytes: int
     skipped: int
     source: str
+    reasons: tuple[str, ...] = ()
+    roles: frozenset[str] = frozenset()
 
     def digest(self) -> str:
         """Hex digest of everything in it."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from megalite.data.cache import digest_of
-from megalite.data.file_chunks import InputUnit, input_size, input_units, read_unit, unit_digest, utf8_length
+from megalite.data.file_chunks import REASONS, InputUnit, input_size, input_units, read_unit, unit_digest, utf8_length
 from megalite.data.indexed import IndexedWriter
 from megalite.data.kept_units import KeptUnits, UnitTokens
 from megalite.data.tokenizer import Tokenizer, token_dtype, tokenizer_fingerprint
@@ -37,7 +37,8 @@ BACKLOG = 4
 @dataclass
 class Totals:
     """Counts: `done` of `size` input bytes (0: not known); of this process `text_bytes`, in `seconds` so far.
-    unanswered: conversations of which the loss counts nothing."""
+    unanswered: conversations of which the loss counts nothing. reasons: why the first lines were left out. roles: of
+    messages, beside the usual ones."""
 
     size: int
     done: int = 0
@@ -46,6 +47,8 @@ class Totals:
     tokens: int = 0
     skipped: int = 0
     unanswered: int = 0
+    reasons: list[str] = field(default_factory=list)
+    roles: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -133,6 +136,8 @@ def write_units(
                 totals.text_bytes += result.text_bytes
             totals.done += unit.input_bytes
             totals.skipped += result.skipped
+            totals.reasons += result.reasons[: REASONS - len(totals.reasons)]
+            totals.roles |= result.roles
             counted = writers[:1] if job.marked else writers
             totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in counted)
             on_progress(totals.done, totals.size or None, totals.counts())
@@ -199,7 +204,8 @@ class UnitJob:
             ids.append(np.concatenate([np.empty(0, dtype), *(piece.astype(dtype, copy=False) for piece in pieces)]))
             lengths.append(np.array([len(a) + end for a, end in zip(arrays, ends, strict=True)], np.int32))
             total += sum(map(utf8_length, column))
-        return UnitTokens(ids, lengths, total, skipped, unit_digest(unit))
+        reasons = tuple(skipped[:REASONS])
+        return UnitTokens(ids, lengths, total, len(skipped), unit_digest(unit), reasons)
 
 
 class _Merger:

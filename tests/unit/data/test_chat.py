@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import ANSWER, END
 from megalite.data.loader import BatchLoader, DocumentMasks
 from megalite.errors import DataError
+from tests.source_tree import ROOT
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -173,12 +176,14 @@ def test_the_loss_counts_answers_and_documents_end_with_conversations(tmp_path: 
         ([1], "no list of messages in field 'messages'; it has no field at all"),
         ({"messages": []}, "no list of messages in field 'messages'; it has messages; a line is "),
         ({"talk": MESSAGES[1]}, "no list .*; name the field by --json-keys: talk holds a list of objects"),
+        ({"id": 1, "items": [{"from": "gpt", "value": "a"}]}, "no list .*; name the field by --json-keys: items holds"),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1 is from 'bing'; of ShareGPT's form human, "),
+        ({"conversations": [{"from": "human", "value": 1}]}, "message 1 is not an object with a role and a content"),
         (
-            {"conversations": [{"from": "human", "value": "a"}]},
-            "no list .*; this is ShareGPT's form .from, value: human",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
+            "message 1 has a part of type image_url; parts of its content must be of type text",
         ),
-        ({"id": 1, "items": [{"from": "gpt", "value": "a"}]}, "no list .*; this is ShareGPT's form"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "message 1 is not .* are texts; this is ShareGPT's form"),
+        ({"messages": [{"role": "user", "content": []}]}, "message 1 is not an object with a role and a content"),
         ({"instruction": "a", "input": "", "output": "b"}, "no list .*; a question and its answer are two messages: {"),
         ({"prompt": "a", "completion": "b"}, "no list .*; a question and its answer are two messages"),
         ({"prompt": "a", "response": "b"}, "no list .*; a question and its answer are two messages"),
@@ -193,6 +198,47 @@ def test_a_broken_line_is_named_or_left_out(line: Any, text: str, tmp_path: Path
         write(tmp_path, [line, {"messages": MESSAGES[1]}])
     _, prefix = write(tmp_path, [line, {"messages": MESSAGES[1]}], skip_bad_lines=True)
     assert len(IndexedDataset(prefix)) == 1
+
+
+def test_other_forms_of_a_conversation_give_the_same_tokens(tmp_path: Path) -> None:
+    """ShareGPT's, under its own name and under ours, and contents that are lists of texts."""
+    speakers = {"user": "human", "assistant": "gpt"}
+    share = [[{"from": speakers.get(m["role"], m["role"]), "value": m["content"]} for m in talk] for talk in MESSAGES]
+    parts = [
+        [{"role": m["role"], "content": [{"type": "text", "text": t} for t in (m["content"][:2], m["content"][2:])]}
+         for m in talk]
+        for talk in MESSAGES
+    ]  # fmt: skip
+    forms = [("messages", MESSAGES), ("conversations", share), ("messages", share), ("messages", parts)]
+    stores = []
+    for number, (key, talks) in enumerate(forms):
+        (tmp_path / str(number)).mkdir()
+        _, prefix = write(tmp_path / str(number), [{key: talk} for talk in talks])
+        stores.append(IndexedDataset(prefix))
+    for store in stores[1:]:
+        assert store.lengths.tolist() == stores[0].lengths.tolist()
+        assert store.stream(0, store.num_tokens).tolist() == stores[0].stream(0, store.num_tokens).tolist()
+        assert store.marks is not None and stores[0].marks is not None
+        assert store.marks.stream(0, store.num_tokens).tolist() == stores[0].marks.stream(0, store.num_tokens).tolist()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_lines_that_are_left_out_and_unusual_roles_are_told(workers: int, tmp_path: Path) -> None:
+    tokenizer_with(CHATML, tmp_path / "tokenizer")
+    lines: list[Any] = [{"messages": MESSAGES[1]}, {"text": "a"}, "", {"messages": MESSAGES[1][1:]}]
+    lines += [{"messages": [*MESSAGES[1], {"role": "bot", "content": "hm"}]}, *[{"messages": []}] * 4]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(line) * bool(line) + "\n" for line in lines))
+    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--data-format", "chat", "--skip-bad-lines"]
+    files = ["--input", str(file), "--output-prefix", str(tmp_path / "out"), "--workers", str(workers)]
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tokenizer")]
+    result = subprocess.run([*tool, *files, *kind], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    said = result.stdout.splitlines()
+    at = said.index("left out 6 broken lines:")
+    assert said[at + 1].startswith(f"  {file}:2: no list of messages in field 'messages'")
+    assert all(line.startswith(f"  {file}:") for line in said[at + 1 : at + 4]) and said[at + 4] == "  and 3 more"
+    assert "note: roles beside system, user and assistant, of which no answer is learnt: 'bot'" in said
 
 
 QUESTION = [{"role": "user", "content": "and?"}]
