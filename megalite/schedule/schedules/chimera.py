@@ -45,17 +45,19 @@ def peak(rank: int, shape: ScheduleShape) -> PeakActivations:
     return PeakActivations(p - p // (2 * f) + 1 + min(within, length - 1 - within))
 
 
-def problems(shape: ScheduleShape) -> list[str]:
+def problems(shape: ScheduleShape, name: str = "chimera", units: int = 1) -> list[str]:
+    """units: of p micro-batches, that a batch consists of a multiple of."""
     p, m, _, f = shape[:4]
     reasons = []
     if p % (2 * f):
         reasons.append(
-            f"`pipeline_schedule`=chimera: p = {p} ranks cannot hold {2 * f} opposite pipelines (p must be a multiple "
+            f"`pipeline_schedule`={name}: p = {p} ranks cannot hold {2 * f} opposite pipelines (p must be a multiple "
             f"of 2f = {2 * f}); change `pipeline_model_parallel_size`, or use `pipeline_schedule`=1f1b"
         )
-    if m % p:
+    if m % (units * p):
+        unit = f"p = {p} ranks" if units == 1 else f"{units}p = {units * p} for p = {p} ranks"
         reasons.append(
-            f"`pipeline_schedule`=chimera: m = {m} micro-batches per batch is not a multiple of p = {p} ranks, the "
+            f"`pipeline_schedule`={name}: m = {m} micro-batches per batch is not a multiple of {unit}, the "
             f"unit that its two directions share; change `global_batch_size`, or use `pipeline_schedule`=1f1b"
         )
     return reasons

@@ -12,6 +12,7 @@ from megalite.schedule.program import Program
 from megalite.schedule.schedules import (
     breadth_first,
     chimera,
+    chimera_doubling,
     dualpipe_v,
     eager_1f1b,
     gpipe,
@@ -37,6 +38,7 @@ _MODULES = (
     zb_h2,
     zb_v,
     chimera,
+    chimera_doubling,
     dualpipe_v,
     shifted_critical_path,
 )

@@ -18,7 +18,7 @@ def random_shapes(count: int, *, seed: int, largest_rank: int = 6) -> Iterator[t
         p = rng.randint(1, largest_rank)
         m = rng.choice([rng.randint(1, 4 * p), p * rng.randint(1, 4)])
         v = rng.choice([2, 3]) if SCHEDULES[name].num_chunks is None else None
-        f = rng.choice([1, 2]) if name == "chimera" else 1
+        f = rng.choice([1, 2]) if SCHEDULES[name].paired else 1
         if not schedule_problems(name, p, m, v, num_pairs=f):
             found += 1
             yield name, ScheduleShape(p, m, v or SCHEDULES[name].num_chunks or 1, f)

@@ -8,6 +8,7 @@ import pytest
 
 from megalite.schedule import (
     SCHEDULES,
+    Action,
     Costs,
     build_program,
     find_schedule,
@@ -15,6 +16,7 @@ from megalite.schedule import (
     schedule_warnings,
     simulate,
 )
+from megalite.schedule.action import overlap
 
 HALF = Fraction(1, 2)
 
@@ -134,6 +136,34 @@ def test_chimera(p: int, f: int, units: int) -> None:
     assert program.placement.num_replicas == 2 * f
 
 
+@pytest.mark.parametrize(("p", "f"), [(2, 1), (4, 1), (4, 2), (6, 1), (6, 3), (8, 1), (8, 2), (8, 4), (16, 2)])
+@pytest.mark.parametrize("units", [1, 2, 3])
+def test_forward_doubling_and_backward_halving(p: int, f: int, units: int) -> None:
+    """Li and Hoefler 2021, table 2 at tB = 2 tF, with the two forwards of a slot as one kernel; apart: less."""
+    m = 2 * p * units
+    program = build_program("chimera-doubling", p, m, num_pairs=f)
+    run = simulate(program)
+    assert run.idle_per_rank == (Fraction(p - 2 * f, 2 * f) * 3,) * p
+    assert max(run.peak_activations_per_rank) == 2 * p
+    assert run.peak_activations_per_rank == tuple(peak.full for peak in program.peak_activations)
+    merged = simulate(program.with_order(lambda rank, batch: pairs_merged(program.order(rank, batch))))
+    assert merged.idle_per_rank == (Fraction(p - 2 * f, f) * 2,) * p
+    assert merged.bubble_over_total == Fraction(p - 2 * f) / (Fraction(3 * m * f, 2) + p - 2 * f)
+    units_apart = simulate(build_program("chimera", p, m, num_pairs=f))
+    assert p == 2 * f or run.makespan < units_apart.makespan
+
+
+def pairs_merged(actions: list[Action]) -> list[Action]:
+    """Two forwards of a slot as one action, which takes as long as both."""
+    merged: list[Action] = []
+    for action in actions:
+        if action.kind == "F" and action.microbatch % 2:
+            merged[-1] = overlap(merged[-1], action)
+        else:
+            merged.append(action)
+    return merged
+
+
 @pytest.mark.parametrize(("p", "m"), SHAPES)
 def test_dualpipe_v(p: int, m: int) -> None:
     run = simulate(build_program("dualpipe-v", p, m))
@@ -188,6 +218,8 @@ def test_head_and_embedding_show_as_imbalance() -> None:
         ("1f1b", 4, 8, 2, "has 1 chunk per rank"),
         ("chimera", 3, 6, None, "multiple of 2f = 2"),
         ("chimera", 4, 6, None, "not a multiple of p = 4"),
+        ("chimera-doubling", 4, 12, None, "not a multiple of 2p = 8 for p = 4 ranks"),
+        ("chimera-doubling", 5, 10, None, "chimera-doubling: p = 5 ranks cannot hold 2"),
         ("dualpipe-v", 4, 7, None, "fewer than 2p = 8"),
         ("gpipe", 0, 4, None, "number of ranks = 0"),
     ],
@@ -199,9 +231,10 @@ def test_illegal_shapes_are_refused_with_the_reason(name: str, p: int, m: int, v
 
 
 def test_the_table() -> None:
-    names = "gpipe 1f1b eager-1f1b pipedream 2bw interleaved breadth-first zb-h1 zb-h2 zb-v chimera dualpipe-v"
-    assert " ".join(SCHEDULES) == f"{names} shifted-critical-path"
+    names = "gpipe 1f1b eager-1f1b pipedream 2bw interleaved breadth-first zb-h1 zb-h2 zb-v"
+    assert " ".join(SCHEDULES) == f"{names} chimera chimera-doubling dualpipe-v shifted-critical-path"
     assert {find_schedule(alias).name for alias in ("dapple", "pipedream-flush")} == {"1f1b"}
+    assert find_schedule("chimera-halving").name == "chimera-doubling"
     assert find_schedule("interleaved-1f1b").name == "interleaved" and find_schedule("zbv").name == "zb-v"
     with pytest.raises(Exception, match="no such schedule; one of gpipe, 1f1b"):
         find_schedule("2f2b")

@@ -30,6 +30,7 @@ HEADS = {
     "zb_h2": ("zb-h2", 2, 3, None, 1),
     "zb_v": ("zb-v", 2, 4, None, 1),
     "chimera": ("chimera", 4, 4, None, 1),
+    "chimera_doubling": ("chimera-doubling", 4, 8, None, 1),
     "dualpipe_v": ("dualpipe-v", 2, 4, None, 1),
     "shifted_critical_path": ("shifted-critical-path", 3, 3, None, 1),
 }

@@ -29,7 +29,7 @@ def test_random_programs_are_valid_and_keep_to_their_declared_figures() -> None:
         if shape.m >= 2 * shape.p + 1:  # with few micro-batches some ranks never reach their bound
             peaks = [sum(peak) * program.activation_unit for peak in program.peak_activations]
             assert list(run.peak_activations_per_rank) == peaks, (name, shape)
-        assert report.in_order == (name != "chimera"), (name, shape)
+        assert report.in_order == (not name.startswith("chimera")), (name, shape)
 
 
 def test_unsharded_weights_are_there_when_used() -> None:
@@ -250,7 +250,7 @@ def test_no_action_can_be_missing() -> None:
     for name, shape in random_shapes(48, seed=10, largest_rank=4):
         program = lower(build_shape(name, shape))
         rank = rng.randrange(program.num_ranks)
-        length = len(program.actions_for_batch(rank, program.batch(1, first=False)))
-        victim = rng.randrange(length)
+        actions = program.actions_for_batch(rank, program.batch(1, first=False))
+        victim = rng.choice([i for i, action in enumerate(actions) if action.kind != "NORM"])  # STEP does without it
         with pytest.raises(ScheduleError, match="<-- HERE"):
             validate(broken(program, rank, lambda actions, v=victim: actions[:v] + actions[v + 1 :]), 3)
