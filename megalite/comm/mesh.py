@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, WaitClock, make_axis
 from megalite.errors import ConfigError
-from megalite.inventory import AXIS_FAMILIES
+from megalite.inventory import AXIS_FAMILIES, DIRECT, fastest_way
 
 DENSE = ("tp", "cp_heads", "cp_ring", "dp_shard", "dp_replicate", "pp")
 EXPERT = ("etp", "ep", "edp_shard", "edp_replicate", "pp")
@@ -158,14 +158,11 @@ class ParallelMesh:
         first = grid.first + tp * (pipeline_rank - grid.pipeline)
         return range(first, first + tp)
 
-    def gathers_between(self, sender: int, receiver: int) -> bool:
-        """Whether copies that go from one pipeline rank to another on other hosts go there in parts that are gathered.
-
-        Of B copies from a hosts to b the busiest host's link carries max(B / a, B / b). In parts it carries 1 / min(a,
-        b), and (b - 1) / b while the parts go round the receiving hosts, as a broadcast in B chunks would."""
+    def way_between(self, sender: int, receiver: int) -> str:
+        """How copies go from one pipeline rank to another: directly on a host, else as the busiest host's link is free
+        soonest (`inventory.fastest_way`)."""
         here, there = ({self.hosts[rank] for rank in self.ranks_of(each)} for each in (sender, receiver))
-        a, b, copies = len(here), len(there), len(self.ranks_of(receiver))
-        return here.isdisjoint(there) and 1 / min(a, b) + (b - 1) / b < copies / min(a, b)
+        return fastest_way(len(here), len(there), len(self.ranks_of(receiver))) if here.isdisjoint(there) else DIRECT
 
     def _grid(self, rank: int) -> StageGrid:
         return self._grids[bisect_right(self._grids, rank, key=lambda grid: grid.first) - 1]

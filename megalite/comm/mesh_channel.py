@@ -7,9 +7,10 @@ elsewhere; they go between world ranks, point to point, and need no groups but t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch import Tensor
 from megalite.comm.axis import Axis
 from megalite.comm.collectives import all_gather_into
 from megalite.comm.mesh import ParallelMesh
-from megalite.comm.p2p import Channel, IncomingMessage, MessageLabel, TensorSpec
-from megalite.inventory import TransferPlan, tiles, transfer_plan
+from megalite.comm.p2p import Channel, Incoming, IncomingMessage, MessageLabel, TensorSpec
+from megalite.inventory import DIRECT, RELAYED, TransferPlan, tiles, transfer_plan
 
 
 @dataclass(frozen=True)
@@ -26,28 +27,31 @@ class Routes:
     """Which world ranks a pipeline rank consists of, and how its tensors lie on them.
 
     own: this pipeline rank. ranks_of: pipeline rank -> its world ranks. split: whether each of them holds a part of the
-    sequence (sequence parallelism), else all of it. gathers: (pipeline ranks) -> whether a tensor crosses between them
-    once, in parts.
+    sequence (sequence parallelism), else all of it. way: (pipeline ranks) -> how copies cross between them.
     """
 
     own: int
     ranks_of: Callable[[int], range]
     split: bool
-    gathers: Callable[[int, int], bool]
+    way: Callable[[int, int], str]
 
     def plan(self, sender: int, receiver: int, whole: tuple[int, ...]) -> TransferPlan:
         """From one pipeline rank to another."""
         source, target = (len(self.ranks_of(rank)) for rank in (sender, receiver))
-        return _plan(whole, source, target, self.split, self.gathers(sender, receiver))
+        return _plan(whole, source, target, self.split, self.way(sender, receiver))
 
     def pairs(self, neighbours: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
         """World ranks (lower, higher) that may send to each other."""
-        return {(a, b) for low, high in neighbours for a in self.ranks_of(low) for b in self.ranks_of(high)}
+        found = {(a, b) for low, high in neighbours for a in self.ranks_of(low) for b in self.ranks_of(high)}
+        both = {*neighbours, *((high, low) for low, high in neighbours)}
+        for receiver in () if self.split else {there for here, there in both if self.way(here, there) == RELAYED}:
+            found |= set(pairwise(self.ranks_of(receiver)))
+        return found
 
 
 @cache
-def _plan(whole: tuple[int, ...], source: int, target: int, split: bool, gather: bool) -> TransferPlan:
-    return transfer_plan(whole, tiles(whole, source, split=split), tiles(whole, target, split=split), gather=gather)
+def _plan(whole: tuple[int, ...], source: int, target: int, split: bool, way: str) -> TransferPlan:
+    return transfer_plan(whole, tiles(whole, source, split=split), tiles(whole, target, split=split), way=way)
 
 
 @dataclass
@@ -67,6 +71,27 @@ class IncomingParts:
             return self.whole
         all_gather_into(self.gathered, self.whole, self.axis)
         return self.gathered
+
+
+@dataclass
+class RelayedParts:
+    """Receives of chunks, each of which goes on to the next rank as soon as it is here.
+
+    post: they are posted when they are waited for: the rank before sends them on while it waits for the same message.
+    posted: but the first rank's, from another stage. onward: to the next rank; None: this is the last.
+    """
+
+    post: Sequence[Callable[[], IncomingMessage]]
+    posted: list[IncomingMessage]
+    whole: Tensor
+    onward: Callable[[Tensor], None] | None
+
+    def wait(self) -> Tensor:
+        for chunk in self.posted or [post() for post in self.post]:
+            arrived = chunk.wait()
+            if self.onward is not None:
+                self.onward(arrived)
+        return self.whole
 
 
 class MeshChannel(Channel):
@@ -99,33 +124,40 @@ class MeshChannel(Channel):
             if task.sender == self._tp.rank:
                 super().send(x[task.box.slices_in(held)], peer=ranks[task.receiver], label=label)
 
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> IncomingParts:
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> Incoming:
         plan, mine = self._routes.plan(peer, self._routes.own, self._whole(spec.shape)), self._tp.rank
         ranks = self._routes.ranks_of(peer)
-        tasks = [task for task in plan.tasks if task.receiver == mine]
+        own = self._routes.ranks_of(self._routes.own)
         box = tiles(plan.shape, self._tp.size, split=True)[mine] if plan.gathered else plan.target[mine]
         whole = torch.empty(box.shape, dtype=spec.dtype, device=spec.device)
-        parts = []
+        tasks = [task for task in plan.tasks if task.receiver == mine or plan.relayed]
+        relayed = plan.relayed and mine > 0
+        post = []
         for task in tasks:
             part = TensorSpec(task.box.shape, spec.dtype, spec.device)
+            sender = own[mine - 1] if relayed else ranks[task.sender]
             into = whole[task.box.slices_in(box)]
-            parts.append(self._post(part, peer=ranks[task.sender], label=label, into=into))
-        return IncomingParts(parts, whole, spec.empty() if plan.gathered else None, self._tp)
+            post.append(partial(self._post, part, peer=sender, label=label, into=into))
+        posted = [] if relayed else [one() for one in post]
+        if not plan.relayed:
+            return IncomingParts(posted, whole, spec.empty() if plan.gathered else None, self._tp)
+        onward = partial(super().send, peer=own[mine + 1], label=label) if mine + 1 < len(own) else None
+        return RelayedParts(post, posted, whole, onward)
 
 
 def open_channel(
     mesh: ParallelMesh, neighbours: Collection[tuple[int, int]], *, split: bool, headers: bool = False
 ) -> Channel:
     """The channel of a run, down and up the pipeline by communicators of their own. Collective. Copies that go to
-    another host go there once, in parts that are gathered there.
+    another host go there once: in parts that are gathered there, or in chunks that are sent on from host to host.
 
     neighbours: pipeline ranks (lower, higher) that send to each other. split: as in `Routes`.
     """
-    gathers = bool(mesh.hosts) and not split and mesh.size("tp") > 1
-    axis = "world" if gathers else "pp"
+    copies = bool(mesh.hosts) and not split and mesh.size("tp") > 1
+    axis = "world" if copies else "pp"
     down, up = (mesh.over(axis, apart=direction) for direction in ("down", "up"))
-    if not (mesh.takes_turns or gathers):
+    if not (mesh.takes_turns or copies):
         return Channel(down, up, neighbours, headers=headers)
-    crosses = mesh.gathers_between if mesh.hosts else lambda sender, receiver: False
-    routes = Routes(mesh.coordinate("pp"), mesh.ranks_of, split, crosses)
+    way = mesh.way_between if mesh.hosts else lambda sender, receiver: DIRECT
+    routes = Routes(mesh.coordinate("pp"), mesh.ranks_of, split, way)
     return MeshChannel(down, up, neighbours, routes=routes, tp=mesh["tp"], headers=headers)

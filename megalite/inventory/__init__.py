@@ -75,4 +75,12 @@ from megalite.inventory.tiling import (
     recompute_ranges,
     recomputed_layers,
 )
-from megalite.inventory.transfer_plan import Transfer, TransferPlan, tiles, transfer_plan
+from megalite.inventory.transfer_plan import (
+    DIRECT,
+    RELAYED,
+    Transfer,
+    TransferPlan,
+    fastest_way,
+    tiles,
+    transfer_plan,
+)

@@ -11,7 +11,11 @@ wanted; of the ranks that hold it, the one that has least to send so far sends i
     [0 | 1 | 2]  each part once    to 0, to 1: twice            half to 0, half to 1: once; then 0 and 1 swap
 
 Gathered, a tensor crosses the link between the stages once, whatever the number of receivers (this is also
-Megatron-LM's scatter/gather); it pays where that link is slower than the one among the receivers.
+Megatron-LM's scatter/gather); it pays where that link is slower than the one among the receivers. Where these are on
+several hosts, their swap takes as long again. Relayed, chunks go from the first receiver to the last, each of which
+sends one on while the next one arrives: a pipelined broadcast.
+
+    to A hosts of B ranks, by the time of one copy over a host's link      directly A B      relayed 1 + (A - 1) / K
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ from megalite.inventory.parameter_placement import Shape
 
 ROUNDS = 100
 """Orders of tasks that are tried."""
+CHUNKS = 16
+"""K: parts of a tensor that is relayed. More make the chain shorter and its messages smaller."""
+DIRECT, GATHERED, RELAYED = "direct", "gathered", "relayed"
+"""Ways of copies to several ranks."""
 
 
 class Transfer(NamedTuple):
@@ -37,14 +45,23 @@ class Transfer(NamedTuple):
 
 class TransferPlan(NamedTuple):
     """shape: of the whole tensor. source, target: what each rank holds, and wants. tasks: in the order in which each
-    rank sends and posts. gathered: whether each receiver gets a part, and the parts are then put together among them.
+    rank sends and posts. way: gathered, if each receiver gets a part, and the parts are then put together among them;
+    relayed, if the first one gets all of them and each sends them on to the next.
     """
 
     shape: Shape
     source: tuple[Box, ...]
     target: tuple[Box, ...]
     tasks: tuple[Transfer, ...]
-    gathered: bool = False
+    way: str = DIRECT
+
+    @property
+    def gathered(self) -> bool:
+        return self.way == GATHERED
+
+    @property
+    def relayed(self) -> bool:
+        return self.way == RELAYED
 
     @property
     def elements(self) -> int:
@@ -61,18 +78,35 @@ def tiles(shape: Sequence[int], parts: int, *, split: bool) -> tuple[Box, ...]:
     return tuple(whole.rows(length * i // parts, length * (i + 1) // parts) for i in range(parts))
 
 
-def transfer_plan(shape: Sequence[int], source: Sequence[Box], target: Sequence[Box], *, gather: bool) -> TransferPlan:
+def fastest_way(senders: int, receivers: int, copies: int) -> str:
+    """How `copies` copies go from so many hosts to so many others, by the time of the busiest host's link; that of one
+    copy is 1."""
+    alike = min(senders, receivers)
+    times = {
+        DIRECT: copies / alike,
+        GATHERED: 1 / alike + (receivers - 1) / receivers,
+        RELAYED: 1 + (receivers - 1) / CHUNKS,
+    }
+    return min(times, key=lambda way: times[way])
+
+
+def transfer_plan(
+    shape: Sequence[int], source: Sequence[Box], target: Sequence[Box], *, way: str = DIRECT
+) -> TransferPlan:
     """The plan from `source` tiles to `target` tiles, which cover the tensor.
 
-    gather: whether receivers that want the same get a part each, to be gathered among them; only where all want the
-    whole and the sequence comes out even.
+    way: of receivers that want the same; another than directly only where all want the whole, and gathered only where
+    the sequence comes out even.
     """
     whole, count = Box.whole(shape), len(target)
-    gathered = gather and count > 1 and shape[0] % count == 0 and all(box == whole for box in target)
-    wanted = tiles(shape, count, split=True) if gathered else tuple(target)
+    if count == 1 or any(box != whole for box in target) or (way == GATHERED and shape[0] % count):
+        way = DIRECT
+    wanted = list(enumerate(tiles(shape, count, split=True) if way == GATHERED else target))
+    if way == RELAYED:
+        wanted = [(0, chunk) for chunk in tiles(shape, min(CHUNKS, shape[0]), split=True)]
     load = [0] * len(source)
     tasks: list[Transfer] = []
-    for receiver, box in enumerate(wanted):
+    for receiver, box in wanted:
         left = [box]
         while left:
             part = left.pop(0)
@@ -84,7 +118,8 @@ def transfer_plan(shape: Sequence[int], source: Sequence[Box], target: Sequence[
             load[sender] += common.numel
             tasks.append(Transfer(common, sender, receiver))
             left = [*_rest(part, common), *left]
-    return TransferPlan(tuple(shape), tuple(source), tuple(target), tuple(in_rounds(tasks)), gathered)
+    ordered = tasks if way == RELAYED else in_rounds(tasks)  # they arrive one behind the other
+    return TransferPlan(tuple(shape), tuple(source), tuple(target), tuple(ordered), way)
 
 
 def _rest(box: Box, taken: Box) -> list[Box]:

@@ -206,16 +206,20 @@ def test_pipeline_ranks_connect_to_their_neighbours_alone(size: int) -> None:
 @pytest.mark.parametrize(
     ("stages", "hosts", "wanted"),
     [
-        ([(4, 1), (4, 1)], "aaaabbbb", True),  # Megatron-LM's scatter/gather: 4 copies or 1
-        ([(1, 1), (4, 1)], "abcde", True),  # to four hosts: 4 copies leave one, or 1 and 3/4 go round
-        ([(1, 1), (2, 1)], "abb", True),
-        ([(2, 1), (2, 1)], "abcd", False),  # each host sends one copy and receives one
-        ([(4, 1), (1, 1)], "aaaab", False),  # there is one copy
-        ([(2, 1), (2, 1)], "aaaa", False),
-        ([(2, 1), (2, 1)], "aaab", False),  # some need no link
+        ([(4, 1), (4, 1)], "aaaabbbb", "gathered"),  # Megatron-LM's scatter/gather: 4 copies or 1
+        (
+            [(1, 1), (4, 1)],
+            "abcde",
+            "relayed",
+        ),  # to four hosts: 4 copies leave one, or 1 and 3/4 go round, or one by one in chunks
+        ([(1, 1), (2, 1)], "abb", "gathered"),
+        ([(2, 1), (2, 1)], "abcd", "direct"),  # each host sends one copy and receives one
+        ([(4, 1), (1, 1)], "aaaab", "direct"),  # there is one copy
+        ([(2, 1), (2, 1)], "aaaa", "direct"),
+        ([(2, 1), (2, 1)], "aaab", "direct"),  # some need no link
     ],
 )
-def test_where_copies_travel_in_parts(stages: list[tuple[int, int]], hosts: str, wanted: bool) -> None:
+def test_where_copies_travel_in_parts(stages: list[tuple[int, int]], hosts: str, wanted: str) -> None:
     mesh = ParallelMesh.build(rank=0, size=len(hosts), stages=stages)
     mesh.hosts = list(hosts)
-    assert mesh.gathers_between(0, 1) == wanted
+    assert mesh.way_between(0, 1) == wanted
