@@ -159,7 +159,7 @@ def body_cells(world: World, folder: str, cells: list[str]) -> str:
 @pytest.fixture(scope="module")
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("README.md", "configs"):
+    for name in ("README.md", "configs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     lines = (ROOT / "README.md").read_text().splitlines()
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines * 2))
