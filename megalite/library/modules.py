@@ -196,6 +196,7 @@ class _SplitTurned(Function):
         return dx, dweight, dbias, None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
 def _split_product(
     layer: _WholeLinear, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False
 ) -> Tensor:
@@ -207,6 +208,7 @@ def _split_product(
     return _SplitLinear.apply(x, weight, bias, layer)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
 def _split_linear(module: nn.Linear, layer: _WholeLinear, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) or x.dtype != module.weight.dtype:  # torch's own rules hold
         return F.linear(x, module.weight, module.bias)

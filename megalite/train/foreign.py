@@ -24,7 +24,17 @@ from megalite.config import Config
 from megalite.engine import BuiltStages, Ties
 from megalite.errors import ConfigError
 from megalite.inventory import ParameterPlacement, Shape, given_plan, placement_of, recompute_ranges
-from megalite.library import Parts, Sample, Sequences, StageModule, draws, layers_over, module_of, still_shards
+from megalite.library import (
+    Parts,
+    Sample,
+    Sequences,
+    StageModule,
+    TracedLayer,
+    draws,
+    layers_over,
+    module_of,
+    still_shards,
+)
 from megalite.microbatch import Microbatch
 from megalite.schedule import Program
 from megalite.train.causality import reads_ahead, small_copy
@@ -64,6 +74,14 @@ class TokenStage(StageModule):
             places = sample.microbatch.places
             own = "" if places is None else f" {int(places[0])}"
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {sample.number}{own}".encode()) >> 1)
+
+    def compile_layers(self) -> None:
+        """`torch.compile` for every layer by itself. Linear layers stay eager, as in our own blocks: they compute
+        weight gradients when the schedule says so. Their graphs are code of their own, so none counts as another
+        compilation of the same."""
+        for layer in self.layers:
+            if isinstance(layer, TracedLayer):
+                layer.body.compile()
 
 
 def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -160,6 +178,8 @@ class ForeignModel:
             random = any(draws(layer) for layer in found[0].layers)
             for module in found:
                 module.seed = self._config.training.seed if random else None
+                if self._config.training.compile:
+                    module.compile_layers()
             built[key] = stage, found
         self.parts.layers.clear()
         self.still = list(still_shards(self.parts, mesh))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from equivalence import own_models
 from equivalence.layouts import saved_tensors
@@ -46,6 +47,11 @@ def flags_of(name: str, *more: str) -> list[str]:
 
 def trained(world: World, argv: list[str]) -> None:
     assert run_training(parse(argv, world_size=world.size), world) == 0
+
+
+def compiled(world: World, argv: list[str]) -> None:
+    trained(world, argv)
+    assert counters["stats"]["unique_graphs"] > 0
 
 
 def records(folder: Path, kind: str) -> dict[int, float]:
@@ -88,7 +94,9 @@ def plain_loop(name: str, config: Config, delay: int) -> tuple[list[float], dict
 
 
 def check(tmp_path: Path, name: str, layout: str, ranks: int, delay: int = 0, close: float = 1e-12) -> None:
-    run_ranks(trained, ranks, flags_of(name, PLAIN, layout, f"--save {tmp_path}"))
+    compiles = "--compile" in layout
+    argv = flags_of(name, PLAIN, layout, f"--save {tmp_path}")
+    run_ranks(compiled if compiles else trained, ranks, argv, timeout=600 if compiles else 60)
     losses, expected = plain_loop(name, parse(flags_of(name, PLAIN)), delay)
     assert list(records(tmp_path, "train").values()) == pytest.approx(losses, rel=0, abs=close)
     module = model(name)
@@ -124,6 +132,28 @@ def test_a_run_is_the_plain_loop(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_any_layout_is_the_plain_loop(tmp_path: Path, name: str, layout: str, ranks: int, delay: int) -> None:
     check(tmp_path, name, layout, ranks, delay)
+
+
+PATIENT = "--compile --distributed-timeout-minutes 10"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "delay"),
+    [
+        pytest.param("mixer", "zb-h1 --zero-stage 1", 0, marks=pytest.mark.landing),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("gpt2", "1f1b --recompute-granularity full --recompute-num-layers 1", 0),
+                ("mixer", "2bw --staleness-correction none", 1),
+                ("llama", "zb-v --zero-stage 3", 0),
+            ]
+        ),
+    ],
+)
+def test_compiled_layers_are_the_plain_loop(tmp_path: Path, name: str, layout: str, delay: int) -> None:
+    close = 1e-8 if name == "llama" else 1e-12  # sines of its positions are fp32, and the compiler has its own
+    check(tmp_path, name, f"{PATIENT} --pipeline-model-parallel-size 2 --pipeline-schedule {layout}", 2, delay, close)
 
 
 THEIRS = {

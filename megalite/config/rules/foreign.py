@@ -75,7 +75,6 @@ def _of_our_models(config: Config) -> Iterator[str]:
     switches = {
         "`sequence_parallel`": parallel.sequence_parallel,
         "`tp_comm_overlap`": parallel.tp_comm_overlap,
-        "`compile`": training.compile,
         "`reset_position_ids`": data.reset_position_ids,
     }
     yield from (flag for flag, on in switches.items() if on)

@@ -27,7 +27,6 @@ ONE_LINE = [
     ("--expert-model-parallel-size 2 --nprocs 2", f"--expert-model-parallel-size=2: {OURS}"),
     ("--sequence-parallel --nprocs 2", f"--sequence-parallel: {OURS}"),
     ("--bf16 --fp8-format e4m3", f"--fp8-format=e4m3: {OURS}"),
-    ("--compile", f"--compile: {OURS}"),
     ("--reset-position-ids", f"--reset-position-ids: {OURS}"),
     ("--seq-length-schedule 0:4,8:8", f"--seq-length-schedule=0:4,8:8: {OURS}"),
     ("--sample-interval 2 --sample-prompts PROMPTS", f"--sample-interval=2: {OURS}"),
