@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -159,12 +159,10 @@ class GradSink:
         self.fresh, self.remaining = True, None
 
     def expect(self, contributions: int) -> None:
-        """This batch has `contributions` more."""
+        """This batch has `contributions` more, perhaps none."""
         self.remaining = contributions
-
-    def arm(self) -> None:
-        """The next micro-batch's contributions are the last of this batch."""
-        self.expect(self.uses)
+        if contributions == 0 and self.on_ready is not None:
+            self.on_ready()
 
     def add(self, gradient: Tensor) -> None:
         """grad += gradient (any float dtype, as many elements)."""
@@ -235,30 +233,39 @@ def _move_into_sink(parameter: Tensor) -> None:
     sink.add(gradient)
 
 
+class Postponed(NamedTuple):
+    """A weight gradient that is computed later. sink: to which it adds; None: one that nobody waits for."""
+
+    compute: Callable[[], None]
+    sink: GradSink | None = None
+
+    def __call__(self) -> None:
+        self.compute()
+
+
 class WeightGradQueue:
     """Postpones weight-gradient computations while they are collected; one per stage."""
 
     def __init__(self) -> None:
-        self._items: list[Callable[[], None]] | None = None
+        self._items: list[Postponed] | None = None
 
     @property
     def collecting(self) -> bool:
         """Whether what is put now runs later."""
         return self._items is not None
 
-    def put(self, compute: Callable[[], None]) -> None:
-        """Runs `compute` now, or keeps it for later while collecting."""
+    def put(self, compute: Callable[[], None], sink: GradSink | None = None) -> None:
+        """Runs `compute` now, or keeps it for later while collecting. sink: to which it adds."""
         if self._items is None:
             compute()
         else:
-            self._items.append(compute)
+            self._items.append(Postponed(compute, sink))
 
     @contextmanager
-    def collect(self) -> Iterator[list[Callable[[], None]]]:
+    def collect(self) -> Iterator[list[Postponed]]:
         """Computations put inside the `with` are not run but appended to the yielded list."""
         assert self._items is None, "weight gradients are being collected already"
-        items: list[Callable[[], None]] = []
-        self._items = items
+        self._items = items = list[Postponed]()
         try:
             yield items
         finally:

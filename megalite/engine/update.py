@@ -17,7 +17,7 @@ REDUCE, NORM and STEP, and in how many weight versions they keep.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from megalite.engine.spikes import SpikeGuard
 from megalite.engine.weights import Weights
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
+from megalite.gradient import GradSink
 from megalite.late_reading import LateReading
 from megalite.optim import LossScaler
 from megalite.parallel.pipeline import Events
@@ -154,11 +155,11 @@ class Updater(Events):
         of the updates so far is dropped."""
         self._version, self._pending, self._skipped_here, self.stuck = version, None, False, 0
 
-    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: Mapping[GradSink, int] | bool) -> None:
         for buffers in self._buffers_of[stage]:
             buffers.gradients.select(self._update_of(microbatch))
-            if last:
-                buffers.gradients.arm()
+            if last is not False:
+                buffers.gradients.arm(None if last is True else last)
 
     def execute(self, action: Action) -> None:
         """Carries out an action that the executor has yielded. Raises RuntimeFailure for an unknown action kind."""

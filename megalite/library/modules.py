@@ -186,11 +186,11 @@ class _SplitTurned(Function):
         dx = dy @ weight.t() if ctx.needs_input_grad[0] else None
         dweight = dbias = None
         if weight_sink is not None:
-            ctx.queue.put(lambda: weight_sink.addmm(rows, dy))
+            ctx.queue.put(lambda: weight_sink.addmm(rows, dy), weight_sink)
         elif ctx.needs_input_grad[1]:
             dweight = rows @ dy
         if bias_sink is not None:
-            ctx.queue.put(lambda: bias_sink.add(sum_widened(dy)))
+            ctx.queue.put(lambda: bias_sink.add(sum_widened(dy)), bias_sink)
         elif ctx.needs_input_grad[2]:
             dbias = dy.sum(0)
         return dx, dweight, dbias, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from megalite.comm import Channel, ParallelMesh, TensorSpec, all_gather_json, al
 from megalite.config import ParallelConfig
 from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
+from megalite.gradient import GradSink
 from megalite.library.agreement import other_inputs, seen
 from megalite.library.cutting import Boundary, Tensors
 from megalite.library.given import (
@@ -392,6 +393,6 @@ class _Events(Events):
     def newest_version(self) -> int:
         return 0 if self._pipeline.optimizer is None else self._pipeline.optimizer.events.newest_version()
 
-    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: Mapping[GradSink, int] | bool) -> None:
         if self._pipeline.optimizer is not None:
             self._pipeline.optimizer.events.before_backward(stage, microbatch, last=last)

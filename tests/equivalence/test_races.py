@@ -147,8 +147,9 @@ def test_no_path_of_the_matrix_has_a_race(layout: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [
-    "--num-distributed-optimizer-instances 2 --zero-stage 1",
+    "--num-distributed-optimizer-instances 2 --zero-stage 1 --ddp-bucket-size 4000",
     "--num-distributed-optimizer-instances 2 --zero-stage 3",
+    f"{PP} --pipeline-schedule zb-h1 --zero-stage 1 --ddp-bucket-size 4000",
     f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-v --num-layers 4",
 ])  # fmt: skip
 def test_four_ranks_have_no_race(layout: str) -> None:

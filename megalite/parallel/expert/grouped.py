@@ -189,7 +189,7 @@ def _weight_gradient(ctx: Any, taken: Pairs, weight: Tensor) -> Tensor | None:
 
     if sink is None:
         return torch.stack([torch.mm(a, b) for a, b in pairs()]).to(weight.dtype).view(weight.shape)
-    product.weight_grads.put(lambda: sink.addmm_each(pairs()))
+    product.weight_grads.put(lambda: sink.addmm_each(pairs()), sink)
     return None
 
 
@@ -202,5 +202,5 @@ def _bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
 
     if sink is None:
         return sums().to(bias.dtype)
-    ctx.product.weight_grads.put(lambda: sink.add(sums()))
+    ctx.product.weight_grads.put(lambda: sink.add(sums()), sink)
     return None

@@ -24,6 +24,7 @@ from torch import Tensor
 from megalite.comm import Channel, Incoming, MessageLabel
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
+from megalite.gradient import GradSink
 from megalite.microbatch import StageInput
 from megalite.parallel.pipeline.stage import Stage
 from megalite.schedule import (
@@ -65,8 +66,9 @@ class Events:
         """The version that an action without one uses: that of the newest weights."""
         return 0
 
-    def before_backward(self, stage: StageKey, microbatch: int, *, last: bool) -> None:
-        """The stage is about to add the micro-batch's gradient; `last`: it is the last contribution to its update."""
+    def before_backward(self, stage: StageKey, microbatch: int, *, last: Mapping[GradSink, int] | bool) -> None:
+        """The stage is about to add the micro-batch's gradient; `last`: it is the last contribution to its update, or
+        how much of it each sink still gets, where a part has been added before."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ class Executor:
             for part in action.parts or (action,):
                 fault_point("action", kind=part.kind, stage=part.stage, microbatch=part.microbatch)
                 if part.kind in _BACKWARD_KINDS:
-                    last = part is action and part.kind == BACKWARD and _reduces_next(actions, index)
+                    last: Mapping[GradSink, int] | bool = part is action and _reduces_next(actions, index)
+                    if last and part.kind == BACKWARD_WEIGHT:
+                        last = self.stages[part.stage_key].postponed(part.microbatch)
                     self._events.before_backward(part.stage_key, part.microbatch, last=last)
                 start = self._clock()
                 with self._no_mark if self.mark is None else self.mark(part.words):
@@ -237,9 +241,6 @@ class Executor:
 
 def _reduces_next(actions: Sequence[Action], index: int) -> bool:
     """Whether REDUCE of the stage follows the backward at `index` before anything else is computed."""
-    for action in islice(actions, index + 1, None):
-        if action.kind == REDUCE and action.stage_key == actions[index].stage_key:
-            return True
-        if action.is_compute:
-            return False
-    return False
+    key = actions[index].stage_key
+    later = islice(actions, index + 1, None)
+    return next((a.kind == REDUCE for a in later if a.is_compute or (a.kind, a.stage_key) == (REDUCE, key)), False)

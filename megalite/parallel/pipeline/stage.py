@@ -14,7 +14,8 @@ the weight gradients on the way (`megalite.gradient`), and runs them later.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.comm import TensorSpec
-from megalite.gradient import WeightGradQueue
+from megalite.gradient import GradSink, Postponed, WeightGradQueue
 from megalite.microbatch import StageInput
 from megalite.microbatch_notes import ExpertLoads, Magnitudes, MicrobatchNotes
 
@@ -72,7 +73,7 @@ class Stage:
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
         self._in_flight: dict[int, _InFlight] = {}
-        self._deferred: dict[int, list[Callable[[], None]]] = {}
+        self._deferred: dict[int, list[Postponed]] = {}
 
     def note(self, notes: MicrobatchNotes[Any]) -> None:
         """From now on its forwards say for which micro-batch these are taken."""
@@ -121,6 +122,10 @@ class Stage:
         """The second half: the gradients of matrices and biases, in the order of the first half."""
         for compute in self._deferred.pop(number):
             compute()
+
+    def postponed(self, number: int) -> Counter[GradSink]:
+        """How many gradients the second half of a micro-batch's backward will add to each sink."""
+        return Counter(item.sink for item in self._deferred[number] if item.sink is not None)
 
     @torch.no_grad()
     def evaluate(self, x: Tensor | None, microbatch: StageInput, *, version: int) -> Tensor:

@@ -109,7 +109,7 @@ class AdapterGradients:
         sink, products = sink_of(weight), self.adapters.products
         if sink is None:
             return products.weight_gradient(rows, columns, weight, None)
-        self.adapters.weight_grads.put(lambda: products.add_weight_gradient(sink, rows, columns, None))
+        self.adapters.weight_grads.put(lambda: products.add_weight_gradient(sink, rows, columns, None), sink)
         return None
 
 

@@ -195,7 +195,7 @@ class _FusedCrossEntropy(Node):
             dx, reducing = start_sum(dx * dtotal, ctx.axis, sequence=ctx.sequence)
         if dweight is not None and ctx.sink is not None:
             sink = ctx.sink
-            ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)))
+            ctx.queue.put(lambda: sink.add(dweight.mul_(dtotal)), sink)
         elif dweight is not None:
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()

@@ -76,5 +76,5 @@ class _Lookup(Node):
             sink.grad.index_add_(0, ids.flatten(), dy.reshape(-1, dy.shape[-1]).to(sink.grad.dtype))
             sink.done()
 
-        ctx.queue.put(accumulate)
+        ctx.queue.put(accumulate, sink)
         return None, None, None

@@ -237,7 +237,7 @@ def weight_gradients(
         if sink is None:
             dweight = products.weight_gradient(columns, rows, weight, kept)
         else:
-            ctx.layer.weight_grads.put(lambda: products.add_weight_gradient(sink, columns, rows, kept))
+            ctx.layer.weight_grads.put(lambda: products.add_weight_gradient(sink, columns, rows, kept), sink)
     if bias is not None and ctx.needs_input_grad[2]:
         dbias = bias_gradient(ctx, dy, bias)
     return dweight, dbias
@@ -249,5 +249,5 @@ def bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     layer: Linear = ctx.layer
     if sink is None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
-    layer.weight_grads.put(lambda: sink.add(layer.sum_tokens(dy.flatten(0, -2)).view(bias.shape)))
+    layer.weight_grads.put(lambda: sink.add(layer.sum_tokens(dy.flatten(0, -2)).view(bias.shape)), sink)
     return None

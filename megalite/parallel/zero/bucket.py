@@ -26,6 +26,7 @@ class Bucket:
     axis: the ranks that own the slices.
     sharded: whether this rank owns one slice (stages 1 to 3) or everything (stage 0).
     owned_start, owned_stop: what it owns, in elements of the family.
+    further: axes over which the owned slice is summed after its own: the ranks that hold copies of it.
     empty: a tensor of no elements in the gradient's dtype: the buffer of sinks whose memory has been freed.
     sinks: of the parameters, in the plan's order.
     """
@@ -34,6 +35,7 @@ class Bucket:
         self, plan: BucketPlan, *, axis: Axis, sharded: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan, self.axis, self.sharded = plan, axis, sharded
+        self.further: Sequence[Axis] = ()
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank) if sharded else (plan.start, plan.stop)
         self.empty = torch.empty(0, dtype=dtype, device=device)
         self.weights: list[StoredWeights] = []
@@ -131,6 +133,7 @@ class BucketGradient:
     missing: sinks that still wait for contributions; at 0 the reduction may start.
     handle: of the reduction in flight.
     launched: whether the batch's only reduction has been started.
+    sums: over further axes that have been started.
     """
 
     streams = False
@@ -140,6 +143,7 @@ class BucketGradient:
         self.missing = 0
         self.handle: Handle | None = None
         self.launched = False
+        self.sums = 0
 
     @property
     def full(self) -> Tensor:
@@ -162,12 +166,12 @@ class BucketGradient:
         return not self.launched
 
     def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
-        """The sink of a parameter."""
         return GradSink(uses=uses, on_ready=on_ready, on_open=self.bucket.open)
 
     def begin_batch(self) -> None:
         """Discards the last batch's gradient."""
         self.launched = False
+        self.sums = 0
 
     def open(self) -> None:
         """Allocates `full`, uninitialised."""
@@ -181,6 +185,13 @@ class BucketGradient:
         if self.handle is not None:
             self.handle.wait()
             self.handle = None
+
+    def follow(self, *, async_op: bool) -> None:
+        """Waits for the sum in flight, the batch's last over its axis, and starts that over the next axis."""
+        self.finish()
+        further, self.sums = self.bucket.further[self.sums :], self.sums + 1
+        if further and self.reduced.numel():
+            self.handle = all_reduce_(self.reduced, further[0], async_op=async_op)
 
     def finish_batch(self) -> None:
         """The last `finish` of a batch."""

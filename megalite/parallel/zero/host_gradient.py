@@ -24,7 +24,7 @@ from megalite.gradient import GradSink
 from megalite.inventory import BufferParameter, ParameterRange, layer_of
 from megalite.parallel.tiers import Arrival, TieredMemory
 from megalite.parallel.zero.bucket import Bucket, BucketGradient
-from megalite.parallel.zero.host_exchange import sum_on_host
+from megalite.parallel.zero.host_exchange import sum_anywhere, sum_on_host
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
 
 
@@ -91,11 +91,15 @@ class HostedStream(StreamedGradient):
         add = self.reduced.add_ if self._slice_is_valid else self.reduced.copy_
         self.pool.mover.then(lambda: add(landed), arrival)
         self.pool.leaves(arrival, piece)
+        self._ends = False  # what follows is the host's, after the batch
 
     def finish_batch(self) -> None:
         self.finish()
         self.pool.mover.settle()
         super().finish_batch()
+
+    def follow(self, *, async_op: bool) -> None:
+        follow_on_host(self)
 
 
 class HostedGradient(BucketGradient):
@@ -162,6 +166,16 @@ class HostedGradient(BucketGradient):
     def finish_batch(self) -> None:
         super().finish_batch()
         self.pool.mover.settle()
+
+    def follow(self, *, async_op: bool) -> None:
+        follow_on_host(self)
+
+
+def follow_on_host(gradient: HostedStream | HostedGradient) -> None:
+    """`BucketGradient.follow` of a slice that is on the host."""
+    axis, gradient.sums = gradient.bucket.further[gradient.sums], gradient.sums + 1
+    if gradient.reduced.numel():
+        sum_anywhere(gradient.reduced, axis, mover=gradient.pool.mover)
 
 
 HostedLayers = dict[str, "LayerGradient"]

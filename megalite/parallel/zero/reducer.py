@@ -7,35 +7,37 @@ ReductionOrder     starts the reductions of all families of a stage, in one orde
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_
-from megalite.gradient import attach_sink
+from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, message_stream
+from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket, HeldGradient, bytes_of
+from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, bytes_of
 from megalite.parallel.zero.host_exchange import sum_anywhere
 from megalite.parallel.zero.host_gradient import HostedGradient, HostedLayers, HostedPool, HostedStream
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
 from megalite.parallel.zero.streamed_gradient import ScratchPool, StreamedGradient
 
 MOST_IN_FLIGHT = 2
-"""Reductions of held gradients in flight at once. More would only queue, and each needs a receive buffer."""
+"""Reductions of held gradients in flight at once on a CPU. More would only queue, and each needs a receive buffer."""
 
 
 class ReductionOrder:
     """Starts the reductions of a stage's buckets over one axis as they become complete, on all ranks in the order of
-    the families and of their plans. A bucket that is complete early waits for its turn."""
+    the families and of their plans. A bucket that is complete early waits for its turn. What follows its reduction is
+    started on a GPU at once, in a stream of its own, and on a CPU once later buckets have been started."""
 
     def __init__(self, options: ZeroOptions) -> None:
-        self._overlap, self._eager = options.overlap_grad_reduce, options.stage >= 2
+        self.overlap, self._eager = options.overlap_grad_reduce, options.stage >= 2
         self._buckets: list[Bucket] = []
         self._next_bucket = [0]
         self._selected = 0
-        self._in_flight: deque[Handle] = deque()
+        self._in_flight: deque[tuple[BucketGradient, Handle]] = deque()
+        self._behind = cache(message_stream)
 
     def add(self, buckets: Sequence[Bucket], num_gradients: int) -> None:
         self._buckets += [bucket for bucket in buckets if not bucket.plan.tied]
@@ -50,7 +52,7 @@ class ReductionOrder:
 
     def bucket_is_complete(self) -> None:
         """Starts every bucket that is complete and whose turn it is."""
-        if not self._overlap and not self._eager:
+        if not self.overlap and not self._eager:
             return
         place = self._next_bucket[self._selected]
         while place < len(self._buckets) and self._buckets[place].gradient.missing == 0:
@@ -63,14 +65,20 @@ class ReductionOrder:
     def start(self, bucket: Bucket) -> None:
         """Starts the reduction of one bucket, whether or not it is its turn."""
         gradient = bucket.gradient
-        bounded = not gradient.streams and bucket.sharded  # each reduce-scatter in flight needs a receive buffer
-        while bounded and len(self._in_flight) >= MOST_IN_FLIGHT:
-            self._in_flight.popleft().wait()
-        gradient.launch(async_op=self._overlap)
-        if not self._overlap:
+        on_device = bucket.empty.device.type == "cuda"
+        held = not gradient.streams and bool(bucket.sharded or bucket.further)
+        while held and len(self._in_flight) >= MOST_IN_FLIGHT:
+            earlier, handle = self._in_flight.popleft()
+            if earlier.handle is handle:  # else somebody has waited
+                earlier.follow(async_op=True)
+        gradient.launch(async_op=self.overlap)
+        if not self.overlap:
             gradient.finish()
-        elif bounded and gradient.handle is not None:
-            self._in_flight.append(gradient.handle)
+        elif held and on_device and bucket.further:
+            with torch.cuda.stream(self._behind()):
+                gradient.follow(async_op=True)
+        elif held and not on_device and gradient.handle is not None:
+            self._in_flight.append((gradient, gradient.handle))
 
 
 class GradientReducer:
@@ -98,7 +106,6 @@ class GradientReducer:
         num_gradients, keep = pipeline_stage.num_gradients, pipeline_stage.keep_gradients
         assert num_gradients == 1 or zero_stage < 2, "streamed gradients cannot be kept for two updates"
         self._buckets, self._axes = buckets, axes
-        self._extra_reduce = [axis for axis in pipeline_stage.extra_reduce if axis.size > 1]
         self._order, self._pool = order, pool
         # With gradients on the host, some of what is summed is there.
         self._sum: Callable[[Tensor, Axis], object] = all_reduce_
@@ -116,6 +123,8 @@ class GradientReducer:
                 bucket.gradients = [HeldGradient(bucket, keep=keep or zero_stage < 2) for _ in range(num_gradients)]
             else:
                 bucket.gradients = [StreamedGradient(bucket, pool, keep=keep)]
+            every = (axes.replicate, *(() if bucket.plan.tied else pipeline_stage.extra_reduce))
+            bucket.further = [axis for axis in every if axis.size > 1]
             for range_ in bucket.plan.ranges:
                 self._add_sink(bucket, range_, parameters[range_.entry.index])
         for index in reversed(range(num_gradients)):
@@ -154,11 +163,12 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.begin_batch(microbatches)
 
-    def arm(self) -> None:
-        """Says that the next backward is that of the last micro-batch: a bucket is reduced once it is complete."""
+    def arm(self, rest: Mapping[GradSink, int] | None = None) -> None:
+        """Says that the next backward is that of the last micro-batch: a bucket is reduced once it is complete.
+        rest: what each sink still gets of it, where its first half is over."""
         for bucket in self._buckets:
             for sink in bucket.sinks:
-                sink.arm()
+                sink.expect(sink.uses if rest is None else rest.get(sink, 0))
 
     def start_reduce(self) -> None:
         """Starts every reduction that has not started yet, except those of tied parameters."""
@@ -182,11 +192,12 @@ class GradientReducer:
     def finish_reduce(self) -> None:
         """Waits for all reductions, then sums over the axes along which there are further shares of the gradient."""
         for bucket in self._buckets:
-            bucket.gradient.finish_batch()
-            reduced = bucket.gradient.reduced
-            for axis in (self._axes.replicate, *(() if bucket.plan.tied else self._extra_reduce)):
-                if reduced.numel():
-                    self._sum(reduced, axis)
+            if bucket.gradient.sums == 0:
+                bucket.gradient.finish_batch()
+            while bucket.gradient.sums < len(bucket.further):
+                bucket.gradient.follow(async_op=self._order.overlap)
+        for bucket in self._buckets:
+            bucket.gradient.finish()
         self._pool.release()
         self._sum_partial_gradients()
 

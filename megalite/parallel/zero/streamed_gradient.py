@@ -41,7 +41,7 @@ class StreamedGradient(BucketGradient):
         self._filling: Tensor | None = None
         self._reducing: Tensor | None = None
         self._slice: Tensor | None = None
-        self._slice_is_valid = False
+        self._slice_is_valid = self._ends = False
 
     @property
     def full(self) -> Tensor:
@@ -75,7 +75,8 @@ class StreamedGradient(BucketGradient):
 
     def begin_batch(self) -> None:
         assert self._filling is None, "the last batch was never finished"
-        self._slice_is_valid = False
+        super().begin_batch()
+        self._slice_is_valid = self._ends = False
         if not self.keep:
             self._slice = None
             self.bucket.forget_memory()
@@ -92,18 +93,20 @@ class StreamedGradient(BucketGradient):
         full, bucket = self.full, self.bucket
         own, sizes = bucket.owned(full), bucket.plan.sizes
         self.handle = reduce_scatter_into(own, full, bucket.axis, sizes=sizes, async_op=async_op)
+        self._ends = async_op and all(sink.remaining == 0 for sink in self._sinks)
         self._reducing, self._filling = self._filling, None
         self._pool.in_flight = self
         self._next_round()
 
     def finish(self) -> None:
-        if self.handle is None or self._reducing is None:
+        super().finish()
+        if self._reducing is None:
             return
-        self.handle.wait()
-        self.handle = None
         self._add(self.bucket.owned(self._reducing[: self.bucket.numel]), self._reducing)
         self._slice_is_valid = True
         self._reducing = self._pool.in_flight = None
+        if self._ends and self.bucket.further:
+            self.follow(async_op=True)
 
     def _add(self, arrived: Tensor, piece: Tensor) -> None:
         """Adds what has arrived to the slice, and gives its memory back."""
@@ -167,11 +170,12 @@ class StreamingSink(GradSink):
 
     def next_round(self, complete: int) -> None:
         """Begins a round: `complete` micro-batches, perhaps with a part of later ones, are being reduced."""
-        super().reopen()
+        self.fresh = True
         self.seen -= complete * self.uses
 
     def expect(self, contributions: int) -> None:
-        """Every micro-batch is reduced by itself."""
+        """Every micro-batch is reduced by itself; which is the last matters only to what follows the reduction."""
+        self.remaining = contributions
 
     def add(self, gradient: Tensor) -> None:
         if gradient.dim() > 1 or self.gradient.has_scratch:
@@ -189,6 +193,8 @@ class StreamingSink(GradSink):
 
     def done(self) -> None:
         self.seen += 1
+        if self.remaining:
+            self.remaining -= 1
         if self.seen == self.uses and self.on_ready is not None:
             self.on_ready()
 
