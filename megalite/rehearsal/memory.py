@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megalite.inventory import DEFAULT_PLAN, lowered_program, stage_layer_ranges
 from megalite.planner import RankMemory, pipeline_memory, within_budget
@@ -159,17 +160,21 @@ def _cut(log: Sequence[Event]) -> tuple[list[Event], list[tuple[Instance, list[E
 
 
 def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Instance]) -> Iterator[Event]:
-    """The actions of `program`, each as it was seen."""
-    seen: dict[str, list[tuple[int, list[Event]]]] = defaultdict(list)
-    owner: dict[int, tuple[str, int, int]] = {}
+    """The actions of `program`, each as it was seen: what one of them leaves behind is told by its line and its turn."""
+    seen: dict[str, list[tuple[int, list[tuple[Event, Any]]]]] = defaultdict(list)
+    owner: dict[int, tuple[str, int, object]] = {}
     for (does, number), inside in parts:
-        seen[does].append((number, inside))
+        gone, left, told = {event[1] for event in inside if event[0] == "free"}, Counter[str](), []
         for index, event in enumerate(inside):
             if event[0] == "alloc":
-                owner[event[1]] = (does, number, index)
+                left[event[4]] += event[1] not in gone
+                at = index if event[1] in gone else (event[4], left[event[4]])
+                owner[event[1]] = does, number, at
+            told.append((event, owner.get(event[1])))
+        seen[does].append((number, told))
     totals = Counter(does for does, _ in program)
     counts: Counter[str] = Counter()
-    alive: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+    alive: dict[tuple[str, object], dict[int, int]] = defaultdict(dict)
     fresh = -1
     for does, number in program:
         counts[does] += 1
@@ -177,20 +182,19 @@ def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Insta
         if not known:
             continue
         at = 0 if counts[does] == 1 else len(known) - 1 if counts[does] == totals[does] else min(1, len(known) - 1)
-        recorded, inside = known[at]
-        for index, (kind, memory_number, nbytes, stream, place) in enumerate(inside):
-            if kind == "alloc":
-                alive[does, index][number] = fresh
+        recorded, told = known[at]
+        for (kind, memory, nbytes, stream, place), made in told:
+            if made is None:
+                yield kind, memory, nbytes, stream, place
+            elif kind == "alloc":
+                alive[made[0], made[2]][number] = fresh
                 yield kind, fresh, nbytes, stream, place
                 fresh -= 1
-            elif kind == "free" and memory_number in owner:
-                made_by, made_for, made_at = owner[memory_number]
-                there = alive[made_by, made_at]
-                mine = number if made_for == recorded else next(iter(there), None)
-                if mine is not None and mine in there:
-                    yield kind, there.pop(mine), 0, 0, ""
             else:
-                yield kind, memory_number, nbytes, stream, place
+                there = alive[made[0], made[2]]
+                mine = number if made[1] == recorded else next(iter(there), None)
+                if mine in there:
+                    yield kind, there.pop(mine), 0, 0, ""
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ peak of a rank against that of the tensors that are alive in a real run."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from megalite.rehearsal import DEVICE, rehearse_run, rehearsed, short, watched_g
 from megalite.rehearsal import memory as room
 from megalite.rehearsal import rank as ranks
 from megalite.rehearsal.allocator import Allocator
-from megalite.rehearsal.order import tensors_in
+from megalite.rehearsal.order import Event, tensors_in
 from megalite.testing import run_ranks
 from megalite.train import open_run
 
@@ -61,6 +62,23 @@ def test_holes_that_are_too_small_cost_a_segment() -> None:
         allocator.free(key)
     allocator.alloc("large", 8 * MIB, 0)
     assert allocator.reserved == 60 * MIB and allocator.allocated == 28 * MIB
+
+
+def test_what_the_next_action_frees_is_freed_in_every_replay() -> None:
+    """Each backward frees what the one before has left; the first has a buffer more, so that all others count anew."""
+
+    def backward(number: int, own: int, before: int, more: Sequence[int]) -> tuple[tuple[str, int], list[Event]]:
+        made: list[Event] = [("alloc", each, 512, 0, "a buffer") for each in more]
+        made += [("free", each, 0, 0, "") for each in more]
+        made += [("free", before, 0, 0, "")] if before else []
+        return ("backward", number), [*made, ("alloc", own, 512, 0, "sent")]
+
+    seen = [backward(0, 1, 0, [2]), backward(1, 3, 1, []), backward(3, 4, 3, [])]
+    alive, most = 0, 0
+    for kind, *_ in room._replayed(seen, [("backward", n) for n in range(100)]):
+        alive += 1 if kind == "alloc" else -1
+        most = max(most, alive)
+    assert (alive, most) == (1, 1)
 
 
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
