@@ -55,7 +55,8 @@ class Documents:
 class Visibility:
     """queries, keys: positions in the sample, int64 `[s]` and `[k]`. first: the first position that each query sees,
     int64 `[b, s]` (`[1, s]` where all samples are alike), None: from 0 on; it follows from `starts`, where the queries'
-    documents begin, and `window`. documents: the same as `starts`, where the host knows it.
+    documents begin, and `window`. documents: the same as `starts`, where the host knows it. at: position of the first
+    query, where the host knows that both follow one another without a gap, the keys from 0 on.
     """
 
     queries: Tensor
@@ -64,6 +65,7 @@ class Visibility:
     starts: Tensor | None = None
     window: int | None = None
     documents: Documents | None = None
+    at: int | None = None
 
     @classmethod
     def of(
@@ -74,18 +76,20 @@ class Visibility:
         window: int | None,
         document_starts: Tensor | None,
         documents: Documents | None = None,
+        at: int | None = None,
     ) -> Visibility:
         """Of one layer. document_starts: int64 `[b, s]`, where each query's document begins, None: one document."""
         first = document_starts
         if window is not None:
             earliest = (queries - (window - 1)).clamp(min=0)[None]
             first = earliest if first is None else torch.maximum(first, earliest)
-        return cls(queries, keys, first, document_starts, window, documents)
+        return cls(queries, keys, first, document_starts, window, documents, at)
 
     def of_queries(self, part: slice) -> Visibility:
         """Of a part of the queries."""
         first, starts = (None if x is None else x[:, part] for x in (self.first, self.starts))
-        return Visibility(self.queries[part], self.keys, first, starts, self.window)
+        at = None if self.at is None else self.at + part.indices(len(self.queries))[0]
+        return Visibility(self.queries[part], self.keys, first, starts, self.window, at=at)
 
     def dense(self) -> Tensor:
         """True where a query may look: `[s, k]`, or `[b, s, k]` where samples differ. For plain products."""

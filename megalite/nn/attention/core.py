@@ -103,8 +103,9 @@ class AttentionCore:
         if name == FUSED:
             return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(narrow)
         keys = torch.arange(len(k), device=k.device)
+        at = len(k) - len(q)
         sight = Visibility.of(
-            keys[-len(q) :], keys, window=window, document_starts=document_starts, documents=documents
+            keys[at:], keys, window=window, document_starts=document_starts, documents=documents, at=at
         )
         if name in MASKED:
             bends = {"softcap": self.softcap, "sinks": sinks} if name == FLEX else {}

@@ -66,12 +66,15 @@ class Tile(NamedTuple):
 
 def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
     """The tiles that somebody sees. groups: key heads of a sample where samples differ, all of them where not."""
-    queries, keys = runs(sight.queries), runs(sight.keys)
+    if sight.at is None:
+        queries, keys = runs(sight.queries), runs(sight.keys)
+    else:
+        queries, keys = [(0, len(sight.queries), sight.at)], [(0, len(sight.keys), 0)]
     samples = 1 if sight.first is None else len(sight.first)
     for sample in range(samples):
         heads = slice(sample * groups, (sample + 1) * groups) if samples > 1 else slice(None)
         first = None if sight.first is None else sight.first[sample]
-        bounds = None if first is None else first.tolist()
+        bounds = None if first is None else _bounds(sight, first)
         for begin, end, position in queries:
             for low in range(begin, end, QUERY_TILE):
                 high = min(low + QUERY_TILE, end)
@@ -84,6 +87,14 @@ def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
                     alone = len(seen) == 1 and first_key <= lowest and behind_last == at + high - low
                     edges = list(_edges(sight, first, slice(low, high), columns, first_key, clear, at))
                     yield Tile(heads, slice(low * r, high * r), columns, alone, edges)
+
+
+def _bounds(sight: Visibility, first: Tensor) -> list[int]:
+    """The first position that each query sees; a window alone needs nothing of the device."""
+    if sight.at is None or sight.starts is not None or sight.window is None:
+        found: list[int] = first.tolist()
+        return found
+    return [max(0, sight.at + n - sight.window + 1) for n in range(len(sight.queries))]
 
 
 def runs(positions: Tensor) -> list[tuple[int, int, int]]:

@@ -53,6 +53,12 @@ def test_what_has_no_row_is_a_fault() -> None:
     assert faults and all("the host waits for the device" in each and "expert/" in each for each in faults)
 
 
+@pytest.mark.parametrize("more", ["", "--window-size 3,0"])
+def test_tiles_of_whole_sequences_need_nothing_of_the_device(more: str) -> None:
+    report = rehearse_run(rehearsed([*SMALL, "--attention-dropout", "0.1", *more.split()], 1, steps=1))
+    assert not any("tiles.py" in text for kind, _, _, _, text in report.records[0].log if kind == "sync")
+
+
 @pytest.mark.parametrize("more", ["", "--tensor-model-parallel-size 2 --tp-comm-overlap"])
 def test_the_host_knows_where_documents_begin(more: str) -> None:
     """The kernel takes one bound for each document, in host memory; of halves, too."""
