@@ -114,7 +114,9 @@ def rank_memory(
     again = {stage: plan.recompute_of(stage) for stage, _ in stages}
     kept = {stage: stage_activations(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     spaces = {stage: workspace_bytes(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
-    logits, block = (max(space[i] for space in spaces.values()) for i in (0, 1))
+    logits = max(space[0] for space in spaces.values())
+    # What the head keeps of a micro-batch is gone before the backward of the blocks of its stage begins.
+    block = max(space[1] - kept[stage].head * (space[0] > 0) for stage, space in spaces.items())
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
     host = float(states.host)
     if program.room is not None:
