@@ -104,7 +104,7 @@ class Region:
         return cls(begin, end, is_dense(x), width, tuple(x.shape), x.stride())
 
     def covers(self, other: Region) -> bool:
-        return self.dense and self.begin <= other.begin and other.end <= self.end
+        return self.begin <= other.begin and other.end <= self.end and (self.dense or self == other)
 
     def meets(self, other: Region) -> bool:
         """Whether they share a byte."""

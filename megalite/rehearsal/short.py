@@ -22,18 +22,18 @@ from megalite.schedule import GRADIENT_KINDS, NORM, REDUCE, RESHARD, STEP, UNSHA
 
 EVALUATED = 2
 """Micro-batches of an evaluation."""
-FEWEST = 4
+FEWEST = 3
 WHOLE = 8
 """Micro-batches of a batch that is rehearsed as it is."""
 OF_WEIGHTS = frozenset({REDUCE, NORM, STEP, UNSHARD, RESHARD})
 
 
 def shortest(config: Config, size: int) -> Config:
-    """The run with the fewest micro-batches that its schedule takes, two for the ends and one that repeats at least."""
+    """The run with the fewest micro-batches that its schedule takes: two for the ends and one that repeats at least."""
     stages = config.parallel.pipeline_model_parallel_size
     unit = config.training.micro_batch_size * config.data_parallel_size(size)
     before = set(config_problems(config, size))
-    for count in sorted({FEWEST, *(n * stages for n in (1, 2, 4))}):
+    for count in sorted({FEWEST, *(n * stages for n in (1, 2, 4) if n * stages > FEWEST)}):
         short = replace(config, training=replace(config.training, global_batch_size=count * unit))
         if WHOLE < config.num_microbatches(size) > count and before.issuperset(config_problems(short, size)):
             return short

@@ -81,6 +81,13 @@ def test_what_the_next_action_frees_is_freed_in_every_replay() -> None:
     assert (alive, most) == (1, 1)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_batch_keeps_its_ends_and_one_that_repeats(size: int) -> None:
+    """Without a pipeline, too."""
+    run = rehearsed(SMALL, size)
+    assert (run.config.num_microbatches(size), run.full.num_microbatches(size)) == (3, 24 // size)
+
+
 TWO, FOUR = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"
 
 
