@@ -160,7 +160,7 @@ def _cut(log: Sequence[Event]) -> tuple[list[Event], list[tuple[Instance, list[E
 
 
 def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Instance]) -> Iterator[Event]:
-    """The actions of `program`, each as it was seen: what one of them leaves behind is told by its line and its turn."""
+    """The actions of `program`, each as it was seen: what one of them leaves behind is told by its line and turn."""
     seen: dict[str, list[tuple[int, list[tuple[Event, Any]]]]] = defaultdict(list)
     owner: dict[int, tuple[str, int, object]] = {}
     for (does, number), inside in parts:
