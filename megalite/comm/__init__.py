@@ -20,7 +20,7 @@ Invariant: if every axis has size 1, nothing here touches a process group, so a 
 every test. Only this room and `launch` import torch.distributed.
 """
 
-from megalite.comm.autograd import copy_to_axis, gather_channels, own_slice, reduce_from_axis, scatter_sum_sequence
+from megalite.comm.autograd import copy_to_axis, gather_sequence, own_slice, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, make_axis
 from megalite.comm.collectives import (
     Done,

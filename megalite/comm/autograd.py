@@ -4,11 +4,10 @@
     all-reduce          identity            reduce_from_axis (g)      Megatron-LM, arXiv 1909.08053
     identity            all-reduce          copy_to_axis (f)
     reduce-scatter      all-gather dim 0    scatter_sum_sequence      sequence parallelism, arXiv 2205.05198
-    all-gather          reduce-scatter      gather_channels
+    all-gather          reduce-scatter      gather_sequence
 
-Activations are sequence first (`[s, b, h]`), so all but the last work on dim 0 and need no copy. Over an axis of size 1
-they are the identity. The linear layers call their own collectives in their backward (`parallel.tensor.linear`), so
-that matrix products hide them.
+Activations are sequence first (`[s, b, h]`), so all work on dim 0 without a copy. Over an axis of size 1 they are the
+identity. Linear layers have collectives of their own in their backward, hidden by products (`parallel.tensor.linear`).
 """
 
 from __future__ import annotations
@@ -58,10 +57,9 @@ def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _Conjugates.apply(x, axis, reduce_scatter, all_gather)
 
 
-def gather_channels(x: Tensor, axis: Axis) -> Tensor:
-    """`[..., h]` -> `[..., size * h]`; the gradients of all ranks are summed."""
-    first = x.movedim(-1, 0).contiguous()
-    return _Conjugates.apply(first, axis, all_gather, _scatter_sum).movedim(0, -1)
+def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
+    """`[n, ...]` -> `[size * n, ...]`; the gradients of all ranks are summed."""
+    return x if axis.size == 1 else _Conjugates.apply(x, axis, all_gather, _scatter_sum)
 
 
 def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:

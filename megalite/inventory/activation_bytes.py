@@ -186,15 +186,17 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
 
 
 def _delta_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
-    """Of a state in attention's place, in fp32 where narrower: the projection, the convolution, queries, keys and
-    values before and behind the solution of their chunk, its decay and scores, a state for each chunk."""
+    """Of a state in attention's place, in fp32 where narrower: the projection, the convolution's results, what solves
+    each chunk, what reads the state and what is written to it, a state for each chunk; all but the first two for a
+    state's columns, too, where ranks share a sequence."""
     size, tokens, given = ElementBytes.of(config), micro_tokens(config), model.delta
     tp = config.parallel.tensor_model_parallel_size * 1.0
     e, wide, values = size.compute, size.wide, given.linear_num_value_heads
     mixed, dk, dv = given.linear_num_key_heads * given.mixed, given.linear_key_head_dim, given.linear_value_head_dim
-    kept: float = e * (4 * mixed + given.value_size + 2 * values)
-    kept += wide * (2 * mixed + values * (4 * dk + 5 * dv + 4 * min(CHUNK, model.seq_length) + dk * dv / CHUNK))
-    return tokens * (kept + 2 * e * given.value_size + wide * given.value_size) / tp
+    columns = dv + dk * (config.parallel.context.context_parallel_size > 1)
+    kept: float = e * (mixed + given.value_size + 2 * values)
+    kept += wide * (mixed + values * (dk + 2 * columns + min(CHUNK, model.seq_length) + dk * columns / CHUNK + 4))
+    return tokens * (kept + 2 * e * given.value_size + 2 * wide * given.value_size) / tp
 
 
 MIXER_BYTES = {"attention": _attention_bytes, "latent": _latent_bytes, "delta": _delta_bytes}
@@ -215,11 +217,15 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     traded      e T (2 q + 2 k) / t * (A - 1) / A            queries, keys, values there, results back
     ring        2 e T k / t * (P - 1)                        backward again, and 2 w T k / t * (P - 1) of gradients
     gathered    2 e T k / t * (P - 1)                        backward twice that: again, and scattered
+    states      x (A - 1) traded, x A (P - 1) gathered       x: what two pieces do to states, inputs at their ends
     """
     given, size, model = config.parallel.context, ElementBytes.of(config), layer.model
     tokens, tp = micro_tokens(config), config.parallel.tensor_model_parallel_size
     q, kv = model.query_size / tp, model.local_kv_size(tp)
     traders, ring = given.traders, given.ring
+    if model.mixer == "delta":
+        own = 2 * config.training.micro_batch_size * _affine_bytes(config, model) / tp
+        return ContextBytes(own * (traders - 1), own * traders * (ring - 1), own * traders * (ring - 1))
     traded = size.compute * tokens * 2 * (q + kv) * (traders - 1) / traders
     if ring == 1:
         return ContextBytes(traded, 0.0, 0.0)
@@ -227,6 +233,16 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     if given.cp_comm_type == "all_gather":
         return ContextBytes(traded, once, 2 * once)
     return ContextBytes(traded, once, once + 2 * size.wide * tokens * kv * (ring - 1))
+
+
+def _affine_bytes(config: Config, model: ModelConfig) -> float:
+    """Of what a piece of a sequence does to states, and of the inputs that the convolution behind it wants."""
+    size, given = ElementBytes.of(config), model.delta
+    reach = min(
+        given.linear_conv_kernel_dim - 1, model.seq_length // (2 * config.parallel.context.context_parallel_size)
+    )
+    states = given.linear_key_head_dim * (given.linear_key_head_dim * given.linear_num_value_heads + given.value_size)
+    return size.wide * states + size.compute * reach * given.linear_num_key_heads * given.mixed
 
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:

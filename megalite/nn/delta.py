@@ -4,8 +4,8 @@
     q, k over their lengths, q / sqrt(dk);  o by the gated delta rule (`delta_rule`);  y = W_o (w rms(o) silu(z))
 
 The rows of the projection are grouped by key head, each with its query, key, values and z, as Qwen3-Next stores them; a
-tensor-parallel rank holds whole groups. Where ranks share a sequence, tokens are traded for heads over all of them,
-whatever `cp_comm_type` says of attention: each then has whole sequences of some heads.
+tensor-parallel rank holds whole groups. Where ranks share a sequence, what a piece of it does to a state is an affine
+map: each rank computes those of its pieces, all exchange them, whatever `cp_comm_type` says of attention.
 
 A cache keeps the state and the last inputs of the convolution; its size does not grow.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.comm import all_gather
+from megalite.comm import gather_sequence
 from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
@@ -28,7 +28,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import Norm, widened
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.context import trade_heads_for_tokens, trade_tokens_for_heads
+from megalite.nn.short_convolution import convolved
 from megalite.parallel.tensor import (
     ColumnParallelLinear,
     LayerContext,
@@ -37,8 +37,6 @@ from megalite.parallel.tensor import (
     enter_parallel,
     new_parameter,
 )
-
-EPSILON = 1e-6
 
 
 class GatedDeltaNet(nn.Module):
@@ -49,7 +47,7 @@ class GatedDeltaNet(nn.Module):
         given, h, std, tp = config.delta, config.hidden_size, hidden_std(config), ctx.tp
         self.given, self.tp, self.split, self.cp = given, tp, ctx.sequence_split, ctx.cp
         keys, values = given.linear_num_key_heads, given.linear_num_value_heads
-        self.heads = keys // tp.size
+        self.heads, self.reach = keys // tp.size, given.linear_conv_kernel_dim - 1
 
         def vector(start: float) -> nn.Parameter:
             place = ParameterPlacement(
@@ -89,22 +87,62 @@ class GatedDeltaNet(nn.Module):
     def mix(self, x: Tensor, microbatch: Microbatch, cache: LayerCache | None) -> Tensor:
         """`[s, b, h]` -> the normalised and gated results of this rank's heads, `[s, b, values / t]`."""
         s, b = x.shape[:2]
-        mixed, group, dv = self.given.mixed, self.given.group, self.given.linear_value_head_dim
-        inputs, z = self.qkvz(x).view(s, b, self.heads, -1).split((mixed, group * dv), -1)
-        packed = torch.cat((inputs, self.ba(x).view(s, b, self.heads, -1)), -1)
-        order, starts = microbatch.order, microbatch.document_starts
-        if order is None:
-            o = self.run(packed, (self.conv, self.dt_bias, self.a_log), starts, cache)
-            return self.attend(o, z)
-        axes = self.cp
-        places = order.argsort()
-        packed = trade_tokens_for_heads(trade_tokens_for_heads(packed, axes.heads), axes.ring)[places]
-        part = axes.heads.rank * axes.ring.size + axes.ring.rank
-        own = tuple(p.chunk(axes.size)[part] for p in (self.conv, self.dt_bias, self.a_log))
-        o = self.run(packed, own, None if starts is None else starts[:, places], cache)[order]
+        mixed, value_size = self.given.mixed, self.given.group * self.given.linear_value_head_dim
+        inputs, z = self.qkvz(x).view(s, b, self.heads, -1).split((mixed, value_size), -1)
+        ba, starts = self.ba(x).view(s, b, self.heads, -1), microbatch.document_starts
+        if microbatch.order is not None:
+            return self.attend(self.over_ranks(inputs, ba, microbatch, cache), z)
+        offset = 0 if cache is None else cache.length
+        starts = None if starts is None else starts - offset
+        before, state = (None, None) if cache is None or cache.state is None else cache.state
+        before = inputs.new_zeros(self.reach, *inputs.shape[1:]) if before is None else before
+        o, state = self.run(inputs, ba, before, state, starts)
         if cache is not None:
-            self._share(cache)
-        return self.attend(trade_heads_for_tokens(trade_heads_for_tokens(o, axes.ring), axes.heads), z)
+            cache.state, cache.length = (torch.cat((before, inputs))[s:], state), offset + s
+        return self.attend(o.to(x.dtype), z)
+
+    def over_ranks(self, inputs: Tensor, ba: Tensor, microbatch: Microbatch, cache: LayerCache | None) -> Tensor:
+        """Results for this rank's tokens, `[s, b, H, r, dv]`, where others have those before.
+
+        A rank has two pieces of the sequence (`sequence_order`). The state behind a piece is N + M S, S that before it:
+        the rule gives both by columns, N from values and no state, M from no values and the unit matrix, and each
+        result likewise. The ranks exchange N, M and the last inputs of their pieces.
+        """
+        pieces, (n, b), dk = 2, inputs.shape[:2], self.given.linear_key_head_dim
+        order, starts, length = microbatch.order, microbatch.document_starts, n // 2
+        assert order is not None and microbatch.places is not None
+        begins, rank = order[::length], self.cp.ring.rank * self.cp.heads.size + self.cp.heads.rank
+        first, own = begins.argsort(), slice(pieces * rank, pieces * (rank + 1))
+        place = first.argsort()[own]  # of this rank's pieces in the sequence
+
+        line = inputs.new_zeros(self.reach, *inputs.shape[1:])
+        reach = min(self.reach, length)
+        if reach:
+            tails = inputs.unflatten(0, (pieces, length))[:, length - reach :]
+            line = torch.cat((line, self._exchanged(tails)[first].flatten(0, 1)))
+        window = torch.arange(self.reach, device=order.device)
+        before = line[(place * reach)[:, None] + window].transpose(0, 1).flatten(1, 2)
+        if starts is not None:
+            starts = starts[:, rank * n : (rank + 1) * n].unflatten(1, (pieces, length)) - begins[own][:, None]
+            starts = starts.transpose(0, 1).flatten(0, 1)
+        inputs, ba = (x.unflatten(0, (pieces, length)).transpose(0, 1).flatten(1, 2) for x in (inputs, ba))
+        unit = torch.eye(dk, dtype=widened(inputs).dtype, device=inputs.device)
+        o, ends = self.run(inputs, ba, before, unit, starts)
+        dv = o.shape[-1] - dk
+        state, states = torch.zeros_like(ends[:b, ..., :dv]), list[Tensor]()
+        for end in self._exchanged(ends.unflatten(0, (pieces, b)))[first]:
+            states.append(state)
+            state = end[..., :dv] + end[..., dv:] @ state
+        if cache is not None:
+            cache.state, cache.length = (line[len(line) - self.reach :], state), len(order)
+        own_states = torch.stack(states)[place].flatten(0, 1)  # [2 b, H, r, dk, dv]
+        o = o[..., :dv] + (o[..., dv:].movedim(0, 3) @ own_states).movedim(3, 0)
+        tokens: Tensor = o.unflatten(1, (pieces, b)).transpose(0, 1).flatten(0, 1).to(inputs.dtype)
+        return tokens
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        """Those of all ranks that share a sequence, rank after rank."""
+        return gather_sequence(gather_sequence(x.contiguous(), self.cp.heads), self.cp.ring)
 
     def attend(self, o: Tensor, z: Tensor) -> Tensor:
         """w rms(o) silu(z): o `[s, b, H, r, dv]`, z `[s, b, H, r * dv]` -> `[s, b, H * r * dv]`."""
@@ -112,41 +150,21 @@ class GatedDeltaNet(nn.Module):
         y: Tensor = (self.norm(o) * gate).to(z.dtype).flatten(2)
         return y
 
-    def run(self, packed: Tensor, own: tuple[Tensor, ...], starts: Tensor | None, cache: LayerCache | None) -> Tensor:
-        """Convolution and rule over whole sequences of some heads: `[n, b, H, mixed + 2 r]` -> `[n, b, H, r, dv]`."""
-        given, (conv, dt_bias, a_log) = self.given, own
-        dk, dv, group = given.linear_key_head_dim, given.linear_value_head_dim, given.group
-        n, b, heads = packed.shape[:3]
-        offset = 0 if cache is None else cache.length
-        inputs, beta, a = packed.split((given.mixed, group, group), -1)
-        taps = conv.shape[-1]
-        before, state = (None, None) if cache is None or cache.state is None else cache.state
-        before = inputs.new_zeros(taps - 1, b, heads, given.mixed) if before is None else before
-        line = torch.cat((before, inputs))
-        y = torch.zeros_like(inputs)
-        for tap in range(taps):
-            seen = line[tap : tap + n] * conv[..., tap]
-            lag = taps - 1 - tap
-            if starts is not None and lag:
-                at = torch.arange(offset - lag, offset - lag + n, device=starts.device)
-                seen = seen * (at >= starts).t()[:, :, None, None]
-            y = y + seen
-        q, k, v = widened(F.silu(y)).split((dk, dk, group * dv), -1)
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPSILON) for x in (q, k))
-        beta, a, rates = widened(beta), widened(a), widened(a_log).exp().view(heads, group)
-        g = -rates * F.softplus(a + widened(dt_bias).view(heads, group))
-        o, state = gated_delta(
-            q * dk**-0.5, k, v.view(n, b, heads, group, dv), torch.sigmoid(beta), g, state, starts, offset
-        )
-        if cache is not None:
-            cache.state, cache.length = (line[len(line) - taps + 1 :], state), offset + n
-        return o.to(packed.dtype)
+    def run(
+        self, inputs: Tensor, ba: Tensor, before: Tensor, state: Tensor | None, starts: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Convolution and rule: `[n, b, H, mixed]`, `[n, b, H, 2 r]` -> (o `[n, b, H, r, dv]`, the state behind it).
 
-    def _share(self, cache: LayerCache) -> None:
-        """Gives every rank that shares a sequence the state of all heads: a generated token is computed on all."""
-        assert cache.state is not None
-        inputs, state = cache.state
-        for axis in (self.cp.ring, self.cp.heads):
-            inputs = all_gather(inputs.movedim(2, 0).contiguous(), axis).movedim(0, 2)
-            state = all_gather(state.movedim(1, 0).contiguous(), axis).movedim(0, 1)
-        cache.state = inputs, state
+        before: the inputs in front. state: that in front, or a unit matrix: then the columns of the rule for it and no
+        values follow those of the values. starts: of documents, counted from the first token.
+        """
+        dk, dv, group = self.given.linear_key_head_dim, self.given.linear_value_head_dim, self.given.group
+        n, b, heads = inputs.shape[:3]
+        q, k, v = convolved(inputs, before, self.conv, dk, starts)
+        v = v.view(n, b, heads, group, dv)
+        if state is not None and state.dim() == 2:
+            v = F.pad(v, (0, dk))
+            state = F.pad(state, (dv, 0)).expand(b, heads, group, dk, dv + dk)
+        beta, a = widened(ba).split((group, group), -1)
+        rates, shift = (widened(x).view(heads, group) for x in (self.a_log, self.dt_bias))
+        return gated_delta(q, k, v, torch.sigmoid(beta), -rates.exp() * F.softplus(a + shift), state, starts)

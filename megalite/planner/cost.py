@@ -316,7 +316,8 @@ class Roofline:
         sent, kind = context_bytes(config, layer), given.cp_comm_type
         trade = CommGroup(self.hardware, given.traders, tp).all_to_all
         ring = CommGroup(self.hardware, given.ring, tp * given.traders)
-        others, gathers, overlap = given.ring - 1, kind == "all_gather", self.hardware.overlap
+        gathers = kind == "all_gather" or layer.model.mixer == "delta"
+        others, overlap = given.ring - 1, self.hardware.overlap
 
         def exposed(nbytes: float, messages: int, compute: float) -> float:
             if gathers or not others:

@@ -88,12 +88,12 @@ def _delta(config: Config) -> Iterator[str]:
     if given.experimental_attention_variant is None:
         return
     keys, values = given.linear_num_key_heads, given.linear_num_value_heads
-    ranks = parallel.tensor_model_parallel_size * parallel.context.context_parallel_size
+    sizes = {mesh.tp for mesh in parallel.meshes} or {parallel.tensor_model_parallel_size}
     if values % keys:
         yield f"`linear_num_value_heads`={values}: must be a multiple of `linear_num_key_heads`={keys}"
-    if keys % ranks:
+    for ranks in sorted(size for size in sizes if keys % size):
         yield (
-            f"`linear_num_key_heads`={keys}: {ranks} ranks (tensor x context parallel) cannot share them; legal: "
+            f"`linear_num_key_heads`={keys}: {ranks} tensor-parallel ranks cannot share them; legal: "
             f"{listed(divisors(keys))}"
         )
     if model.lora.lora_rank is not None:

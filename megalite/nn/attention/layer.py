@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import gather_channels
+from megalite.comm import gather_sequence
 from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import cached_attention
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(x, message)
         if self.sharers.size == 1:
             return qkv
-        group, keys = gather_channels(qkv, self.sharers), 2 * self.d
+        group, keys = gather_sequence(qkv.movedim(-1, 0).contiguous(), self.sharers).movedim(0, -1), 2 * self.d
         width = (group.shape[-1] - keys) // self.sharers.size
         return torch.cat((group.narrow(-1, self.sharers.rank * width, width), group[..., -keys:]), -1)
 

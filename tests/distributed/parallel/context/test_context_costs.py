@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megalite.comm import autograd
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.inventory import context_bytes, model_layers
@@ -23,6 +24,8 @@ BASE = (
     "--global-batch-size 2 --train-iters 50 --lr 1e-2 --mock-data --tokenizer-type NullTokenizer --vocab-size 61 "
     "--eval-iters 0 --make-vocab-size-divisible-by 8 --num-workers 0 --no-exit-signal-handler"
 ).split()
+
+DELTA = "--linear-attention variant=gdn key_head_dim=4 value_head_dim=6 num_key_heads=1 num_value_heads=2"
 
 
 def sent_body(world: World, argv: list[str]) -> tuple[float, float]:
@@ -43,6 +46,8 @@ def sent_body(world: World, argv: list[str]) -> tuple[float, float]:
         (heads, "all_to_all"): lambda n: (n - 1) / n,
         (gathered, "all_gather"): lambda n: n - 1,
         (gathered, "reduce_scatter"): lambda n: (n - 1) / n,
+        (autograd, "all_gather"): lambda n: n - 1,
+        (autograd, "reduce_scatter"): lambda n: (n - 1) / n,
     }
     with open_run(config, world) as run:
         patches = [patch.object(m, name, counted(getattr(m, name), share)) for (m, name), share in shares.items()]
@@ -57,8 +62,11 @@ def sent_body(world: World, argv: list[str]) -> tuple[float, float]:
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("p2p", 2), ("p2p", 4), ("all_gather", 4), ("a2a", 2), ("a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4)],
-)
+    [
+        ("p2p", 2), ("p2p", 4), ("all_gather", 4), ("a2a", 2), ("a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4),
+        (f"p2p {DELTA}", 2), (f"a2a+p2p --hierarchical-context-parallel-sizes 2 2 {DELTA}", 4),
+    ],
+)  # fmt: skip
 def test_bytes_on_the_wire(kind: str, size: int) -> None:
     argv = [
         *BASE,
