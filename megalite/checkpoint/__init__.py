@@ -11,7 +11,9 @@
     reshard.py      rectangles: intersections, who writes what (pure)
     saving.py       one save of one rank; background.py: asynchronous
     remote.py       ... in a store: commit without rename, sweep; uploads.py: sent in the background; lease.py: its lock
+    local.py        saves on the hosts themselves; hosts.py: which these are; replicas.py: files sent between them
     loading.py      slices of a layout cut out of stored rectangles; every byte against its checksum
+    agreement.py    do the ranks' plans add up to one load
     run_dir.py      newest committed checkpoint, retention; lock.py: one run, one directory
     start_decision.py   from where a run starts
     meta.py         typed reading of `meta`; is it a checkpoint of this model
@@ -36,8 +38,10 @@ from megalite.checkpoint.format import (
     parse_json,
     tiling_problem,
 )
+from megalite.checkpoint.hosts import LocalSettings
 from megalite.checkpoint.lease import RunLease, lock_of
 from megalite.checkpoint.loading import AVERAGES, AveragedReader, CheckpointReader, reader_of, verify_checkpoint
+from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors
 from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small
 from megalite.checkpoint.remote import send_along, take_up

@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.agreement import agree_on_load
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
-from megalite.checkpoint.format import BLOCK_BYTES, COMMITTED, Manifest, checksum
+from megalite.checkpoint.format import BLOCK_BYTES, COMMITTED, checksum
 from megalite.checkpoint.lease import RunLease
-from megalite.checkpoint.loading import STATE_PREFIXES, RankLoad, unused_names, verify_checkpoint
+from megalite.checkpoint.loading import RankLoad, verify_checkpoint
+from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.run_dir import (
     committed,
     directory_name,
@@ -58,7 +60,7 @@ class Checkpointer:
     staging: of a URL: the folder of this host in which saves wait for their upload. lease: which rank 0 holds.
     world: the axis of all ranks; `Axis.single("world")` for one process.
     keep_last: how many checkpoints stay (`--keep-last`); None keeps all. Others are deleted after the next commit.
-    retain_interval: checkpoints at multiples of it stay forever (`--save-retain-interval`).
+    retain_interval: checkpoints at multiples of it stay forever (`--save-retain-interval`). local: saves on hosts.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Checkpointer:
         keep_last: int | None = None,
         retain_interval: int | None = None,
         block_bytes: int = BLOCK_BYTES,
+        local: LocalSaves | None = None,
     ) -> None:
         self.directory = run_place(directory)
         own = self.directory if isinstance(self.directory, Path) else Path(staging_folder(str(self.directory)))
@@ -80,7 +83,7 @@ class Checkpointer:
         self._swept = False
         self._plan: tuple[list[tuple[str, Any]], SavePlan] | None = None
         self._last: Place | None = None
-        self._lease = lease
+        self._lease, self.local = lease, local
         self.uploads = Uploads(world.rank, world.size) if isinstance(self.directory, StoreUrl) else None
         self._memory = StagingMemory()
         self.after_upload: Callable[[], None] | None = None
@@ -171,6 +174,16 @@ class Checkpointer:
         job = self._copied(job)
         self._flight = BackgroundSave(job, self.world.size, lambda: self._after_commit(job, started))
 
+    def save_locally(
+        self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
+    ) -> bool:
+        """`save` on the hosts themselves; whether that has succeeded."""
+        if self.local is None:
+            return False
+        fault_point("save.begin", rank=self.world.rank, step=step)
+        plan = self._agree_on_plan(shards)
+        return self.local.save(step, plan, SaveJob.parts_of(shards, plan.duties.of(self.world.rank)), meta, files)
+
     def check_room(self, shards: Sequence[TensorShard]) -> None:
         """Checks that what `save` would write now fits on the disk, before training finds out hours later.
 
@@ -184,6 +197,8 @@ class Checkpointer:
                 check_space(self.directory, plan.nbytes)
 
         self._on_first(look)
+        if self.local is not None:
+            self.local.check_room(plan.nbytes)
         if self.uploads is not None:
             self._together(staging_problem(self._staging, plan.nbytes // self.world.size))
 
@@ -341,6 +356,8 @@ class Checkpointer:
         found = self._on_first(look)
         back = None if found is None else place(found)
         self._last = back or self._last
+        if back is not None and self.local is not None:
+            self.local.drop_after(step_of(back))
         return back
 
     def load(self, path: Place | str, shards: Sequence[TensorShard], *, cast: bool = False) -> dict[str, Any]:
@@ -353,32 +370,16 @@ class Checkpointer:
         """
         started = time.perf_counter()
         mine = RankLoad(place(path), shards, cast=cast)
+        scattered = self.local is not None and self.local.fetch(mine.path, mine.files)
         gathering = GatheredJson([mine.problem, mine.save_id, mine.mask], self.world)
         # The message travels while the first rectangle is read; what it says is known before more is read.
-        mine.read_first(rank=self.world.rank)
-        manifest = self._agree_on_load(mine, gathering.wait())
+        mine.read_first(rank=self.world.rank, all_here=not scattered)
+        manifest = agree_on_load(mine, gathering.wait(), speaks=self.world.is_first)
         patiently(mine.read_rest, self.world)
         self._together(mine.problem)
         seconds = time.perf_counter() - started
         logger.info("loaded %s (%s on this rank in %.2f s)", mine.path, amount(mine.nbytes, "B"), seconds)
         return dict(manifest.meta)
-
-    def _agree_on_load(self, mine: RankLoad, plans: Sequence[tuple[str | None, str, str]]) -> Manifest:
-        """Raises CheckpointError, on all ranks alike, where the ranks' plans do not add up to one load."""
-        raise_first([problem for problem, _, _ in plans])
-        assert mine.manifest is not None
-        if any(save_id != plans[0][1] for _, save_id, _ in plans):
-            raise CheckpointError(
-                f"{mine.path}: the ranks see different checkpoints; is the directory shared by all hosts?"
-            )
-        unused = unused_names(mine.manifest, [mask for _, _, mask in plans])
-        weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
-        if weights:
-            more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
-            raise CheckpointError(f"{mine.path}: holds weights that this model lacks: {', '.join(weights[:3])}{more}")
-        if unused and self.world.is_first:
-            logger.info("%s: %d state tensors were not asked for and not loaded", mine.path, len(unused))
-        return mine.manifest
 
     # ---- agreement
 

@@ -181,7 +181,10 @@ def _pieces(
 
 
 class RankLoad:
-    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it."""
+    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it.
+
+    files: that it reads.
+    """
 
     def __init__(self, path: Place, shards: Sequence[TensorShard], *, cast: bool) -> None:
         self.path = path
@@ -189,20 +192,21 @@ class RankLoad:
         self.manifest: Manifest | None = None
         self.problem: str | None = None
         self.save_id, self.mask = "", "0"
+        self.files: list[str] = []
         self._counts: Iterator[int] = iter(())
         with self._note_problem():
             manifest = read_manifest(path)
             reads = plan_reads(manifest, shards, cast=cast, where=str(path))
             self.save_id, self.mask = manifest.save_id, names_mask(manifest, {shard.name for shard in shards})
             self._counts = run_reads(path, manifest, reads)
-            self.manifest = manifest
+            self.manifest, self.files = manifest, [*reads]
 
-    def read_first(self, *, rank: int) -> None:
-        """Reads the first rectangle; rank 0 verifies also what no rank reads."""
+    def read_first(self, *, rank: int, all_here: bool = True) -> None:
+        """Reads the first rectangle; rank 0 verifies also what no rank reads, if all files are `all_here`."""
         if self.manifest is not None:
             with self._note_problem():
                 fault_point("load", rank=rank, step=self.manifest.step)
-                if rank == 0:
+                if rank == 0 and all_here:
                     verify_unread(self.path, self.manifest)
                 self.nbytes += next(self._counts, 0)
 
@@ -304,15 +308,6 @@ def names_mask(manifest: Manifest, names: Collection[str]) -> str:
     return f"{int(bits or '0', 2):x}"
 
 
-def unused_names(manifest: Manifest, masks: Collection[str]) -> list[str]:
-    """Stored tensors that no rank asked for, by what `names_mask` said on each."""
-    used = 0
-    for mask in masks:
-        used |= int(mask, 16)
-    bits = f"{used:0{len(manifest.tensors)}b}"
-    return [name for name, bit in zip(manifest.tensors, bits, strict=False) if bit == "0"]
-
-
 def verify_checkpoint(
     path: Place | str,
     *,
@@ -343,7 +338,7 @@ def verify_checkpoint(
 
     for name in names:
         try:
-            _verify_file(root, manifest, name, read, with_state=with_state, contents=contents)
+            verify_file(root, manifest, name, read, with_state=with_state, contents=contents)
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
@@ -356,9 +351,10 @@ def verify_checkpoint(
     return problems
 
 
-def _verify_file(
+def verify_file(
     root: Place, manifest: Manifest, name: str, on_read: Callable[[int], None], *, with_state: bool, contents: bool
 ) -> None:
+    """Raises CheckpointError where one safetensors file of a checkpoint is damaged; flags: `verify_checkpoint`."""
     stored = manifest.files[name]
     buffer = memoryview(bytearray(manifest.block_bytes))
     wanted = [s for s in stored.shards if contents and (with_state or not s.tensor.startswith(STATE_PREFIXES))]

@@ -233,6 +233,7 @@ class SaveJob:
     files: Mapping[str, bytes] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
     lease: RunLease | None = None
+    flag: str = "save"
 
     @classmethod
     def parts_of(cls, shards: Sequence[TensorShard], duties: Sequence[WriteDuty]) -> list[TensorPart]:
@@ -320,13 +321,13 @@ class SaveJob:
 
     def explain(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError):
-            return f"`save`={self.directory}: {self.staging.name} is gone; do all hosts share this directory?"
+            return f"`{self.flag}`={self.directory}: {self.staging.name} is gone; do all hosts share this directory?"
         if isinstance(error, OSError):
             return (
-                f"`save`={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "
+                f"`{self.flag}`={self.directory}: could not write {error.filename or self.staging}: {error.strerror} "
                 f"({space_line(self.plan.nbytes, self.staging.parent)}); older checkpoints are untouched"
             )
         if isinstance(error, CheckpointError):
             return error.text
         logger.exception("saving step %d failed", self.step)
-        return f"`save`={self.directory}: saving step {self.step} failed: {type(error).__name__}: {error}"
+        return f"`{self.flag}`={self.directory}: saving step {self.step} failed: {type(error).__name__}: {error}"

@@ -140,7 +140,7 @@ def write_shard_file(
     parts = sorted(parts, key=lambda part: -part.values.element_size())
     header = _header(parts, save_id)
     shards: list[StoredShard] = []
-    with _NewFile(path) as file:
+    with NewFile(path) as file:
         file.write(memoryview(header))
         at = len(header)
         for number, part in enumerate(parts):
@@ -154,11 +154,11 @@ def write_shard_file(
 
 def write_file(path: Path, data: bytes) -> str:
     """Writes and syncs a new small file; returns its checksum."""
-    with _NewFile(path) as file:
+    with NewFile(path) as file:
         return file.write(memoryview(data))
 
 
-class _NewFile:
+class NewFile:
     """A file that must not exist yet; synced when it is closed without an error."""
 
     def __init__(self, path: Path) -> None:
@@ -192,7 +192,7 @@ class _NewFile:
             error.filename = str(self._path)
             raise
 
-    def __enter__(self) -> _NewFile:
+    def __enter__(self) -> NewFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -215,7 +215,7 @@ def fsync_directory(path: Path) -> None:
 def write_proof(staging: Path, manifest: Manifest) -> None:
     """manifest.json, then COMMITTED, then the directory: all durable."""
     raw = to_json(manifest)
-    with _NewFile(staging / MANIFEST) as first, _NewFile(staging / COMMITTED) as second:
+    with NewFile(staging / MANIFEST) as first, NewFile(staging / COMMITTED) as second:
         first.write(memoryview(raw))
         second.write(memoryview(commit_text(raw)))
         # At once: a journalling file system then commits once instead of three times. The order does not matter

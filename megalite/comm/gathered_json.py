@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megalite.comm.axis import Axis
-from megalite.comm.collectives import all_gather_into, device_of
+from megalite.comm.collectives import all_gather_into, all_reduce_, device_of
 
 # Texts up to this long travel in one collective; longer ones take two.
 _HEAD_BYTES = 1024
@@ -57,3 +57,14 @@ class _GatheredBytes:
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """The JSON values of all ranks, in the order of the axis."""
     return GatheredJson(value, axis).wait()
+
+
+def bytes_of(rank: int, data: bytes, axis: Axis) -> bytes:
+    """What one rank of the axis has as `data`, on all ranks. Collective; its memory does not grow with the axis."""
+    length = all_gather_json(len(data), axis)[rank]
+    if axis.size == 1 or not length:
+        return data if axis.size == 1 else b""
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if axis.rank == rank else torch.zeros(length).byte()
+    shared = mine.to(device_of(axis))
+    all_reduce_(shared, axis)
+    return shared.cpu().numpy().tobytes()

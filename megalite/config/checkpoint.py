@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import OneOf, option
+from megalite.config.schema import OneOf, Spelled, option
 from megalite.files import served_url, staging_folder
 
 
@@ -14,6 +14,51 @@ class WhoseSchedules(OneOf):
 
     override_opt_param_scheduler: bool = option(False, "take those of the flags", saved=False)
     use_checkpoint_opt_param_scheduler: bool = option(False, "take those of `load`", saved=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSaveConfig(Spelled):
+    """Saves on the hosts themselves, between those in `save`."""
+
+    non_persistent_save_interval: int | None = option(
+        None,
+        "iterations between saves on the hosts themselves; the newest is kept",
+        ge=1,
+        needs="non_persistent_ckpt_type",
+    )
+    non_persistent_ckpt_type: str | None = option(
+        None,
+        "where on the hosts: local: on disk; in_memory: in a file system in memory",
+        choices=("local", "in_memory"),
+        needs="save",
+        only_with="non_persistent_save_interval",
+    )
+    non_persistent_local_ckpt_dir: str | None = option(
+        None,
+        "folder of each host's own for these saves; unset: /dev/shm/megalite for in_memory",
+        metavar="DIR",
+        only_with="non_persistent_save_interval",
+    )
+    replication: bool = option(
+        False, "keep each of their files on several hosts", only_with="non_persistent_save_interval"
+    )
+    replication_jump: int | None = option(
+        None,
+        "ranks between two that keep the same file; unset: those with the same place on the next hosts",
+        ge=1,
+        only_with="replication",
+    )
+    replication_factor: int = option(2, "hosts that keep each file", ge=2, only_with="replication")
+
+    @property
+    def folder(self) -> str:
+        """Where they are on a host."""
+        return self.non_persistent_local_ckpt_dir or "/dev/shm/megalite"
+
+    @property
+    def copies(self) -> int:
+        """Hosts that are to keep each file."""
+        return self.replication_factor if self.replication else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +89,7 @@ class CheckpointConfig:
     save_retain_interval: int | None = option(
         None, "checkpoints at multiples of this iteration are never deleted", ge=1, needs="save"
     )
+    local: LocalSaveConfig = LocalSaveConfig()
     load: str | None = option(
         None,
         "directory to resume from; may be `save` itself, which then may still be empty. A Hugging Face model gives its "

@@ -21,6 +21,7 @@ from megalite.inventory import (
 from megalite.planner.float8 import kept_bytes
 from megalite.planner.hardware import available, load_hardware
 from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
+from megalite.planner.model_states import checkpoint_bytes
 from megalite.progress import in_units
 from megalite.schedule import Program
 
@@ -125,8 +126,21 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
             "training",
             f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * seq_length)} tokens",
         ),
+        *_local_rows(config, world_size),
         *(("data", f"from sample {first:,} {name}") for first, name in config.data.phases(seq_length)),
     ]
+
+
+def _local_rows(config: Config, world_size: int) -> list[tuple[str, str]]:
+    """What saves on the hosts themselves take: two of them while one is written."""
+    local, state = config.checkpoint.local, 0 if config.model.is_foreign else checkpoint_bytes(config)
+    if local.non_persistent_save_interval is None:
+        return []
+    every = f"every {local.non_persistent_save_interval:,} iterations in {local.folder} of each host"
+    kind = "memory" if local.non_persistent_ckpt_type == "in_memory" else "disk"
+    needed = in_units(2 * local.copies * state / world_size, "B")
+    known = f"; {needed} of {kind} for each rank of a host" if state else ""
+    return [("local saves", f"{every}, each file on {local.copies}{known}")]
 
 
 def _taken_by(config: Config, dp: int) -> str:

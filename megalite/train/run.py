@@ -95,7 +95,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     cuts = stage_layer_ranges(resolved, program) if foreign is None else foreign.cuts
     announce(resolved, world, mesh.world, program, cuts, plan, foreign)
     world.report_phase("start-up: run directory")
-    with RunDirectory(resolved, mesh.world, world.launch) as directory:
+    with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:
         check_shared_disks(resolved, world, mesh.world)
         start = directory.start()
         settled = resolve_schedules(directory.config, world.size, start)
@@ -223,6 +223,7 @@ def assemble_trainer(
             *(lambda: data.evaluation_length(progress.consumed_samples), exits.interruption),
         ),
         save=state.save if config.checkpoint.save is not None else None,
+        save_locally=state.save_locally,
         passed=model.passed,
         roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
@@ -231,9 +232,8 @@ def assemble_trainer(
 
 def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
     """When the run ends early."""
-    saves = state.config.checkpoint.save is not None
-    failed = state.save_has_failed
-    return ExitPolicy(state.config.training, mesh.world, device=device, save_has_failed=failed, saves=saves)
+    given, saves = state.config.training, state.config.checkpoint.save is not None
+    return ExitPolicy(given, mesh.world, device=device, save_has_failed=state.save_has_failed, saves=saves)
 
 
 def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Updater, device: torch.device) -> Executor:

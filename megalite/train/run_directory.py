@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import uuid
 from pathlib import Path
 from types import TracebackType
 
 from megalite.checkpoint import (
     Checkpointer,
+    LocalSaves,
+    LocalSettings,
     RunLease,
     check_model,
     check_state,
     clear_completed,
     in_the_way,
+    latest,
     lock_of,
     mark_completed,
     send_along,
     set_aside_newer,
+    step_of,
     take_up,
     write_small,
 )
@@ -33,6 +38,8 @@ from megalite.train.starting_point import StartingPoint, open_start, settle_base
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+LOCAL_TOKEN = "local_saves.txt"
+"""Names the run whose saves on the hosts are this one's."""
 
 
 class RunDirectory:
@@ -40,12 +47,15 @@ class RunDirectory:
 
     Use as a context manager on all ranks: rank 0 holds the lock, a refusal is raised everywhere. launch: names the
     launch, if its ranks are restarted after a failure: a lock that seems held may be that of a host which is lost.
+    host: the name of this rank's.
     """
 
-    def __init__(self, config: Config, world: Axis, launch: str = "") -> None:
+    def __init__(self, config: Config, world: Axis, launch: str = "", host: str = "localhost") -> None:
         self.config = config
         self.base: BaseModel | None = None
         self._world = world
+        self._host = host
+        self._token, self._continues = "", False
         self._save = config.checkpoint.save
         writes = self._save is not None and not config.training.skip_train
         locks = writes and world.is_first
@@ -75,7 +85,33 @@ class RunDirectory:
         problem = all_gather_json(problem, self._world)[0]
         if problem:
             raise CheckpointError(problem)
+        try:
+            self.checkpointer.local = self._local_saves()
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
         return self
+
+    def _local_saves(self) -> LocalSaves | None:
+        """The saves on the hosts themselves, if they are asked for. Collective. Raises CheckpointError."""
+        given = self.config.checkpoint.local
+        if given.non_persistent_save_interval is None or self._save is None or self.config.training.skip_train:
+            return None
+        fewer = self.config.parallel.restarts.elastic is not None
+        in_memory = given.non_persistent_ckpt_type == "in_memory"
+        folder = Path(given.folder).absolute()
+        settings = LocalSettings(folder, in_memory, given.copies, given.replication_jump, fewer)
+        local = LocalSaves(settings, self._world, self._host)
+        self._token = str(all_gather_json(self._read_token() if self._world.is_first else "", self._world)[0])
+        local.open(self._token)
+        return local
+
+    def _read_token(self) -> str:
+        try:
+            return (place(str(self._save)) / LOCAL_TOKEN).read_bytes().decode().strip()
+        except (OSError, CheckpointError):
+            return ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
@@ -108,7 +144,7 @@ class RunDirectory:
 
     def _start(self) -> StartingPoint | None:
         checkpoint = self.config.checkpoint
-        path = self.checkpointer.decide_start(
+        path = self._newest_local() or self.checkpointer.decide_start(
             save=checkpoint.save if not self.config.training.skip_train else None,
             load=checkpoint.load,
             auto_resume=checkpoint.auto_resume,
@@ -118,6 +154,9 @@ class RunDirectory:
         if path is None:
             self._refuse_random_weights()
             return None
+        local = self.checkpointer.local
+        own = local is not None and local.is_of(path)
+        self._continues = own or path.resolve().parent == place(checkpoint.save or ".").resolve()
         if self._goes_on(path):
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
@@ -136,10 +175,26 @@ class RunDirectory:
         self.config = _with_seed_of(self.config, start)
         return start
 
+    def _newest_local(self) -> Path | None:
+        """The save on the hosts from which this run goes on: one as new as the newest in `save`, where no older one
+        is asked for. Collective."""
+        given, local = self.config.checkpoint, self.checkpointer.local
+        same = given.load is not None and place(given.load).resolve() == place(str(given.save)).resolve()
+        if local is None or not self._token or not (given.auto_resume or same) or given.ckpt_step is not None:
+            return None
+        newest = latest(str(self._save)) if self._world.is_first else None
+        step = all_gather_json(0 if newest is None else step_of(newest), self._world)[0]
+        path = local.newest(step)
+        if path is not None and self._world.is_first:
+            logger.info("%s: newer than what `save`=%s holds (iteration %d)", path, self._save, step)
+        return path
+
     def _goes_on(self, path: Place) -> bool:
         """Whether this run has begun with `--load` before and `--auto-resume` now takes it up again from `--save`: what
         was said of `--load` (`--finetune`, `--no-load-optim`, `--no-load-rng`) does not concern its own checkpoints."""
-        settings = self.config.checkpoint
+        settings, local = self.config.checkpoint, self.checkpointer.local
+        if local is not None and local.is_of(path):
+            return True
         if not settings.auto_resume or settings.save is None or settings.load is None:
             return False
         save, load = place(settings.save).resolve(), place(settings.load).resolve()
@@ -158,14 +213,20 @@ class RunDirectory:
             except OSError as error:
                 where = error.filename or self._save
                 problem = f"`save`={self._save}: could not write {where}: {error.strerror}; choose another `save`"
-        problem = all_gather_json(problem, self._world)[0]
+        problem, self._token = all_gather_json([problem, self._token], self._world)[0]
         if problem:
             raise CheckpointError(problem)
+        if self.checkpointer.local is not None:
+            self.checkpointer.local.open(self._token)
+            self.checkpointer.local.drop_after(iteration)
 
     def _begin(self, save: Place, iteration: int) -> None:
         for path in set_aside_newer(save, iteration):
             logger.warning("this run continues from iteration %d: what was newer is now %s", iteration, path.name)
         clear_completed(save)
+        if self.checkpointer.local is not None and not (self._token and self._continues):
+            self._token = uuid.uuid4().hex[:16]
+            write_small(save / LOCAL_TOKEN, f"{self._token}\n".encode())
         write_small(save / CONFIG_FILE, dump_yaml(self.config).encode())
         if isinstance(save, StoreUrl) and self._folder is not None:
             take_up(save, self._folder, RUN_FILES)
@@ -180,6 +241,8 @@ class RunDirectory:
     def end(self, iteration: int, *, completed: bool) -> None:
         """Training has ended; the last checkpoint is durable before COMPLETED says so."""
         self.checkpointer.wait()
+        if completed and self.checkpointer.local is not None:
+            self.checkpointer.local.clear()
         if self._world.is_first and self._save is not None:
             self._send_records()
         if completed and self._save is not None and self._world.is_first:

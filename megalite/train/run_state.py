@@ -20,6 +20,7 @@ Everything is logical: no rank, stage or place in memory is written down, so any
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -69,6 +70,19 @@ class RunState:
 
     def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
+        background = self.config.checkpoint.async_save
+        return str(self.checkpointer.save(progress.iteration, *self._contents(progress), background=background))
+
+    def save_locally(self, progress: TrainingProgress) -> dict[str, Any] | None:
+        """The same on the hosts themselves; a record of it, None where there is none."""
+        began = time.perf_counter()
+        if not self.checkpointer.save_locally(progress.iteration, *self._contents(progress)):
+            return None
+        milliseconds = 1e3 * (time.perf_counter() - began)
+        return {"kind": "local_save", "iteration": progress.iteration, "save_time_ms": milliseconds}
+
+    def _contents(self, progress: TrainingProgress) -> tuple[list[TensorShard], dict[str, Any], dict[str, bytes]]:
+        """Shards, meta and files."""
         spikes, passed = self.spikes, self.model.passed.ranges
         meta = {
             "iteration": progress.iteration,
@@ -90,8 +104,7 @@ class RunState:
             **({} if self.model.foreign is None else {STATE_KEYS: self.model.foreign.parts.names.aliases}),
         }
         files = {**tokenizer_files(self.tokenizer), "config.yaml": dump_yaml(self.config).encode()}
-        shards, background = self._shards(self.version(progress)), self.config.checkpoint.async_save
-        return str(self.checkpointer.save(progress.iteration, shards, meta, files, background=background))
+        return self._shards(self.version(progress)), meta, files
 
     def check_room(self, progress: TrainingProgress) -> None:
         """Checks that there is space for a checkpoint. Collective. Raises CheckpointError if there is not."""

@@ -68,16 +68,13 @@ class TrainingProgress:
 class Trainer:
     """Runs training from `progress` to completion; `run.py` puts it together.
 
-    program: (micro-batches per replica, iteration) -> the schedule of that iteration.
-    train_iters: number of the last iteration.
+    program: (micro-batches per replica, iteration) -> its schedule. train_iters: number of the last iteration.
     evaluate: (iteration, whether it is the last) -> records; None: a signal has cut it short.
-    save: writes a checkpoint of the present state and returns its path; None: nothing is saved.
-    report_phase: records what this rank is doing, for its supervisor.
-    finish_save: waits for a save in the background.
+    save: writes a checkpoint of the present state and returns its path; None: nothing is saved. save_locally: the same
+        on the hosts themselves, returns a record. report_phase: records what this rank is doing, for its supervisor.
+    finish_save: waits for a save in the background. sample: iteration -> texts of the model; None: it writes none.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
-    sample: iteration -> texts that the model writes; None: it writes none.
-    measure: iteration -> records of `--eval-tasks`; None: there are none.
-    passed: iterations whose samples are passed over.
+    measure: iteration -> records of `--eval-tasks`; None: there are none. passed: iterations that are passed over.
     roll_back: iteration of a spike -> what was done, with the state that of a checkpoint; None where nothing was.
     """
 
@@ -101,6 +98,7 @@ class Trainer:
     experts: Callable[[range], ExpertStats] | None = None
     sample: Callable[[int], list[Record]] | None = None
     measure: Callable[[int], list[Record]] | None = None
+    save_locally: Callable[[TrainingProgress], Record | None] = lambda progress: None
     tracer: PipelineTracer | None = None
     passed: PassedOver = field(default_factory=PassedOver)
     roll_back: Callable[[int], Record | None] | None = None
@@ -158,12 +156,11 @@ class Trainer:
             stops = reason is not None or number == self.train_iters
             evaluates = training.evaluates and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
+            local = _is_due(number, self.config.checkpoint.local.non_persistent_save_interval) and not saves
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
             due = reason is None and _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)
             measures = self.measure if due or number == self.train_iters else None
-            drains = (
-                stops or evaluates or saves or samples or measures is not None or self.updater.rolls_back is not None
-            )
+            drains = any((stops, evaluates, saves, local, samples, measures, self.updater.rolls_back is not None))
             reads = drains or number % self.config.logging.log_interval == 0
             stats = self.train_step(drain=drains, reads=reads)
             if reads:
@@ -180,6 +177,8 @@ class Trainer:
             self._check_skips(number)
             if stops or (saves and not self._is_stuck()):
                 self._save()
+            elif local and not self._is_stuck() and (record := self.save_locally(self.progress)) is not None:
+                self.hooks.on_record(self, record)
             if measures is not None:  # what goes wrong in them costs no checkpoint
                 self.report_phase(f"tasks after iteration {number}")
                 for record in measures(number):

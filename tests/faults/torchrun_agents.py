@@ -50,12 +50,23 @@ class Agents:
         ]
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, **more: str) -> None:
-        """One more agent. more: variables of its environment."""
+    def start(self, *, disk: str | None = None, disks: Path | None = None, **more: str) -> None:
+        """One more agent. disk: makes it a host of this name (host0, host1, ...), with a folder of its own, of
+        this name in `disks`, that it sees as `folder/disk`. more: variables of its environment."""
+        command = self._command
+        if disk is not None:
+            own, seen = (disks or self._folder) / disk, self._folder / "disk"
+            own.mkdir(parents=True, exist_ok=True)
+            seen.mkdir(exist_ok=True)
+            names = self._folder / "hosts"
+            names.write_text("127.0.0.1 localhost " + " ".join(f"host{n}" for n in range(9)) + "\n")
+            script = 'hostname "$1" && mount --bind "$2" "$3" && mount --bind "$4" /etc/hosts && shift 4 && exec "$@"'
+            places = [disk, str(own), str(seen), str(names)]
+            command = ["unshare", "--uts", "--mount", "sh", "-c", script, "sh", *places, *command]
         with (self._folder / f"agent{len(self.processes)}.log").open("wb") as log:
             self.processes.append(
                 subprocess.Popen(
-                    self._command, cwd=ROOT, env=environment(**more), stdout=log, stderr=log, start_new_session=True
+                    command, cwd=ROOT, env=environment(**more), stdout=log, stderr=log, start_new_session=True
                 )
             )
 

@@ -16,7 +16,7 @@ from megalite.config.rules.context import context_parallel, sequence_lengths
 from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.foreign import foreign_module
-from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, tracking
+from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, local_saves, tracking
 from megalite.config.rules.kfac import tapped_products
 from megalite.config.rules.layout import (
     batch,
@@ -90,5 +90,6 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     data,
     checkpoint,
     from_checkpoint,
+    local_saves,
     tracking,
 )

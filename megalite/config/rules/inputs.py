@@ -80,6 +80,27 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def local_saves(config: Config, world_size: int) -> Iterator[str]:
+    """Saves on the hosts themselves need a folder there, and other ranks for their copies."""
+    local = config.checkpoint.local
+    if local.non_persistent_ckpt_type == "local" and local.non_persistent_local_ckpt_dir is None:
+        yield "`non_persistent_ckpt_type`=local: needs `non_persistent_local_ckpt_dir` DIR, a folder of each host"
+    factor, jump, nprocs = local.copies, local.replication_jump, config.parallel.nprocs
+    if local.replication and nprocs is not None:
+        yield f"`replication`: the {nprocs} ranks of `nprocs` are on one host, which keeps their files anyway; drop it"
+        return
+    if factor > world_size:
+        yield (
+            f"`replication_factor`={factor}: there are {world_size} ranks, and each copy is on another host; give "
+            f"at most {world_size}, or drop `replication`"
+        )
+    elif jump is not None and any(jump * n % world_size == 0 for n in range(1, factor)):
+        yield (
+            f"`replication_jump`={jump}: of {world_size} ranks, {jump} further on is the same one again before "
+            f"{factor} hosts have the file; give the number of ranks of a host"
+        )
+
+
 def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
     """What is taken from the checkpoint besides its tensors."""
     settings = config.checkpoint

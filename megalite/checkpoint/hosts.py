@@ -1,0 +1,151 @@
+"""Which ranks share a host's folder, who keeps copies for whom, and is there room: for `local.py`.
+
+The folder itself is asked: ranks that see each other's files in it are on one host, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from megalite.checkpoint.format import BLOCK_BYTES
+from megalite.checkpoint.replicas import buddies_of
+from megalite.checkpoint.saving import first_problem
+from megalite.comm import Axis, all_gather_json
+from megalite.errors import CheckpointError
+from megalite.host_memory import free_memory
+from megalite.progress import amount
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY = "`non_persistent_local_ckpt_dir`"
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """folder: on each host. in_memory: it must be a file system in memory. factor: hosts that hold each file. jump:
+    ranks between two that hold the same. fewer: whether it continues with fewer hosts than `factor`."""
+
+    folder: Path
+    in_memory: bool = False
+    factor: int = 1
+    jump: int | None = None
+    fewer: bool = False
+    block_bytes: int = BLOCK_BYTES
+
+
+class Hosts:
+    """The hosts of a run, found together. Raises CheckpointError, on all ranks alike, where hosts share the folder, or
+    a copy would be on the host of its original.
+
+    names: rank -> name of its host. numbers: rank -> the first rank of its host. mine: the ranks of this host; leads:
+    whether this is the first of them. buddies: rank -> the ranks that keep a copy of its file.
+    """
+
+    def __init__(self, settings: LocalSettings, world: Axis, host: str) -> None:
+        self._settings, self._world = settings, world
+        self.names = [str(name) for name in all_gather_json(host, world)]
+        self.numbers = self._find_numbers()
+        self.mine = [rank for rank, number in enumerate(self.numbers) if number == self.numbers[world.rank]]
+        self.leads = self.mine[0] == world.rank
+        self.count = len(set(self.numbers))
+        self.copies = min(settings.factor, self.count)
+        self.buddies = self._find_buddies()
+
+    def _find_numbers(self) -> list[int]:
+        folder, world = self._settings.folder, self._world
+        token = all_gather_json(uuid.uuid4().hex[:12], world)[0]
+        mine = folder / f".probe-{token}-{world.rank}"
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            mine.touch()
+
+        together(world, write)
+        seen = [int(path.name.rpartition("-")[2]) for path in folder.glob(f".probe-{token}-*")]
+        numbers = [int(first) for first in all_gather_json(min(seen), world)]
+        together(world, lambda: mine.unlink(missing_ok=True))
+        return numbers
+
+    def _find_buddies(self) -> list[list[int]]:
+        settings, names = self._settings, self.names
+        if len({*zip(self.numbers, names, strict=True)}) > self.count:
+            raise CheckpointError(
+                f"{DIRECTORY}={settings.folder}: {names[0]} and other hosts share it; name a folder of each host's own"
+            )
+        if settings.factor > self.count:
+            known = f"{self.count} host{'s' * (self.count > 1)}"
+            if not settings.fewer:
+                raise CheckpointError(
+                    f"`replication_factor`={settings.factor}: {known}, and each copy is on another one; start more "
+                    "hosts, or drop `replication`"
+                )
+            if self._world.is_first:
+                logger.warning("`replication_factor`=%d: %s, so fewer copies", settings.factor, known)
+        buddies = buddies_of(self.numbers, settings.jump, settings.factor)
+        for rank, others in enumerate(buddies):
+            for one, other in combinations([rank, *others], 2):
+                if names[one] == names[other] or self.numbers[one] == self.numbers[other]:
+                    raise CheckpointError(
+                        f"`replication_jump`={settings.jump}: ranks {one} and {other} keep copies of one file, and are "
+                        f"both on host {names[one]}; drop it, or give a multiple of the ranks of a host"
+                    )
+        return buddies
+
+    def check_room(self, nbytes: int, held: int) -> None:
+        """Raises CheckpointError where a host has no room for two saves of `nbytes`, all of them together. held: what
+        is there of this run."""
+        folder, name = self._settings.folder, self.names[self._world.rank]
+        needed = int(2 * self.copies * nbytes * len(self.mine) / self._world.size)
+
+        def look() -> None:
+            free = shutil.disk_usage(folder).free
+            if self._settings.in_memory:
+                if (kind := _file_system(folder)) not in ("tmpfs", "ramfs"):
+                    raise CheckpointError(
+                        f"`non_persistent_ckpt_type`=in_memory: {folder} on {name} is on {kind}, not in memory; leave "
+                        f"out {DIRECTORY}, or say local"
+                    )
+                free = int(min(free, free_memory()))
+            if needed > free + held:
+                raise CheckpointError(
+                    f"{DIRECTORY}={folder}: two saves need {amount(needed, 'B')} on {name}, and "
+                    f"{amount(free + held, 'B')} are free; give a larger folder, or keep fewer copies"
+                )
+
+        together(self._world, look if self.leads else lambda: None)
+
+
+def agreed(world: Axis, call: Callable[[], None]) -> str | None:
+    """Calls on every rank; what has gone wrong, on all alike."""
+    problem = None
+    try:
+        call()
+    except CheckpointError as error:
+        problem = error.text
+    except OSError as error:
+        problem = f"{DIRECTORY}: cannot write {error.filename} ({error.strerror})"
+    return first_problem(all_gather_json(problem, world))
+
+
+def together(world: Axis, call: Callable[[], None]) -> None:
+    """Calls on every rank. Raises CheckpointError, on all alike, where one has failed."""
+    if (problem := agreed(world, call)) is not None:
+        raise CheckpointError(problem)
+
+
+def _file_system(folder: Path) -> str:
+    """The kind of file system that a folder is on, by the system's table; empty where there is none."""
+    kind, longest = "", -1
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text().splitlines():
+            at, name = line.split()[1:3]
+            if folder.resolve().is_relative_to(at) and len(at) >= longest:
+                kind, longest = name, len(at)
+    return kind

@@ -1,0 +1,294 @@
+"""Saves on the hosts themselves: each host keeps its ranks' files, and those of its buddies, in the usual format.
+
+    host a                              host b
+    TOKEN/iter_0000100/                 TOKEN/iter_0000100/
+      manifest.json, COMMITTED            manifest.json, COMMITTED      the same everywhere
+      rank_00000.safetensors              rank_00001.safetensors        its own
+      rank_00001.safetensors              rank_00000.safetensors        its buddy's (`replicas.py`)
+
+The older save is deleted once the new one is committed on every host. After a loss the hosts tell what they have, and
+the newest save whose files are all somewhere is loaded, at any layout: a rank reads from its own disk, which first gets
+from the others what it lacks. TOKEN names the run; it is in a file of the run directory (`save`), so what another run
+has left on a disk is never taken for this one's.
+
+Proof: tests/faults/test_local_saves.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megalite.checkpoint.format import (
+    COMMITTED,
+    MANIFEST,
+    Manifest,
+    commit_text,
+    file_from_json,
+    parse_manifest,
+)
+from megalite.checkpoint.hosts import Hosts, LocalSettings, agreed, together
+from megalite.checkpoint.loading import verify_file
+from megalite.checkpoint.reading import read_extra, read_manifest
+from megalite.checkpoint.replicas import Transfer, send_files
+from megalite.checkpoint.run_dir import committed, directory_name, listing, step_of
+from megalite.checkpoint.saving import SaveJob, SavePlan, first_problem, raise_first
+from megalite.checkpoint.storage import TensorPart
+from megalite.comm import Axis, all_gather_json, bytes_of, patiently
+from megalite.errors import CheckpointError
+from megalite.faults import fault_point
+from megalite.progress import amount
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED = 3
+
+
+class LocalSaves:
+    """The saves of one run on its hosts. All methods are collective over `world`. Raises CheckpointError, on all ranks
+    alike, from the first one where hosts share the folder, or a copy would be on the host of its original."""
+
+    def __init__(self, settings: LocalSettings, world: Axis, host: str) -> None:
+        self.settings, self._world = settings, world
+        self._failed = 0
+        self._token = ""
+        self._hosts = Hosts(settings, world, host)
+        self._mine, self._leads = self._hosts.mine, self._hosts.leads
+        self._found: _Found | None = None
+
+    @property
+    def root(self) -> Path:
+        return self.settings.folder / self._token
+
+    def open(self, token: str) -> None:
+        """Begins, or continues, the saves of the run that has this token."""
+        self._token = token
+
+    # ---- saving
+
+    def check_room(self, nbytes: int) -> None:
+        """Raises CheckpointError where a host has no room for two saves of `nbytes`, its share and the copies that it
+        keeps: the older one stays until the newer is whole. What is there of this run counts as room."""
+        held = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) if self._token else 0
+        self._hosts.check_room(nbytes, held)
+
+    def save(
+        self,
+        step: int,
+        plan: SavePlan,
+        parts: Sequence[TensorPart],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes],
+    ) -> bool:
+        """Writes, sends and commits one save; whether that has succeeded. A failure is a warning, the older save
+        stays. Raises CheckpointError after three in a row."""
+        started = time.perf_counter()
+        same = bytes_of(0, json.dumps(meta).encode() if self._world.is_first else b"", self._world)
+        save_id = str(all_gather_json(uuid.uuid4().hex[:12], self._world)[0])
+        staging = self.root / f"{directory_name(step)}.tmp-{save_id}"
+        job = SaveJob(
+            self.root, staging, step, save_id, self._world.rank, plan, parts, json.loads(same), files,
+            self.settings.block_bytes, flag="non_persistent_local_ckpt_dir",
+        )  # fmt: skip
+        problem = self._write(job)
+        if problem is None:
+            self._failed = 0
+            fault_point("local.committed", rank=self._world.rank, step=step)
+            self._remove(lambda path: path.name != directory_name(step))
+            if self._world.is_first:
+                seconds, size = time.perf_counter() - started, amount(plan.nbytes, "B")
+                count, copies = self._hosts.count, self._hosts.copies
+                where = "this host" if count == 1 else f"{count} hosts, each file on {copies}"
+                logger.info("saved iteration %d on %s (%s in %.2f s)", step, where, size, seconds)
+            return True
+        self._failed += 1
+        if self._leads:
+            shutil.rmtree(staging, ignore_errors=True)
+        if self._failed == MOST_FAILED:
+            raise CheckpointError(f"{problem}; the third such save in a row that has failed")
+        if self._world.is_first:
+            logger.warning("iteration %d could not be saved on the hosts: %s", step, problem)
+        return False
+
+    def _write(self, job: SaveJob) -> str | None:
+        """All of one save; what has prevented it, on all ranks alike."""
+
+        def begin() -> None:
+            if self._leads:
+                job.staging.mkdir(parents=True)
+
+        if (problem := agreed(self._world, begin)) is not None:
+            return problem
+        reports = all_gather_json(patiently(job.write_part, self._world), self._world)
+        if (problem := first_problem([report.get("error") for report in reports])) is not None:
+            return problem
+        entries, transfers = {}, []
+        for rank, report in enumerate(reports):
+            if report:
+                transfers += [Transfer(report["file"], rank, buddy) for buddy in self._hosts.buddies[rank]]
+        for each in transfers:
+            if self._world.rank in (each.source, each.target):
+                entry, tensors = reports[each.source]["entry"], job.plan.tensors
+                entries[each.name] = file_from_json(entry, each.name, tensors, job.block_bytes)
+        arrived = send_files(transfers, entries, job.staging, self._world, job.block_bytes)
+        if (problem := first_problem(all_gather_json(arrived, self._world))) is not None:
+            return problem
+        commit = partial(job.commit, reports) if self._leads else None
+        return first_problem(all_gather_json(patiently(commit, self._world), self._world))
+
+    def _remove(self, which: Callable[[Path], bool]) -> None:
+        """Deletes saves of this run on this host, whole or not."""
+        for path in listing(self.root) if self._leads and self._token else ():
+            if path.is_dir() and which(path):
+                (path / COMMITTED).unlink(missing_ok=True)
+                fault_point("local.gc", rank=self._world.rank)
+                shutil.rmtree(path, ignore_errors=True)
+
+    def drop_after(self, step: int) -> None:
+        """Deletes saves newer than `step`, from which the run goes on, and what interrupted ones have left."""
+        self._remove(lambda path: ".tmp-" in path.name or step_of(path) > step)
+        all_gather_json(None, self._world)
+
+    def clear(self) -> None:
+        """The run needs no save any more."""
+        self._remove(lambda path: True)
+        if self._leads and self._token:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    # ---- loading
+
+    def newest(self, at_least: int) -> Path | None:
+        """The newest save from step `at_least` on that is held whole and is undamaged, by all hosts together; its
+        manifest is then on each of them. None: there is none."""
+        told = all_gather_json(self._held() if self._leads else [], self._world)
+        holders: dict[tuple[int, str], dict[int, set[str]]] = defaultdict(dict)
+        for rank, saves in enumerate(told):
+            for step, save_id, names in saves:
+                holders[step, save_id][rank] = set(names)
+        for step, save_id in sorted(holders, reverse=True):
+            if step < at_least:
+                break
+            found = self._found_whole(step, holders[step, save_id])
+            if found is not None:
+                self._spread(found)
+                self._found = found
+                return found.path
+        return None
+
+    def _held(self) -> list[tuple[int, str, list[str]]]:
+        """What this host has: step, save id, names of the files that are as long as they were."""
+        saves = []
+        for path in committed(self.root):
+            assert isinstance(path, Path)
+            try:
+                manifest = read_manifest(path)
+                for name in manifest.extra_files:
+                    read_extra(path, manifest, name)
+            except CheckpointError as error:
+                logger.warning("passed over: %s", error)
+                continue
+            sizes = {each.name: each.stat().st_size for each in listing(path) if each.is_file()}
+            names = [name for name, stored in manifest.files.items() if sizes.get(name) == stored.nbytes]
+            saves.append((manifest.step, manifest.save_id, names))
+        return saves
+
+    def _found_whole(self, step: int, holders: dict[int, set[str]]) -> _Found | None:
+        """The save, if its files are all somewhere and fit their checksums. holders: first rank of a host -> files."""
+        path, first = self.root / directory_name(step), min(holders)
+        raw = bytes_of(first, (path / MANIFEST).read_bytes() if self._world.rank == first else b"", self._world)
+        manifest = parse_manifest(raw, str(path / MANIFEST))
+        mine = holders.get(self._mine[0], set())
+        if manifest.files.keys() <= set().union(*holders.values()):
+            share = sorted(mine)[self._mine.index(self._world.rank) :: len(self._mine)]
+            bad = patiently(lambda: self._damaged(path, manifest, share), self._world)
+            for rank, names in enumerate(all_gather_json(bad, self._world)):
+                holders.get(self._hosts.numbers[rank], set()).difference_update(names)
+        missing = sorted(manifest.files.keys() - set().union(*holders.values()))
+        if not missing:
+            return _Found(path, manifest, raw, holders)
+        if self._world.is_first:
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            logger.warning("passed over %s: no host has a whole %s%s", path, missing[0], more)
+        return None
+
+    def _damaged(self, path: Path, manifest: Manifest, names: Sequence[str]) -> list[str]:
+        """Those of this host's files that do not fit their checksums; they are deleted."""
+        bad = []
+        for name in names:
+            try:
+                verify_file(path, manifest, name, lambda nbytes: None, with_state=True, contents=True)
+            except (CheckpointError, OSError) as error:
+                logger.warning("%s: %s; another host is asked for it", self._hosts.names[self._world.rank], error)
+                (path / name).unlink(missing_ok=True)
+                bad.append(name)
+        return bad
+
+    def _spread(self, found: _Found) -> None:
+        """Makes the save known on hosts that have nothing of it."""
+        first = next(rank for rank, host in enumerate(self._hosts.numbers) if host in found.holders)
+        has = self._world.rank == first
+        extras = {
+            name: bytes_of(first, read_extra(found.path, found.manifest, name) if has else b"", self._world)
+            for name in found.manifest.extra_files
+        }
+
+        def write() -> None:
+            if self._leads and self._hosts.numbers[self._world.rank] not in found.holders:
+                shutil.rmtree(found.path, ignore_errors=True)
+                staging = found.path.with_name(f"{found.path.name}.tmp-{found.manifest.save_id}")
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir(parents=True)
+                for name, data in {**extras, MANIFEST: found.raw, COMMITTED: commit_text(found.raw)}.items():
+                    (staging / name).write_bytes(data)
+                staging.rename(found.path)
+
+        together(self._world, write)
+
+    def is_of(self, path: object) -> bool:
+        """Whether a checkpoint is one that `newest` has found."""
+        return self._found is not None and self._found.path == path
+
+    def fetch(self, path: object, names: Collection[str]) -> bool:
+        """Whether a checkpoint is the one that `newest` has found; then gets what this rank wants to read of it, and
+        its host lacks."""
+        if (found := self._found) is None or found.path != path:
+            return False
+        own = found.holders.get(self._hosts.numbers[self._world.rank], set())
+        wanted = all_gather_json(sorted(set(names) - own), self._world)
+        transfers, seen = [], set()
+        load = [0] * self._world.size
+        for rank, missing in enumerate(wanted):
+            for name in missing:
+                if (self._hosts.numbers[rank], name) in seen:
+                    continue
+                seen.add((self._hosts.numbers[rank], name))
+                able = [r for r, host in enumerate(self._hosts.numbers) if name in found.holders.get(host, ())]
+                source = min(able, key=lambda r: load[r])
+                load[source] += 1
+                transfers.append(Transfer(name, source, rank))
+        files = found.manifest.files
+        problem = send_files(transfers, files, found.path, self._world, found.manifest.block_bytes)
+        raise_first(all_gather_json(problem, self._world))
+        if transfers and self._world.is_first:
+            size = amount(sum(files[each.name].nbytes for each in transfers), "B")
+            logger.info("%s: %d files (%s) came from other hosts", found.path.name, len(transfers), size)
+        return True
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A save that is whole. holders: number of a host -> names of the files that it has."""
+
+    path: Path
+    manifest: Manifest
+    raw: bytes
+    holders: Mapping[int, set[str]]
