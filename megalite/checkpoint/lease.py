@@ -56,7 +56,7 @@ class RunLease:
                 continue
             if not store.conditional:
                 store.put(self.path.key, self._text())
-            logger.warning("took over %s from a dead run", self.path)
+            logger.warning("took over %s from a run that was killed or interrupted", self.path)
             break
         self._etag, self._renewed, self._lost = store.read_tagged(self.path.key).etag, time.monotonic(), False
         self._stop.clear()

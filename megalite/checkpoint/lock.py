@@ -212,7 +212,8 @@ class RunLock:
             with suppress(FileExistsError):
                 os.link(grave, self.path)
         elif holder:
-            logger.warning("took over %s from a dead run (%s, pid %d)", self.path.parent, holder.host, holder.pid)
+            who = f"a run that was killed or interrupted ({holder.host}, pid {holder.pid})"
+            logger.warning("took over %s from %s: it no longer runs", self.path.parent, who)
         grave.unlink(missing_ok=True)
 
     def _refuse_live(self, holder: LockHolder | None, *, watches: bool = True) -> bool:

@@ -6,7 +6,7 @@
     meeting.py      the store where ranks meet; devices.py: what they compute on
     watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
     pulse.py        who is lost, though no connection has broken
-    signals.py      what SIGTERM and its like do before training begins
+    signals.py      what SIGTERM and its like do before training begins; in training: `megalite.train.exits`
     self_test.py    at start: who is missing, whose configuration differs, is a sum right
 
 Nothing here imports torch before a rank needs it: the launcher's own process stays small and single-threaded, so that
@@ -25,4 +25,4 @@ from megalite.launch.launcher import (
 from megalite.launch.output import log_to_stdout, print_error, print_interrupted
 from megalite.launch.rank_page import RankPage
 from megalite.launch.signals import EndAtOnce, replace_handlers
-from megalite.launch.supervisor import Outcome, die_with_parent, supervise
+from megalite.launch.supervisor import SAME_SECONDS, Outcome, die_with_parent, supervise

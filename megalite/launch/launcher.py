@@ -196,7 +196,8 @@ def _run_local_attempts(config: Settings, main: Main[Settings], nprocs: int) -> 
     for attempt in range(most + 1):
         outcome = _run_local_ranks(config, main, nprocs)
         _report(outcome)
-        if outcome.exit_code in (0, 2) or outcome.ended_by is not None or attempt == most:
+        stopped = outcome.ended_by is not None or signal.SIGINT in outcome.signals
+        if outcome.exit_code in (0, 2) or stopped or attempt == most:
             break
         logger.warning("the ranks are started again (%d of %d times)", attempt + 1, most)
     return outcome.exit_code
@@ -287,7 +288,7 @@ def _run_rank(
 
     set_phase("start-up self-test")
     store = _join(config, world, place, rendezvous, watch)
-    status = main(config, world) or 0
+    status = _but_interrupted(main(config, world))
     set_phase("leaving")
     with ignored():
         if watch is not None:
@@ -311,7 +312,12 @@ def _run_alone(config: Settings, main: Main[Settings], place: LaunchEnvironment,
     status = main(config, world) or 0
     if store is not None:
         release_spares(store, spares)
-    return status
+    return _but_interrupted(status) if place.launcher else status
+
+
+def _but_interrupted(status: int | None) -> int:
+    """The status of a rank: Ctrl-C is its launcher's to report, which would take it for a failure of this rank."""
+    return 0 if status in (None, INTERRUPTED) else status
 
 
 def _join(

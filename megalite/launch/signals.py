@@ -20,13 +20,15 @@ from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PATIENCE_SECONDS = 1.0
+LOST = "what was done after the newest checkpoint is not saved"
 
 
 def interrupted_line(phase: str, number: int) -> str:
     """What is said of a process that a signal has ended; its exit status is 128 more than the signal's number."""
     where = f" in phase '{phase}'" if phase else ""
     if number == signal.SIGINT:  # Ctrl-C
-        return f"error: interrupted by SIGINT{where}; nothing was saved, SIGTERM saves first"
+        lost = "nothing was saved" if not phase or phase.startswith("start-up") else LOST
+        return f"error: interrupted by SIGINT{where}; {lost}"
     return f"error: ended by {signal.Signals(number).name}{where}; nothing was saved"
 
 

@@ -30,6 +30,8 @@ from megalite.errors import ConfigError
 from megalite.launch.rank_page import RankError, RankPage
 
 STALE_SECONDS = 2.0
+SAME_SECONDS = 0.5
+"""Within these a second SIGINT is the same Ctrl-C: of a terminal, and of a program that passes it on."""
 POLL_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1
 INTERRUPTED = 128 + signal.SIGINT
@@ -74,7 +76,7 @@ class RankEnd:
 class Outcome:
     """How all ranks ended. `culprit` is the one that failed first, None if all ended with status 0.
 
-    signals: those that the supervisor has passed on to the ranks.
+    signals: those that the supervisor has passed on to the ranks. at_once: a second Ctrl-C ended them all.
     """
 
     ends: tuple[RankEnd, ...]
@@ -82,18 +84,19 @@ class Outcome:
     timed_out: bool
     seconds: float
     signals: frozenset[int] = frozenset()
+    at_once: bool = False
 
     @property
     def ended_by(self) -> int | None:
         """The signal that ended all ranks because the supervisor passed it on; Ctrl-C reaches them without it."""
-        number = 0 if self.culprit is None else -self.culprit.status
+        number = signal.SIGINT if self.at_once else 0 if self.culprit is None else -self.culprit.status
         return number if number in {*self.signals, signal.SIGINT} else None
 
     @property
     def exit_code(self) -> int:
-        """0; the code that the culprit's exception or exit asks for; 1 for everything else."""
+        """0 (130 after Ctrl-C); the code that the culprit's exception or exit asks for; 1 for everything else."""
         if self.culprit is None:
-            return 0
+            return INTERRUPTED if signal.SIGINT in self.signals else 0
         if self.culprit.error is not None:
             return self.culprit.error.exit_code
         return max(1, self.culprit.status) if self.ended_by is None else 128 + self.ended_by
@@ -184,7 +187,7 @@ def supervise(
     parent = os.getpid()
     ranks: list[_Rank] = []
     timed_out = False
-    with _forwarding(forward, ranks) as passed_on:
+    with _forwarding(forward, ranks) as (passed_on, again):
         signal.pthread_sigmask(signal.SIG_BLOCK, forward)  # what comes while ranks are made reaches all of them
         try:
             _fork_ranks(size, body, parent, forward, ranks)
@@ -204,7 +207,7 @@ def supervise(
     for rank in ranks:  # What a dead rank had started must not outlive the run.
         rank.kill()
     ends = tuple(rank.end for rank in ranks if rank.end is not None)
-    return Outcome(ends, find_culprit(ends), timed_out, time.monotonic() - start, frozenset(passed_on))
+    return Outcome(ends, find_culprit(ends), timed_out, time.monotonic() - start, frozenset(passed_on), bool(again))
 
 
 def _fork_ranks(
@@ -272,18 +275,26 @@ def _end(ranks: Sequence[_Rank], *, show_stacks: bool) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(signals: Sequence[int], ranks: Sequence[_Rank]) -> Iterator[set[int]]:
-    """While active, the given signals of this process go to every rank instead. Yields those that did."""
-    passed_on: set[int] = set()
+def _forwarding(signals: Sequence[int], ranks: Sequence[_Rank]) -> Iterator[tuple[dict[int, float], list[float]]]:
+    """While active, the given signals of this process go to every rank instead; a second Ctrl-C ends them, wherever
+    they are. Yields those that did, and when each first came; and when a second Ctrl-C came."""
+    passed_on: dict[int, float] = {}
+    again: list[float] = []
 
     def forward(signum: int, _frame: object) -> None:
-        passed_on.add(signum)
+        now = time.monotonic()
+        if signum == signal.SIGINT and now - passed_on.get(signum, now) > SAME_SECONDS:
+            again.append(now)
+        passed_on.setdefault(signum, now)
         for rank in ranks:
-            rank.send(signum)
+            if again:
+                rank.kill()
+            else:
+                rank.send(signum)
 
     previous = {signum: signal.signal(signum, forward) for signum in signals}
     try:
-        yield passed_on
+        yield passed_on, again
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)

@@ -159,11 +159,11 @@ class Hooks:
         self._call("on_record", trainer, record)
 
     def on_end(self, trainer: TrainerView, status: str) -> None:
-        """`status`: `completed`, the value of an `ExitReason`, or `failed`.
+        """`status`: `completed`, the value of an `ExitReason`, `failed`, or `interrupted` (Ctrl-C that saved nothing).
 
-        After a failure the open interval is not closed, because ranks that have failed cannot be asked.
+        After the last two the open interval is not closed, because ranks that have failed cannot be asked.
         """
-        if status != "failed":
+        if status not in ("failed", "interrupted"):
             self.log(trainer)
         self._call("on_end", trainer, self._summary(trainer, status))
 

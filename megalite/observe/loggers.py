@@ -18,12 +18,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from megalite.config import to_dict
+from megalite.checkpoint import committed
+from megalite.config import Config, to_dict
 from megalite.errors import DataError, flag_of
 from megalite.extras import optional_package
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
 from megalite.progress import duration, is_terminal
+from megalite.stores import place
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class ConsoleHook(Hook):
     def __init__(self, stream: TextIO | Path | None = None, *, now: Callable[[], datetime] = datetime.now) -> None:
         self._stream = stream
         self._now = now
-        self._stepped = False
+        self._stepped, self._saved = False, ""
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
         """A sign of life where the first line of the log is far away."""
@@ -130,6 +132,9 @@ class ConsoleHook(Hook):
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
         self._print(evaluation_line(record))
 
+    def on_save(self, trainer: TrainerView, record: Record) -> None:
+        self._saved = Path(record["path"]).name
+
     def on_samples(self, trainer: TrainerView, records: list[Record]) -> None:
         for record in records:
             prompt, text = (json.dumps(record[key], ensure_ascii=False) for key in ("prompt", "text"))
@@ -137,10 +142,12 @@ class ConsoleHook(Hook):
             self._print(f" sample at iteration {record['iteration']} | {prompt} -> {text} |")
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
-        goodput = summary.get("goodput")
-        share = f", {goodput:.0%} of it in training steps" if goodput is not None else ""
+        goodput, status = summary.get("goodput"), summary["status"]
+        in_order = status not in ("failed", "interrupted")  # else the last steps are not added up, nor a save finished
+        share = f", {goodput:.0%} of it in training steps" if in_order and goodput is not None else ""
         self._print(
-            f" {summary['status']} at iteration {summary['iteration']} after {summary['wall_time_s']:.1f} s{share}"
+            f" {status} at iteration {summary['iteration']} after {summary['wall_time_s']:.1f} s{share}"
+            f"{_way_on(trainer.config, self._saved * in_order) if status != 'completed' else ''}"
         )
 
     def _print(self, line: str) -> None:
@@ -152,6 +159,18 @@ class ConsoleHook(Hook):
         stream = self._stream or sys.stdout
         stream.write(line + "\n")
         stream.flush()
+
+
+def _way_on(config: Config, saved: str) -> str:
+    """Of a run that has not come to its end: the checkpoint from which it can continue. saved: the last that it wrote,
+    perhaps still in the background."""
+    where = config.checkpoint.save
+    if where is None:
+        return f"; nothing was saved (no {flag_of('save')})"
+    kept = [path.name for path in committed(where)] if isinstance(place(where), Path) else []
+    newest = max([saved, *kept])
+    goes_on = f"{newest}; {flag_of('auto_resume')} continues from it"
+    return f"; newest checkpoint: {goes_on if newest else 'none'}"
 
 
 def progress_line(record: Record, train_iters: int) -> str:

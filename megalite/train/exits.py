@@ -1,5 +1,5 @@
 """When a run ends before its last iteration: by interval, by duration, or because it is asked to (SIGTERM, SIGUSR1,
-SIGHUP).
+SIGHUP, Ctrl-C).
 
 The decision is one for all ranks, and it is taken *before* the iteration after which the run ends: an asynchronous
 schedule starts forwards of the next batch inside the current one, so it must know by then whether there is a next.
@@ -29,14 +29,16 @@ from megalite.comm import Axis, Handle, agree_max, all_reduce_
 from megalite.config import TrainingConfig
 from megalite.errors import in_flags
 from megalite.late_reading import LateReading
+from megalite.launch import SAME_SECONDS
 
 logger = logging.getLogger(__name__)
 
-#: The other two values of `"status"` in the summary line of metrics.jsonl.
+#: The other values of `"status"` in the summary line of metrics.jsonl.
 COMPLETED = "completed"
 FAILED = "failed"
+INTERRUPTED_AT_ONCE = "interrupted"
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class ExitReason(StrEnum):
@@ -53,7 +55,8 @@ class ExitPolicy:
 
     Use as a context manager: signal handlers are installed on entry (unless `--no-exit-signal-handler`) and those
     that stood before are put back on exit. A handler only takes a note, so a signal, or a second one, that arrives in
-    the middle of a checkpoint never interrupts it.
+    the middle of a checkpoint never interrupts it. Only a second Ctrl-C (SIGINT) ends the process at once; so does the
+    first one of a run that writes no checkpoint.
 
     Args:
         config: `exit_interval`, `exit_duration_in_mins`, `exit_signal_handler`.
@@ -80,6 +83,7 @@ class ExitPolicy:
         self._clock = clock
         self._began = clock()
         self._received: int | None = None
+        self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, Any] = {}
         # Only these can be seen differently by different ranks; without them no message is exchanged.
         self._votes = config.exit_signal_handler or config.exit_duration_in_mins is not None
@@ -89,8 +93,10 @@ class ExitPolicy:
         # Python delivers signals to the main thread only and refuses handlers elsewhere.
         if self._config.exit_signal_handler and threading.current_thread() is threading.main_thread():
             # What was started under `nohup` continues without the terminal.
-            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            heard = [number for number in _SIGNALS if number != signal.SIGHUP or not nohup]
+            # ... and a shell's background job without the Ctrl-C that is meant for another.
+            stay = {n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN}
+            stay |= set() if self._saves else {signal.SIGINT}
+            heard = [number for number in _SIGNALS if number not in stay]
             self._previous = {number: signal.signal(number, self._note) for number in heard}
         return self
 
@@ -98,6 +104,11 @@ class ExitPolicy:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was noted here."""
+        return self._interrupted_at is not None
 
     def decide(self, iteration: int) -> ExitReason | None:
         """Why the run ends after `iteration`, which is about to start, or None. Collective over the world."""
@@ -127,9 +138,18 @@ class ExitPolicy:
     def _note(self, number: int, _: FrameType | None) -> None:
         # No logger: the handler runs between any two instructions, perhaps while a log line is being written.
         first, self._received = self._received is None, number
+        if number == signal.SIGINT:
+            now = self._clock()
+            again = self._interrupted_at is not None and now - self._interrupted_at > SAME_SECONDS
+            first |= self._interrupted_at is None
+            self._interrupted_at = now if self._interrupted_at is None else self._interrupted_at
+            if again:
+                signal.signal(number, self._previous[signal.SIGINT])
+                os.kill(os.getpid(), number)
         if first and self._world.is_first:
             with contextlib.suppress(OSError):
-                os.write(2, in_flags(f" {self._heard(signal.Signals(number).name)}\n").encode())
+                again = "; another Ctrl-C ends it at once" * (number == signal.SIGINT)
+                os.write(2, in_flags(f" {self._heard(signal.Signals(number).name)}{again}\n").encode())
 
     def _heard(self, name: str) -> str:
         """What is said at once: an iteration may take minutes."""

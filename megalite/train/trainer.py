@@ -30,7 +30,7 @@ from megalite.observe import ExpertStats, Hooks, PartLosses, Record, StepStats
 from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
-from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
+from megalite.train.exits import COMPLETED, FAILED, INTERRUPTED_AT_ONCE, ExitPolicy, ExitReason
 from megalite.train.rollback import PassedOver, SampleRange
 
 logger = logging.getLogger(__name__)
@@ -134,6 +134,9 @@ class Trainer:
                 status = self._loop(self.exits)
             if status == COMPLETED and not self._evaluate(final=True):
                 status = str(ExitReason.SIGNAL.value)
+        except KeyboardInterrupt:
+            status = INTERRUPTED_AT_ONCE
+            raise
         finally:
             hooks.on_end(self, status)
         return status

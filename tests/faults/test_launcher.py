@@ -158,7 +158,27 @@ def test_an_interrupt_is_one_line_and_a_status(body: str, capfd: pytest.CaptureF
     else:
         assert run_single(body_launch, "main_is_interrupted")[0] == 130
     lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
-    assert lines == ["error: interrupted by SIGINT in phase 'iteration 7'; nothing was saved, SIGTERM saves first"]
+    assert lines == [
+        "error: interrupted by SIGINT in phase 'iteration 7'; what was done after the newest checkpoint is not saved"
+    ]
+
+
+def main_hears_nothing(config: Config, world: World) -> None:
+    """As in a collective that waits for a rank that is gone: Python's handlers do not run there."""
+    world.report_phase("iteration 7")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    for _ in range(3 if world.rank == 1 else 0):
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.3)  # the third is no longer the first Ctrl-C
+    time.sleep(60)
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_hear(capfd: pytest.CaptureFixture[str]) -> None:
+    start = time.monotonic()
+    assert run_single(body_launch, "main_hears_nothing")[0] == 130
+    assert time.monotonic() - start < 30
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("error")]
+    assert len(lines) == 1 and lines[0].startswith("error: interrupted by SIGINT in phase 'iteration 7'; "), lines
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:

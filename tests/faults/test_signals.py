@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import signal
@@ -28,6 +29,7 @@ from megalite.testing import run_ranks, run_single
 from megalite.train.run import run_training
 from megalite.train.trainer import Trainer
 from megalite.train.validation import Validator
+from pretrain_gpt import configure_logging
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = (
@@ -207,6 +209,61 @@ def test_a_second_signal_does_not_tear_a_save_in_the_background(tmp_path: Path) 
     faults = ["pause@save.before_rename:rank=0"]
     assert run_ranks(whole_run, 2, argv, "after", faults=faults) == [0, 0]
     assert saved(tmp_path) == ["iter_0000002"] and not list(tmp_path.glob("*.tmp-*"))
+
+
+def body_interrupted(world: World, argv: list[str], times: int) -> int:
+    """A run of one process, or of ranks and their launcher, in which Ctrl-C comes in the second iteration. times: then
+    it is waited until that often."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
+    step, steps = Trainer.train_step, itertools.count(1)
+    config = parse(argv)
+
+    def stepped(self: Trainer, **how: bool) -> Any:
+        if next(steps) == 2 and self.mesh.world.is_first:
+            for _ in range(times):
+                os.kill(os.getppid() if config.parallel.nprocs else os.getpid(), signal.SIGINT)
+                time.sleep(0.6)
+        return step(self, **how)
+
+    def trains(config: Config, world: World) -> int:
+        configure_logging(world.rank)
+        return run_training(config, world)
+
+    Trainer.train_step = stepped  # type: ignore[method-assign]
+    return launch(config, trains, LaunchEnvironment())
+
+
+@pytest.mark.parametrize("ranks", [(), ("--nprocs", "2", "--pipeline-model-parallel-size", "2", "--max-restarts", "1")])
+def test_ctrl_c_saves_and_another_does_not_wait(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: tuple[str, ...]
+) -> None:
+    argv = command(tmp_path, "--auto-resume", *ranks, steps=100)
+    environment = {"OMP_NUM_THREADS": None}
+    assert run_single(body_interrupted, argv, 1, env=environment) == 130
+    said = capfd.readouterr().out
+    assert saved(tmp_path) == ["iter_0000003"] and not (tmp_path / "run.lock").exists(), said
+    assert records(tmp_path, "summary")[-1]["status"] == "exit_signal"
+    assert "received SIGINT: the run ends after iteration 3, the one after this" in said, said
+    assert said.count("; newest checkpoint: iter_0000003; --auto-resume continues from it\n") == 1, said
+    assert "error:" not in said and "took over" not in said
+
+    assert run_single(body_interrupted, argv, 2, env=environment) == 130
+    said = capfd.readouterr().out
+    assert saved(tmp_path) == ["iter_0000003"]
+    assert said.count("error: interrupted by SIGINT in phase 'iteration 5'; what was done after the newest") == 1, said
+    if not ranks:
+        assert records(tmp_path, "summary")[-1]["status"] == "interrupted"
+        assert " interrupted at iteration 4 after " in said and "% of it" not in said
+        assert "; newest checkpoint: iter_0000003; --auto-resume continues from it\n" in said
+    assert (tmp_path / "run.lock").exists() == bool(ranks), "killed ranks cannot give it back"
+
+
+def test_ctrl_c_ends_a_run_at_once_that_saves_nothing(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = command(tmp_path, steps=100)
+    at = argv.index("--save")
+    assert run_single(body_interrupted, argv[:at] + argv[at + 2 :], 1, env={"OMP_NUM_THREADS": None}) == 130
+    said = capfd.readouterr().out
+    assert " interrupted at iteration 1 after " in said and "; nothing was saved (no --save)\n" in said, said
 
 
 @pytest.mark.landing

@@ -76,6 +76,49 @@ def test_a_signal_is_answered_at_once(saves: bool, does: str, capfd: pytest.Capt
     assert capfd.readouterr().err == "", "rank 0 says it"
 
 
+def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    now, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ExitPolicy(_config(), Axis.single("world"), device=CPU, clock=lambda: now[0]) as policy:
+            assert policy.decide(3) is None and not policy.interrupted
+            os.kill(os.getpid(), signal.SIGINT)
+            now[0] += 0.4
+            os.kill(os.getpid(), signal.SIGINT)  # the same one: a terminal's, passed on by a program between
+            assert policy.decide(4) is ExitReason.SIGNAL and policy.interrupted
+            when = "after iteration 4, the one after this (an evaluation is cut short), and saves"
+            told = f" received SIGINT: the run ends {when}; another Ctrl-C ends it at once\n"
+            assert capfd.readouterr().err == told
+            now[0] += 0.2
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        with ExitPolicy(_config(), Axis.single("world"), device=CPU, saves=False), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)  # nothing to wait for
+        with _policy(exit_signal_handler=False), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a background job of a script's shell
+        with _policy() as policy:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert policy.decide(1) is None and not policy.interrupted
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_after_another_signal_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ExitPolicy(_config(), Axis.single("world"), device=CPU) as policy:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert policy.decide(1) is ExitReason.SIGNAL
+        assert [line.split(":")[0] for line in capfd.readouterr().err.splitlines()] == [
+            " received SIGTERM",
+            " received SIGINT",
+        ]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_what_was_started_under_nohup_goes_on_without_the_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
