@@ -319,9 +319,11 @@ def _answer(
         answer = sweep(
             args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw, on_progress=bar
         )
-    print(table(answer))
+    say(table(answer))
     if args.plot is not None:
         draw(answer, args.plot)
+    if not any(row.found for row in answer.rows):
+        raise ConfigError(f"--what-if={args.what_if}: nothing fits; {answer.rows[0].name}: {answer.rows[0].why}")
 
 
 def _sweep(args: argparse.Namespace, config: Config, hardware: Hardware, given: frozenset[str]) -> None:

@@ -2,7 +2,8 @@
 and which upgrade pays.
 
     smallest-cluster    N, N/2, ... until the model does not fit, then between the last two
-    largest-model       wider and deeper until it does not fit; with the memory of the hosts, states are kept there
+    largest-model       wider and deeper, or less so, until one fits and the next does not; with the memory of the
+                        hosts, states are kept there
     token-budget        the training's tokens on N/4 to 4N devices
     upgrades            memory, links, rates of the device, one at a time
 
@@ -39,7 +40,7 @@ from plan_fit import shortage
 
 BAR = 24
 GB = 1e9
-MOST_MODELS = 12
+MOST_MODELS = 32
 """Sizes that `largest-model` tries."""
 
 #: Searches between the last cluster on which a model fits and the first on which it does not.
@@ -48,12 +49,14 @@ REFINED = 3
 
 @dataclass(frozen=True)
 class Row:
-    """One search. value: its position on the sweep's axis. why: what prevents it, if nothing was found."""
+    """One search. value: its position on the sweep's axis. why: what prevents it, if nothing was found. shape: of its
+    model, where that changes."""
 
     name: str
     value: float
     found: Prediction | None
     why: str = ""
+    shape: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,22 +139,28 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
                 break
             row = attempt(row.name, row.value, fewer, world_size, hardware, source)
             rows[-1] = _within(row, hardware)
+        rows[-1] = replace(rows[-1], shape=_shape(model))
         return rows[-1]
 
-    tried: list[ModelConfig] = []
-    while len(tried) < MOST_MODELS and (not tried or rows[-1].found):
-        tried.append(_wider(tried[-1]) if tried else config.model)
-        of(tried[-1])
+    tried = [config.model]
+    fits_at_once = bool(of(config.model).found)
+    step = _wider if fits_at_once else _narrower
+    while len(tried) < MOST_MODELS and bool(rows[-1].found) is fits_at_once:
+        model = step(tried[-1])
+        if model == tried[-1]:
+            break
+        tried.append(model)
+        of(model)
+    bracketed = len(tried) > 1 and bool(rows[-1].found) is not fits_at_once
     title, note = f"largest model on {world_size:,} device{'s' * (world_size > 1)}", ""
     if room:
-        if rows[-1].found is None and len(tried) > 1:
-            fits, larger = tried[-2:]
+        if bracketed:
+            fits, larger = tried[-2:] if fits_at_once else tried[:-3:-1]
             few, many = math.ceil(fits.num_layers * (fits.hidden_size / larger.hidden_size) ** 2), larger.num_layers
             for _ in range(REFINED):
                 middle = (few + many) // 2
                 found = few < middle < many and of(replace(larger, num_layers=middle)).found
                 few, many = (middle, many) if found else (few, middle)
-        rows.sort(key=lambda row: row.value)
         model, capacity = config.model, math.inf
         while capacity > count_parameters(model):
             capacity = chunk_capacity(replace(config, model=model), world_size, hardware)
@@ -159,6 +168,7 @@ def _largest_model(config: Config, world_size: int, hardware: Hardware, source: 
                 chunks, model = capacity, _wider(model)
         title += f" with {room / GB:,.0f} GB on each host"
         note = f"in chunks over devices and hosts (PatrickStar, 14 bytes a parameter): {in_units(chunks)} parameters"
+    rows.sort(key=lambda row: row.value)
     notes = [note, *_read_it_so(config, world_size, hardware, tried, rows)]
     return Sweep("largest-model", title, "parameters", hardware, tuple(rows), "\n  ".join(filter(None, notes)))
 
@@ -184,14 +194,35 @@ def _wider(model: ModelConfig) -> ModelConfig:
     """A quarter wider and deeper."""
     heads = model.num_attention_heads * 5 // 4 // 8 * 8 or model.num_attention_heads * 2
     scale = max(heads, model.num_attention_heads + 1)
+    return _scaled(model, model.num_layers * 5 // 4 // 4 * 4 or model.num_layers + 1, scale)
+
+
+def _narrower(model: ModelConfig) -> ModelConfig:
+    """A fifth narrower and shallower, few heads or layers by half; the same where it has one layer of one head."""
+    layers, heads = (
+        n * 4 // 5 // m * m or max(1, n // 2) for n, m in ((model.num_layers, 4), (model.num_attention_heads, 8))
+    )
+    return model if (layers, heads) == (model.num_layers, model.num_attention_heads) else _scaled(model, layers, heads)
+
+
+def _scaled(model: ModelConfig, layers: int, heads: int) -> ModelConfig:
+    """So many layers, and heads of the model's own size."""
+    ungrouped = model.query_groups == model.num_attention_heads
     return replace(
         model,
-        num_layers=model.num_layers * 5 // 4 // 4 * 4 or model.num_layers + 1,
-        num_attention_heads=scale,
-        hidden_size=model.head_dim * scale,
-        num_query_groups=None if model.query_groups == model.num_attention_heads else model.num_query_groups,
-        ffn_hidden_size=None if model.ffn_hidden_size is None else model.ffn_size * scale // model.num_attention_heads,
+        num_layers=layers,
+        num_attention_heads=heads,
+        hidden_size=model.head_dim * heads,
+        num_query_groups=None if ungrouped else math.gcd(model.query_groups, heads),
+        ffn_hidden_size=None if model.ffn_hidden_size is None else model.ffn_size * heads // model.num_attention_heads,
     )
+
+
+def _shape(model: ModelConfig) -> str:
+    """What a configuration of that size would say."""
+    heads = f"{model.num_attention_heads} head{'s' * (model.num_attention_heads > 1)}"
+    layers = f"{model.num_layers} layer{'s' * (model.num_layers > 1)}"
+    return f"; {layers}, hidden size {model.hidden_size:,}, {heads}, ffn {model.ffn_size:,}"
 
 
 def _within(row: Row, hardware: Hardware) -> Row:
@@ -268,14 +299,14 @@ def table(answer: Sweep) -> str:
     lines.append(f"  {'':<{width}}  {head}")
     for row in answer.rows:
         if row.found is None:
-            lines.append(f"  {row.name:<{width}}  {row.why}")
+            lines.append(f"  {row.name:<{width}}  {row.why}{row.shape}")
             continue
         days, energy = budget(row.found, answer.hardware)
         bar = "#" * max(1, round(BAR * row.found.tokens_per_s / most))
         lines.append(
             f"  {row.name:<{width}}  {row.found.tokens_per_s:>12,.0f}  {row.found.mfu:>6.1%}  {time_text(days):>13}  "
             f"{energy_text(energy):>9}  {gb(row.found.memory_bytes):>6}  {bar:<{BAR}}  "
-            f"{layout_text(row.found.config, row.found.world_size, row.found.plan)}"
+            f"{layout_text(row.found.config, row.found.world_size, row.found.plan)}{row.shape}"
         )
     lines += [f"  {answer.note}"] if answer.note else []
     return "\n".join(lines)

@@ -247,6 +247,23 @@ def test_every_sweep_is_drawn(question: str, tmp_path: Path) -> None:
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_largest_model_may_be_smaller_than_the_one_that_is_given() -> None:
+    """The given one does not fit: the search goes down until one does, and ends there."""
+    config, _ = read_unjudged(SMALL, optional=["micro_batch_size"])
+    hardware = replace(load_hardware("cpu-2core"), memory_bytes=2e6, reserved_bytes=0.0)
+    rows = sweep("largest-model", config, 1, hardware, Roofline(hardware), frozenset()).rows
+    assert [bool(row.found) for row in rows] == [True] + [False] * (len(rows) - 1) and len(rows) > 1
+    assert rows[-1].shape == "; 4 layers, hidden size 64, 4 heads, ffn 256"
+    assert [row.value for row in rows] == sorted({row.value for row in rows})
+
+
+def test_no_model_at_all_is_status_2() -> None:
+    small = ["--device-memory-budget-gb", "0.00001", "--what-if", "largest-model"]
+    done = _plan(*SMALL, "--num-devices", "1", "--hardware", "cpu-2core", *small)
+    assert done.returncode == 2 and "does not fit" in done.stdout
+    assert done.stderr.splitlines()[-1].startswith("error: --what-if=largest-model: nothing fits; ")
+
+
 def test_the_largest_model_is_read_without_a_guess() -> None:
     """From the configuration of the first run alone: the batch is that of one device; what the times are of is said."""
     quickstart = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
@@ -258,9 +275,9 @@ def test_the_largest_model_is_read_without_a_guess() -> None:
         resolve([*quickstart, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "t.json"], "", 1)
     hardware = load_hardware("cpu-2core")
     text = table(sweep("largest-model", config, 1, hardware, Roofline(hardware), frozenset()))
-    assert "1.82 M parameters" in text and "0.00" not in text.partition("the table ends")[0]
-    assert "the table ends after 12 sizes; larger models may fit" in text
-    assert "times are of 330 iterations, 676 k tokens: 0.0152 a parameter of the largest (20 are usual" in text
+    assert "1.82 M parameters" in text and "; 4 layers, hidden size 192, 4 heads, ffn 512\n" in text
+    assert "the table ends" not in text and "does not fit: " in text
+    assert "times are of 330 iterations, 676 k tokens: 0.00381 a parameter of the largest (20 are usual" in text
     assert "CPU, 2 cores: from a file, not this machine" in text
 
 
