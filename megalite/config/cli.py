@@ -108,7 +108,7 @@ def parse_with_origins(
     started = world_size if world_size is not None else (config.parallel.nprocs or 1)
     config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
     checks = [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
-    elsewhere: list[str] = []  # what another host may have
+    elsewhere: list[str] = []  # what another host may have; `--dry-run` lists it
     if check_files:
         if config.training.dry_run and not meant_for_this_host(world):
             elsewhere = [*missing_data(config), *missing_packages(config)]
@@ -124,7 +124,7 @@ def parse_with_origins(
         origins.setdefault(name, "default")
     other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
     other += without_a_checkpoint(config, merged)
-    warned = [*config_warnings(config, world), *elastic_warnings(config, world), *elsewhere, *other]
+    warned = [*config_warnings(config, world), *elastic_warnings(config, world), *other]
     doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 

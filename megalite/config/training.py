@@ -157,7 +157,7 @@ class TrainingConfig:
 
     exit_interval: int | None = option(None, "stop (and save) when the iteration is a multiple of this", ge=1)
     exit_duration_in_mins: float | None = option(None, "stop (and save) after this many minutes", gt=0)
-    exit_signal_handler: bool = option(True, "on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: save, exit with status 0 (Ctrl-C: 130)")
+    exit_signal_handler: bool = option(True, "on SIGTERM, SIGUSR1, SIGHUP or Ctrl-C: save, exit with 0 (Ctrl-C: 130)")
     iterations_to_skip: tuple[int, ...] = option(
         (), "iterations whose data is passed over without a step", metavar="N", ge=1
     )

@@ -92,7 +92,10 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         config, notes = check_start(config, world_size, tokenizer)
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
     table = rows_of(config, world_size, program, cuts, plan, foreign, memory, "CPU" if on_cpu else "GPU")
-    table += [("time", time_text(config, world_size, device_name, here=here)), ("tokenizer", tokenizer.describe())]
+    table += [
+        ("time", time_text(config, world_size, device_name, here=here)),
+        ("tokenizer", tokenizer_text(config, tokenizer)),
+    ]
     every = config.training.dry_run_all
     head = "every setting" if every else "settings that are not defaults (all of them: `dry_run` all)"
     parts = [f"# {head}", dump_yaml(config, origins, every=every), format_table(table), *notes]
@@ -147,6 +150,15 @@ def without_files(config: Config) -> tuple[Config, Tokenizer]:
         config = replace(config, model=replace(config.model, vocab_size=size))
     settled, tokenizer = resolve_tokenizer(replace(config, data=numbers))
     return replace(settled, data=data), tokenizer
+
+
+def tokenizer_text(config: Config, tokenizer: Tokenizer) -> str:
+    """What the tokenizer is. tokenizer: numbers, where that of the run is on another host."""
+    named = config.data.tokenizer_type
+    if tokenizer.kind == named or not missing_data(config):
+        return tokenizer.describe()
+    which = f"{named}, which is" if named else "that of its files, which are"
+    return f"{which} not on this host; {config.model.vocab_size:,} tokens"
 
 
 def drawn(program: Program, short: list[int] | None) -> list[str]:

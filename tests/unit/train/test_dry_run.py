@@ -87,10 +87,12 @@ def test_a_script_of_another_host_needs_none_of_its_files(
     config = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3"
     argv = [*config.split(), "--global-batch-size", "64", "--train-iters", "9", *words]
     parsed = parse_with_origins([*argv, "--nprocs", "16"])
-    assert [line.split(":")[0] for line in parsed.warnings] == [
-        "--data-path=far_document", "--vocab-file=v.json", "--merge-file=m.txt",
-    ]  # fmt: skip
+    assert not parsed.warnings, "each is said once, below"
     text = dry_run(parsed.config, parsed.origins, 16)
+    for name in ("data_path`=far_document", "vocab_file`=v.json", "merge_file`=m.txt"):
+        assert text.count(f" not here    `{name}") == 1, text
+    assert "NullTokenizer" not in text
+    assert " that of its files, which are not on this host; 50,257 tokens" in text
     assert "vocabulary 50,257" in text and "on 16 x GPU" in text and "data_path: [far_document]" in text
     assert in_flags(text).count("tools/rehearse.py, these flags and --num-devices 16 run each rank's code") == 1
     with pytest.raises(ConfigError, match="far_document.idx not found"):
@@ -110,7 +112,9 @@ def test_a_script_of_another_host_needs_none_of_its_files(
         "16",
     ]  # as Mixtral's script
     unknown = parse_with_origins([*argv[:-4], *llama2])
-    assert "vocabulary 32,000" in dry_run(unknown.config, unknown.origins, 16)
+    text = dry_run(unknown.config, unknown.origins, 16)
+    assert "vocabulary 32,000" in text and "NullTokenizer" not in text
+    assert " SentencePieceTokenizer, which is not on this host; 32,000 tokens" in text
     assert "32,000 tokens are assumed, Llama 2's and Mixtral's number: give `vocab_size`" in caplog.text
     caplog.clear()
     given = parse_with_origins([*argv[:-4], *llama2, "--vocab-size", "1000"])
