@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import statistics
-from collections import deque
+import sys
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -61,9 +63,14 @@ class SlowRankHook(Hook):
     `slowest_rank_ratio` and `slowest_rank_host`. A stage that stands out among the stages is a matter of the layout:
     `slowest_stage`, `slowest_stage_ratio` and `slowest_stage_hosts` are in one record, and in another when it has
     become `RATIO` times worse. The record's peak memory becomes the largest of all ranks.
+
+    Ranks on more CPU cores than a host has take turns, and how long one works says nothing: none is named.
+    cores: of this host, that a process may use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int | None = None) -> None:
+        mine = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        self._cores, self._crowded = cores or mine, False
         self._hosts: list[str] = []
         self._work: deque[float] = deque()
         self._suspect_rank: int | None = None
@@ -72,6 +79,8 @@ class SlowRankHook(Hook):
 
     def on_start(self, trainer: TrainerView) -> None:
         self._hosts = all_gather_json(platform.node(), trainer.mesh.world)
+        most = max(Counter(self._hosts).values())
+        self._crowded = trainer.device.type == "cpu" and most > self._cores
         self._work = deque(maxlen=max(10, trainer.config.logging.log_interval))
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
@@ -85,7 +94,7 @@ class SlowRankHook(Hook):
         mine = [statistics.median(self._work), float(record["peak_memory_bytes"]), trainer.mesh.coordinate("pp")]
         rows = all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
         record["peak_memory_bytes"] = int(max(peak for _, peak, _ in rows))
-        if len(self._work) >= 4:
+        if len(self._work) >= 4 and not self._crowded:
             self._compare([seconds for seconds, _, _ in rows], [int(stage) for _, _, stage in rows], record)
 
     def _compare(self, work: list[float], stages: list[int], record: Record) -> None:

@@ -28,7 +28,8 @@ def layout_text(config: Config, world_size: int, plan: MemoryPlan | None = None)
     what flags say."""
     layout = layout_of(config)
     dp = config.data_parallel_size(world_size)
-    parts = [f"tp{layout.tensor_model_parallel_size}" + "+sp" * layout.sequence_parallel]
+    tp = layout.tensor_model_parallel_size
+    parts = [f"tp{tp}" + "+sp" * (layout.sequence_parallel and tp > 1)]
     parts += [f"cp{layout.context_parallel_size}"] if layout.context_parallel_size > 1 else []
     parts.append(f"pp{layout.pipeline_model_parallel_size}")
     if layout.pipeline_model_parallel_size > 1:

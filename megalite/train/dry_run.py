@@ -68,7 +68,10 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
     except HostTooSmall as error:
         if config.parallel.hardware.device == "cpu" or torch.cuda.is_available():
             raise
-        logger.warning(str(error).partition(";")[0] + "; planned for GPUs elsewhere (`device` cpu: for this host)")
+        logger.warning(
+            str(error).partition(";")[0]
+            + "; planned for GPUs elsewhere, whose needs differ (memory, below); `device` cpu plans for this host"
+        )
         return _dry_run(config, origins, world_size, False, f"{world_size} ranks do not fit into this host")
 
 

@@ -148,8 +148,8 @@ class ExitPolicy:
                 os.kill(os.getpid(), number)
         if first and self._world.is_first:
             with contextlib.suppress(OSError):
-                again = "; another Ctrl-C ends it at once" * (number == signal.SIGINT)
-                os.write(2, in_flags(f" {self._heard(signal.Signals(number).name)}{again}\n").encode())
+                way_out = "; another Ctrl-C ends it at once" * (number == signal.SIGINT)
+                os.write(2, in_flags(f" {self._heard(signal.Signals(number).name)}{way_out}\n").encode())
 
     def _heard(self, name: str) -> str:
         """What is said at once: an iteration may take minutes."""

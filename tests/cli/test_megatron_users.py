@@ -87,7 +87,9 @@ def test_a_dry_run_that_is_too_large_for_a_laptop_is_planned_for_gpus(caplog: py
     text = dry_run(parsed.config, parsed.origins, parsed.ranks)
     assert "8 ranks do not fit into this host" in text and "GPU" in text
     (line,) = caplog.messages
-    assert line.startswith("predicted memory: 8 ranks need ") and "planned for GPUs elsewhere" in line
+    assert (
+        line.startswith("predicted memory: 8 ranks need ") and "planned for GPUs elsewhere, whose needs differ" in line
+    )
     parsed = parse_with_origins([*large, "--device", "cpu"])
     with pytest.raises(ConfigError, match="predicted memory: 8 ranks need"):
         dry_run(parsed.config, parsed.origins, parsed.ranks)

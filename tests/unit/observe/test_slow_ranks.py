@@ -53,13 +53,13 @@ class _Keep(Hook):
         self.records.append(dict(record))
 
 
-def body_watched(world: World, pp: int, work: list[list[float]]) -> list[Record]:
+def body_watched(world: World, pp: int, work: list[list[float]], cores: int = 64) -> list[Record]:
     """All iterations take a second, of which `work[interval][rank]` is work."""
     mesh = ParallelMesh.build(pp=pp, rank=world.rank, size=world.size)
     _ = mesh.world
     mesh.complete()  # as a run does: no communicator is made afterwards
     trainer, keep = FakeTrainer(tiny_config(log_interval=10), mesh=mesh), _Keep()
-    hooks = Hooks([SlowRankHook(), keep])
+    hooks = Hooks([SlowRankHook(cores), keep])
     hooks.on_start(trainer)
     for seconds in work:
         for _ in range(10):
@@ -72,6 +72,11 @@ def test_a_slow_rank_is_named_from_the_second_interval_on() -> None:
         assert [record.get("slowest_rank") for record in records] == [None, 1]
         assert records[1]["slowest_rank_ratio"] == pytest.approx(3.0)
         assert all("slowest_stage" not in record for record in records)
+
+
+def test_ranks_that_share_cores_are_not_called_slow() -> None:
+    for records in run_ranks(body_watched, 3, 1, [[0.33, 0.99, 0.33]] * 2, 2):
+        assert all("slowest_rank" not in record for record in records)
 
 
 def test_uneven_stages_are_said_once_and_again_when_they_get_worse() -> None:

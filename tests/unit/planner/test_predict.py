@@ -20,6 +20,7 @@ from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Link, available, load_hardware, parse_hardware
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
 from megalite.planner.profile import Profile, load_profile, measured_model
+from megalite.planner.result_table import layout_text
 from megalite.planner.software import MEGALITE
 from megalite.schedule import Costs, simulate
 
@@ -264,3 +265,9 @@ def test_transfers_that_a_stage_waits_for_add_to_every_round() -> None:
     assert in_turn - at_once == pytest.approx((m + p - 1) * 2 * send(nbytes / tp), rel=0.1)
     more = 2 * (send(nbytes) - send(nbytes / tp)) - gather(nbytes)
     assert whole_back - in_turn == pytest.approx((m + p - 1) * more, rel=0.1)
+
+
+@pytest.mark.parametrize(("tp", "begins"), [(1, "tp1, pp1"), (2, "tp2+sp, pp1")])
+def test_a_layout_names_sequence_parallelism_where_it_does_something(tp: int, begins: str) -> None:
+    config = _gpt(2, 256, 4, tp, 1, 8, "--micro-batch-size 1 --sequence-parallel", tp)
+    assert layout_text(config, tp).startswith(begins)
