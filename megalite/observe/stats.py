@@ -74,6 +74,7 @@ class StepStats:
     seq_length: tokens of its sequences.
     lm_loss: mean loss per token in nats, a scalar that may live on the device; None where nothing was computed
         (`--iterations-to-skip`).
+    counted_tokens: 0 where no label counted, and the loss is that of nothing; may live on the device, too.
     grad_norm: global norm before clipping; None where the optimizer has none to give. It, `loss_scale` and `skipped`
         may live on the device, too.
     learning_rate: the one this step used.
@@ -91,6 +92,7 @@ class StepStats:
     global_batch_size: int
     seq_length: int
     lm_loss: Tensor | float | None
+    counted_tokens: Tensor | float | None = None
     grad_norm: Tensor | float | None
     learning_rate: float
     loss_scale: Tensor | float = 1.0
@@ -100,6 +102,9 @@ class StepStats:
     iteration_time_s: float
     wait_time_s: float = 0.0
     data_time_s: float = 0.0
+
+
+_READ = ("lm_loss", "counted_tokens", "grad_norm", "loss_scale", "skipped")
 
 
 class IntervalStats:
@@ -150,9 +155,9 @@ class IntervalStats:
         """Close the interval: one `"train"` record of its steps (at least one).
 
         `lm_loss` is the mean over the steps that were not skipped, None if there were none. Steps of which no label
-        counts (their loss is exactly 0) are no part of it where others are; `uncounted_iterations` says how many there
-        are. `grad_norm` is that of the last step. Numbers about experts are means over the steps. The time in which the
-        host waits here for the device belongs to the steps and is added to theirs.
+        counts are no part of it where others are; `uncounted_iterations` says how many there are. `grad_norm` is that
+        of the last step. Numbers about experts are means over the steps. The time in which the host waits here for the
+        device belongs to the steps and is added to theirs.
         """
         steps, self._steps = self._steps, []
         assert steps, "an interval without a step has no record"
@@ -161,8 +166,14 @@ class IntervalStats:
         measured = _on_host([_scalars(step) for step in steps])
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
         losses = [values["lm_loss"] for values in measured]
+        counted = [values["counted_tokens"] != 0 for values in measured]
         skips = [bool(values["skipped"]) for values in measured]
-        taken = [loss for skipped, loss in zip(skips, losses, strict=True) if loss is not None and not skipped]
+        taken = [
+            (loss, counts)
+            for skipped, loss, counts in zip(skips, losses, counted, strict=True)
+            if loss is not None and not skipped
+        ]
+        uncounted = sum(not counts for _, counts in taken)
         record: Record = {
             "kind": "train",
             "iteration": last.iteration,
@@ -170,14 +181,14 @@ class IntervalStats:
             "consumed_tokens": last.consumed_tokens,
             "global_batch_size": last.global_batch_size,
             **({"seq_length": last.seq_length} if len(self._flops_per_sample) > 1 else {}),
-            "lm_loss": _mean([loss for loss in taken if loss] or taken),
+            "lm_loss": _mean([loss for loss, counts in taken if counts or uncounted == len(taken)]),
             "grad_norm": None if skips[-1] else measured[-1]["grad_norm"],
             "learning_rate": last.learning_rate,
             "loss_scale": measured[-1]["loss_scale"],
             "skipped_iterations": sum(skips),
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
-        record |= {"uncounted_iterations": uncounted} if (uncounted := taken.count(0.0)) else {}
+        record |= {"uncounted_iterations": uncounted} if uncounted else {}
         for name in EXPERT_SCALARS:
             numbers = [number for values in measured if (number := values.get(name)) is not None]
             record |= {name: _mean(numbers)} if numbers else {}
@@ -258,7 +269,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 def _scalars(step: StepStats) -> Scalars:
     """The numbers of a step that may live on the device."""
-    values: Scalars = {name: getattr(step, name) for name in ("lm_loss", "grad_norm", "loss_scale", "skipped")}
+    values: Scalars = {name: getattr(step, name) for name in _READ}
     return values | {name: getattr(step.experts, name, None) for name in EXPERT_SCALARS}
 
 

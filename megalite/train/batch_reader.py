@@ -38,6 +38,7 @@ class GlobalBatch:
     loss_scale: with which it is computed.
     factors: of the micro-batches' losses.
     parts: of each micro-batch's update in the batch's mean loss, `[m]`; ones where the batch is one update.
+    counted: tokens that count, 0-dim.
     """
 
     number: int
@@ -47,6 +48,7 @@ class GlobalBatch:
     microbatches: list[Microbatch]
     factors: list[Tensor]
     parts: Tensor
+    counted: Tensor
 
 
 class BatchReader:
@@ -143,7 +145,8 @@ class BatchReader:
                 own = [replace(mb, host_tokens=on_host.tokens) for mb, on_host in zip(own, read, strict=True)]
                 self._watch(first, read, self.loader)
             self._batches[number] = GlobalBatch(
-                number, first, samples, scale, own, self._factors(tokens, scale), self._parts(tokens)
+                *(number, first, samples, scale, own, self._factors(tokens, scale), self._parts(tokens)),
+                tokens.sum(dtype=torch.float64),
             )
         return self._batches[number]
 

@@ -214,7 +214,7 @@ class Trainer:
         self._drained = batch.next_size == 0 or not program.asynchronous
         if self._drained:
             self.executor.finish()
-        loss, by_part = self._batch_loss(batch.iteration, reads=reads)
+        loss, counted, by_part = self._batch_loss(batch.iteration, reads=reads)
         self.batch_reader.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1
         progress.consumed_samples += samples
@@ -227,6 +227,7 @@ class Trainer:
             global_batch_size=samples,
             seq_length=length,
             lm_loss=loss,
+            counted_tokens=counted,
             by_part=by_part,
             grad_norm=results[-1].grad_norm,
             learning_rate=results[-1].learning_rate,
@@ -298,19 +299,22 @@ class Trainer:
                 mine = torch.cat((mine[None], self.batch_reader.part_sums(microbatch)))
             self._losses[batch] = self._losses.get(batch, 0.0) + mine
 
-    def _batch_loss(self, number: int, *, reads: bool) -> tuple[Tensor, PartLosses | None]:
-        """The batch's loss, and those of the parts of the blend; the same on all ranks."""
+    def _batch_loss(self, number: int, *, reads: bool) -> tuple[Tensor, Tensor, PartLosses | None]:
+        """The batch's loss, how many tokens counted (more than once where several ranks hold them), and the losses of
+        the parts of the blend; the same on all ranks."""
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
         names = self.batch_reader.part_names
-        shape = (1 + 2 * len(names),) if names else ()
-        total = torch.zeros(shape, dtype=torch.float64, device=self.device) if mine is None else mine
+        if mine is None:
+            total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
+        else:
+            total = torch.cat((mine.view(-1), self.batch_reader.batch(number).counted.view(1)))
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
         if reads or self.device.type == "cpu":
             self._loss_handle.wait()
-        return (total[0], PartLosses(names, total[1:].view(2, -1))) if names else (total, None)
+        return total[0], total[-1], PartLosses(names, total[1:-1].view(2, -1)) if names else None
 
     # evaluation and checkpoints
 

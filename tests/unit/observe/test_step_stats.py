@@ -40,17 +40,19 @@ def test_a_skipped_step_has_no_part_in_the_loss_and_no_norm() -> None:
 
 
 def test_steps_without_a_counted_label_are_no_part_of_the_loss() -> None:
-    record = _interval(lm_loss=[0.0, 5.0, torch.tensor(0.0), 7.0], skipped=[False, False, False, False])
+    counted = [0.0, 3.0, torch.tensor(0.0), 1.0]
+    record = _interval(lm_loss=[0.0, 5.0, torch.tensor(0.0), 7.0], counted_tokens=counted)
     assert record["lm_loss"] == 6.0 and record["uncounted_iterations"] == 2
-    none = _interval(lm_loss=[0.0, 0.0])
+    none = _interval(lm_loss=[0.0, 0.0], counted_tokens=[0.0, 0.0])
     assert none["lm_loss"] == 0.0 and none["uncounted_iterations"] == 2
-    assert "uncounted_iterations" not in _interval(lm_loss=[1.0, 2.0])
-    assert "uncounted_iterations" not in _interval(lm_loss=[0.0], skipped=[True])
+    assert "uncounted_iterations" not in _interval(lm_loss=[0.0], counted_tokens=[0.0], skipped=[True])
+    learnt = _interval(lm_loss=[1.0, 0.0], counted_tokens=[8.0, 8.0])
+    assert learnt["lm_loss"] == 0.5 and "uncounted_iterations" not in learnt, "known by heart, and counted"
 
 
 def test_steps_without_a_counted_label_are_told_beside_megatrons_line() -> None:
     trainer, stream = FakeTrainer(tiny_config()), io.StringIO()
-    record = _interval(lm_loss=[0.0, 5.0])
+    record = _interval(lm_loss=[0.0, 5.0], counted_tokens=[0.0, 1.0])
     ConsoleHook(stream).on_log(trainer, record)
     line, said = stream.getvalue().splitlines()
     assert line == train_line(record, trainer.train_iters, datetime.fromisoformat(line[2:28]))
