@@ -50,7 +50,7 @@ from megalite.progress import ProgressBar
 from plan_fit import explain, remedy
 from plan_plot import check, draw
 from plan_sweep import OF_HARDWARE, OF_LAYOUT, check_out, draw_sweep, lines, parse_sweeps, sweep_points, write_csv
-from what_if import QUESTIONS, sweep, table
+from what_if import QUESTIONS, refuse_if_nothing_fits, sweep, table
 
 MOST_DEVICES = 1_000_000
 #: Sizes that devices are divided by.
@@ -316,14 +316,12 @@ def _answer(
     args: argparse.Namespace, config: Config, hardware: Hardware, source: TimeSource, given: frozenset[str]
 ) -> None:
     with ProgressBar("planning", "clusters") as bar:
-        answer = sweep(
-            args.what_if, config, args.num_devices, hardware, source, given, stale=args.allow_2bw, on_progress=bar
-        )
+        asked = (args.what_if, config, args.num_devices, hardware, source, given)
+        answer = sweep(*asked, stale=args.allow_2bw, on_progress=bar)
     say(table(answer))
     if args.plot is not None:
         draw(answer, args.plot)
-    if not any(row.found for row in answer.rows):
-        raise ConfigError(f"--what-if={args.what_if}: nothing fits; {answer.rows[0].name}: {answer.rows[0].why}")
+    refuse_if_nothing_fits(answer)
 
 
 def _sweep(args: argparse.Namespace, config: Config, hardware: Hardware, given: frozenset[str]) -> None:

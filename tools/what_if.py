@@ -289,6 +289,12 @@ def _upgrades(config: Config, world_size: int, hardware: Hardware, source: TimeS
     return Sweep("upgrades", f"which upgrade of {world_size:,} devices pays", "", hardware, tuple(rows))
 
 
+def refuse_if_nothing_fits(answer: Sweep) -> None:
+    """Raises ConfigError where no search of the sweep has found a layout."""
+    if not any(row.found for row in answer.rows):
+        raise ConfigError(f"--what-if={answer.question}: nothing fits; {answer.rows[0].name}: {answer.rows[0].why}")
+
+
 def table(answer: Sweep) -> str:
     """One line a row: rate, MFU, days and energy of the whole training, memory, the layout, and a bar of the rate."""
     fits = [row.found for row in answer.rows if row.found]
