@@ -44,10 +44,15 @@ def figures(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 def summary(facts: dict[str, Any]) -> str:
     """The figures in a few aligned lines, below a drawing."""
-    stale = sorted(set(facts["gradient_staleness_per_stage"]))
+    stale, batches = sorted(set(facts["gradient_staleness_per_stage"])), facts["num_batches"]
+    once = f"; the pipeline fills once in {batches} batches, and in more (--num-batches) it idles for a smaller part"
     rows = [
         ("time", f"{facts['makespan']:g} for {facts['num_batches']} x {facts['num_microbatches']} micro-batches"),
-        ("bubble", f"{facts['bubble_over_total']:.1%} of the time, {facts['bubble_over_ideal']:.1%} of the work"),
+        (
+            "bubble",
+            f"{facts['bubble_over_total']:.1%} of the time, {facts['bubble_over_ideal']:.1%} of the work"
+            f"{once * (batches > 1 and stale[-1] > 0)}",
+        ),
         ("idle", _list(facts["idle_per_rank"])),
         ("idle inside", _list(facts["idle_inside_per_rank"])),
         ("activations", f"{_list(facts['peak_activations_per_rank'])} micro-batches at most"),

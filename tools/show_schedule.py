@@ -285,6 +285,8 @@ def _compare(args: argparse.Namespace) -> str:
             f"--format={args.format}: one file holds one schedule; use --format html for several, or --schedule"
         )
     shape = f"p = {args.pipeline_model_parallel_size}, m = {args.num_microbatches}, {batches} batches"
+    if batches > 1 and any(schedule.asynchronous for schedule in schedules):
+        shape += " (a schedule without a flush fills the pipeline once in all of them, --num-batches)"
     head = f"{shape}; an update waits for the gradient norm of all ranks (exact clipping)\n"
     return head + comparison(rows) + "\n"
 

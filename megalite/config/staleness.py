@@ -49,8 +49,8 @@ class Correction:
         if self.method != "predict":
             return self.method
         own, rest = self.lookahead
-        beside = "" if rest == own else f", {rest:g} where AdamW updates"
-        return f"predict ({own:g} {'step' if own == 1 else 'steps'} ahead for each of delay{beside})"
+        beside = "" if rest == own else f", {rest:g} for tensors that AdamW updates"
+        return f"predict (weights {own:g} {'update' if own == 1 else 'updates'} ahead for each update of delay{beside})"
 
 
 def has_delay(config: Config) -> bool:

@@ -142,6 +142,5 @@ def thread_hint(threads: int, ranks: int, cores: int, busy: int) -> str | None:
     whose = f"{ranks} ranks with {threads} threads each" if ranks > 1 else f"{threads} threads"
     return (
         f"{whose} on {cores} cores, of which other programs keep {min(busy, cores)} busy: threads that wait for "
-        f"each other make steps slow (two on two busy cores: 7 times as slow as one); set the environment variable "
-        f"OMP_NUM_THREADS={fewer}"
+        f"each other make steps slow; set the environment variable OMP_NUM_THREADS={fewer}"
     )

@@ -34,9 +34,11 @@ class Curve:
 
 def series(records: Sequence[Record], kind: str, key: str) -> dict[str | None, list[Point]]:
     """Validation set, or part of a blend, or None where there are no names -> (iteration, value) of the records of a
-    kind that have the value."""
+    kind that have the value; the loss of training begins with that of the first iteration."""
     found = defaultdict[str | None, list[Point]](list)
     for record in records:
+        if (first := record.get("first_lm_loss")) is not None and (kind, key) == ("train", "lm_loss"):
+            found[None].append((1.0, float(first)))
         value = record.get(key) if record.get("kind") == kind else None
         for name, number in (value if isinstance(value, dict) else {record.get("set"): value}).items():
             if number is not None:

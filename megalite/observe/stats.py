@@ -189,6 +189,8 @@ class IntervalStats:
             "nan_iterations": sum(loss is not None and not math.isfinite(loss) for loss in losses),
         }
         record |= {"uncounted_iterations": uncounted} if uncounted else {}
+        if steps[0].iteration == 1 < len(steps) and losses[0] is not None and counted[0]:
+            record["first_lm_loss"] = losses[0]  # where a curve begins: the mean of an interval has fallen by then
         for name in EXPERT_SCALARS:
             numbers = [number for values in measured if (number := values.get(name)) is not None]
             record |= {name: _mean(numbers)} if numbers else {}

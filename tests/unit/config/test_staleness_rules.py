@@ -73,19 +73,25 @@ def test_two_lookaheads_are_of_two_rules(flags: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--staleness-correction predict --staleness-lookahead 2", "predict (2 steps ahead for each of delay)"),
+        (
+            "--staleness-correction predict --staleness-lookahead 2",
+            "predict (weights 2 updates ahead for each update of delay)",
+        ),
         ("--staleness-correction error-feedback", "error-feedback"),
         ("--staleness-correction none", "none"),
         # The defaults are those of docs/asynchronous.md.
-        ("", "predict (2 steps ahead for each of delay)"),
-        ("--optimizer muon", "predict (1 step ahead for each of delay, 2 where AdamW updates)"),
+        ("", "predict (weights 2 updates ahead for each update of delay)"),
+        (
+            "--optimizer muon",
+            "predict (weights 1 update ahead for each update of delay, 2 for tensors that AdamW updates)",
+        ),
         (
             "--optimizer soap --staleness-lookahead 3 1",
-            "predict (3 steps ahead for each of delay, 1 where AdamW updates)",
+            "predict (weights 3 updates ahead for each update of delay, 1 for tensors that AdamW updates)",
         ),
-        ("--optimizer soap --staleness-lookahead 3", "predict (3 steps ahead for each of delay)"),
-        ("--optimizer lion", "predict (1 step ahead for each of delay)"),
-        ("--optimizer sgd", "predict (1 step ahead for each of delay)"),
+        ("--optimizer soap --staleness-lookahead 3", "predict (weights 3 updates ahead for each update of delay)"),
+        ("--optimizer lion", "predict (weights 1 update ahead for each update of delay)"),
+        ("--optimizer sgd", "predict (weights 1 update ahead for each update of delay)"),
         ("--optimizer sgd --sgd-momentum 0", "none"),
         ("--optimizer adafactor", "none"),
     ],
@@ -126,4 +132,4 @@ def test_where_updates_cannot_be_delayed_is_refused_in_one_line(flags: str, reas
 
 def test_delayed_updates_are_corrected_and_may_begin_later() -> None:
     config = parse([*BASE.split(), "--delayed-parameter-update", "--pipeline-flush-steps", "2"])
-    assert str(config.staleness) == "predict (2 steps ahead for each of delay)"
+    assert str(config.staleness) == "predict (weights 2 updates ahead for each update of delay)"

@@ -9,9 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megalite.observe.curves import series
 from megalite.observe.hooks import Hook, Hooks
 from megalite.observe.loggers import COLUMNS, ConsoleHook, progress_line
-from megalite.observe.observers import JsonlHook, PictureHook, make_hooks
+from megalite.observe.observers import JsonlHook, PictureHook, make_hooks, read_metrics
 from megalite.observe.pace import PaceHook
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
@@ -117,6 +118,21 @@ def test_the_last_line_names_picture_and_report(tmp_path: Path, capsys: pytest.C
     (line,) = tree.iter("{http://www.w3.org/2000/svg}polyline")
     assert len(line.get("points", "").split()) == 3
     assert not (tmp_path / "a&b" / "train.log").exists(), "standard output is no terminal and has these lines"
+
+
+def test_a_curve_begins_with_the_first_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line of the log is enough for a picture; a resumed run adds none of its own."""
+    trainer = FakeTrainer(tiny_config(save=str(tmp_path), log_interval=3))
+    for losses in ((7.5, 6.0, 4.5), (3.0, 2.0, 1.0)):
+        hooks = make_hooks(trainer.config, rank=0)
+        hooks.on_start(trainer)
+        for loss in losses:
+            hooks.after_step(trainer, trainer.step(lm_loss=loss))
+        hooks.on_end(trainer, "exit_interval")
+        assert (tmp_path / "loss.svg").exists()
+    assert series(read_metrics(tmp_path / "metrics.jsonl"), "train", "lm_loss") == {
+        None: [(1.0, 7.5), (3.0, 6.0), (6.0, 2.0)]
+    }
 
 
 def test_a_run_without_a_curve_leaves_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ def test_the_table_says_what_will_run() -> None:
     )
     cuts = [range(2), range(2, 4)]
     text = format_table(startup_rows(config, 4, program=lower(build_program("2bw", 2, 4)), cuts=cuts))
-    correction = "staleness correction predict (2 steps ahead for each of delay)"
+    correction = "staleness correction predict (weights 2 updates ahead for each update of delay)"
     assert f"pp2 x dp2, schedule 2bw, {correction}, ZeRO stage 1, on 4 x CPU" in text
     assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
     assert "1.87 k (1,872)" in text

@@ -45,6 +45,22 @@ def test_asynchronous_schedules_show_several_batches(capsys: pytest.CaptureFixtu
     assert as_json(capsys, "--schedule", "pipedream", *shape(4, 4))["weight_versions_per_rank"] == [4, 3, 2, 1]
 
 
+def test_a_bubble_without_a_flush_says_of_how_many_batches_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The drawing has four, the comparison eight: two figures for one schedule, both explained."""
+    assert main(["--schedule", "2bw", *shape(4, 8)]) == 0
+    drawn = capsys.readouterr().out
+    assert (
+        "bubble          8.6% of the time, 9.4% of the work; the pipeline fills once in 4 batches, and in more" in drawn
+    )
+    assert main(["--compare", "1f1b,2bw", *shape(4, 8)]) == 0
+    table = capsys.readouterr().out
+    assert "8 batches (a schedule without a flush fills the pipeline once in all of them, --num-batches)" in table
+    assert main(["--schedule", "1f1b", *shape(4, 8), "--num-batches", "4"]) == 0
+    assert "fills once" not in capsys.readouterr().out
+    assert main(["--compare", "1f1b,gpipe", *shape(4, 8), "--num-batches", "4"]) == 0
+    assert "without a flush" not in capsys.readouterr().out
+
+
 def test_chunks_and_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     chunks = ["--virtual-pipeline-model-parallel-size", "3"]
     assert as_json(capsys, "--schedule", "interleaved-1f1b", *shape(4, 8), *chunks)["idle_per_rank"] == [3] * 4
