@@ -96,6 +96,7 @@ def main(argv: list[str]) -> int:
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, evaluate; the first prints."""
     from megalite.checkpoint import is_huggingface
+    from megalite.convert import is_peft
 
     world.report_phase("loading")
     loaded = loaded_model(flags, world)
@@ -103,7 +104,7 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     unit = "passages" if flags.task == "lambada" else "samples"
     with ProgressBar("evaluating", unit, lines=LINES if world.is_first else 0) as bar:
         record = evaluate(loaded, flags, bar)
-    trained = not is_huggingface(loaded.path)
+    trained = not (is_huggingface(loaded.path) or is_peft(loaded.path))
     record |= {"iteration": loaded.iteration if trained else None, "checkpoint": str(loaded.path)}
     if not world.is_first:
         return

@@ -62,7 +62,7 @@ def add_layout_flags(parser: ToolParser) -> None:
 def add_model_flags(parser: ToolParser) -> None:
     """The flags of the model that is loaded."""
     parser.add_argument(
-        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint or Hugging Face model"
+        "--load", required=True, metavar="DIR", type=stored, help="run, checkpoint, Hugging Face model, peft adapters"
     )
     parser.add_argument(
         "--base", metavar="DIR", help="of adapters: where the model that they were trained beside lies now"

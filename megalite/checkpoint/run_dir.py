@@ -197,7 +197,10 @@ def _what_else(root: Place) -> str:
     if is_huggingface(root):
         return " (a Hugging Face model? tools/convert_checkpoint.py --from hf --to megalite makes a checkpoint of it)"
     if (root / "adapter_config.json").is_file():
-        return " (adapters of peft without their model: name the run that trained them, or a merged model)"
+        return (
+            " (adapters of peft: tools/generate_text.py and tools/evaluate.py take them with `base`; else name the run "
+            "that trained them, or a merged model)"
+        )
     if any(path.suffix == ".safetensors" for path in inside):
         return " (safetensors without config.json, which says what model they are)"
     return "" if listing(root) else " (empty)"

@@ -14,6 +14,7 @@
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
     merged.py           weighted means of checkpoints
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
+    peft_files.py       such adapters of peft and their Hugging Face model, read as one
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
     dcp_files.py        directories of torch.distributed.checkpoint; dcp_model.py: torchtitan's models;
@@ -46,4 +47,5 @@ from megalite.convert.megatron_state_writing import KeptState
 from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
+from megalite.convert.peft_files import PeftSource, is_peft
 from megalite.convert.source import ModelSource, ReadableRun, TrainedRun, stored_shapes

@@ -19,7 +19,7 @@ import torch
 from megalite.checkpoint import Meta, copy_extras, is_huggingface, read_manifest, reader_of, resolve_checkpoint
 from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World, open_channel
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
-from megalite.convert import BASE_META, ORIGIN_META, HuggingFaceSource, Origin, stop_tokens
+from megalite.convert import BASE_META, ORIGIN_META, HuggingFaceSource, Origin, PeftSource, is_peft, stop_tokens
 from megalite.data import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation import Generator, ModelParts
@@ -104,7 +104,7 @@ def load_for_inference(
     """Load a model onto the ranks of `world`, or into this process. Collective.
 
     directory: a run directory (its newest committed checkpoint counts, or `ckpt_step`), one checkpoint, or a Hugging
-        Face folder of a family that we have.
+        Face folder of a family that we have, or adapters of peft (with `base`).
     use_ema: the average of its weights (`--ema-decay`) in place of the weights.
     base: of adapters, where the model that they were trained beside lies now; None: where it did then.
     device: `auto` is cuda where torch sees a GPU.
@@ -159,14 +159,15 @@ class _Found:
 
 def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool, base: Path | None) -> _Found:
     """Raises MegaliteError."""
-    if is_huggingface(directory):
-        if base is not None:
+    peft = is_peft(directory)
+    if peft or is_huggingface(directory):
+        if base is not None and not peft:
             raise ConfigError(f"`base`={base}: {directory} is a Hugging Face model, which needs no other; drop it")
         if use_ema:
             raise ConfigError(f"`use_ema`: {directory} is a Hugging Face model and has one set of weights; drop it")
         if ckpt_step is not None:
             raise ConfigError(f"`ckpt_step`={ckpt_step}: {directory} is a Hugging Face model and has no steps; drop it")
-        source = HuggingFaceSource(directory)
+        source = PeftSource(directory, base) if peft else HuggingFaceSource(directory)
         load = partial(load_weights, source)
         return _Found(Path(directory), source.config, source.tokenizer, source.origin, (0, 0), load)
     advice = "give a run's `save`, one of its checkpoints, or a Hugging Face model"

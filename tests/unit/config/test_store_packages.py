@@ -7,6 +7,7 @@ from config_arguments import argv, problems_of
 
 from megalite.config import files, parse_with_origins
 from megalite.extras import lacks
+from megalite.train.dry_run import dry_run
 
 
 def test_a_package_that_a_store_needs_is_asked_for_with_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,7 @@ def test_a_package_that_a_store_needs_is_asked_for_with_its_files(monkeypatch: p
         (found,) = problems_of(given)
         assert found.startswith(line) and found.endswith('[cloud]"')
     # a cluster's host may have it: a dry run says so, and checks the rest
-    told = parse_with_origins(argv("--save s3://bucket/run --dry-run"), world_size=64).warnings
-    assert any("needs the package s3fs" in line for line in told)
+    parsed = parse_with_origins(argv("--save s3://bucket/run --dry-run"), world_size=64)
+    assert not any("s3fs" in line for line in parsed.warnings), "once, by the dry run"
+    assert dry_run(parsed.config, parsed.origins, 64).count("needs the package s3fs") == 1
     assert lacks("no_such_package") and not lacks("json")

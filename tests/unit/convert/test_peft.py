@@ -11,13 +11,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence.layouts import TINY
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.config import Config
 from megalite.config.cli import parse
-from megalite.convert import AdaptedSource, open_checkpoint, write_huggingface, write_peft
+from megalite.convert import (
+    AdaptedSource,
+    HuggingFaceSource,
+    PeftSource,
+    open_checkpoint,
+    write_huggingface,
+    write_peft,
+)
+from megalite.errors import CheckpointError, ConfigError
+from megalite.inference import load_for_inference
 from megalite.train import offer_of
 from megalite.train.run import open_run
 from megalite.train.run_data import open_data, resolve_tokenizer
@@ -140,3 +149,64 @@ def test_merged_weights_are_base_and_adapters(case: str, tmp_path: Path, monkeyp
         with torch.no_grad():
             found = in_fp64(model.eval(), monkeypatch)(input_ids=tokens()).logits
         assert (found - expected).abs().max() < 1e-11
+    write_huggingface(source, tmp_path / "rounded")
+    sources = HuggingFaceSource(tmp_path / "rounded"), PeftSource(tmp_path / "adapter", tmp_path / "base")
+    for name in sources[1]._pairs:
+        merged, beside = (each.read(name) for each in sources)
+        assert (merged - beside).abs().max() < 1e-6, name
+    assert (
+        load_for_inference(tmp_path / "adapter", base=tmp_path / "base").config.model.num_layers
+        == sources[0].model.num_layers
+    )
+
+
+def adapters_with(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:
+    """Adapters of rank 2 of the first query of a Llama of the tests, changed."""
+    folder.mkdir()
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    plain = {f"{layer}.lora_A.weight": torch.ones(2, 32), f"{layer}.lora_B.weight": torch.ones(32, 2)}
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 4, **settings}))
+    save_file(plain if tensors is None else tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_adapters_of_peft_are_read_beside_their_model_alone(tmp_path: Path) -> None:
+    peer("llama").save_pretrained(tmp_path / "base")
+    base = HuggingFaceSource(tmp_path / "base")
+    name = "layers.0.attention.qkv.weight"
+    width = base._pairs[name].form.to_theirs(base.model, base.read(name))[0].shape
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    good = {f"{layer}.lora_A.weight": torch.ones(2, width[1]), f"{layer}.lora_B.weight": torch.ones(width[0], 2)}
+    for number, (settings, scale) in enumerate([({}, 2.0), ({"use_rslora": True}, 4 / math.sqrt(2))]):
+        source = PeftSource(adapters_with(tmp_path / f"good{number}", settings, good), tmp_path / "base")
+        changed = (source.read(name) - base.read(name)).double()
+        assert (changed.flatten().sort().values[-1] - 2 * scale).abs() < 1e-6 and changed.count_nonzero() == math.prod(
+            width
+        )
+    other = {key.replace("q_proj", "z_proj"): value for key, value in good.items()}
+    wide = {**good, f"{layer}.lora_A.weight": torch.ones(2, width[1] + 1)}
+    half = {key: value for key, value in good.items() if "lora_A" in key}
+    strange = {**good, f"{layer}.lora_magnitude_vector": torch.ones(2)}
+    wrong: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+        ({"peft_type": "IA3"}, good, "peft_type is 'IA3', and plain LoRA alone is read"),
+        ({"use_dora": True}, good, "use_dora is 'True'"),
+        ({"bias": "all"}, good, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, good, "modules_to_save is"),
+        ({"alpha_pattern": {"q_proj": 3}}, good, "alpha_pattern is"),
+        ({"lora_alpha": "many"}, good, "lora_alpha is no number"),
+        ({}, other, "z_proj.weight, which .* does not have"),
+        ({}, half, "are no pair"),
+        ({}, strange, "lora_magnitude_vector is no matrix of plain LoRA"),
+    ]
+    for number, (settings, tensors, why) in enumerate(wrong):
+        with pytest.raises(CheckpointError, match=why):
+            PeftSource(adapters_with(tmp_path / f"bad{number}", settings, tensors), tmp_path / "base")
+    with pytest.raises(CheckpointError, match="it belongs to another model"):
+        PeftSource(adapters_with(tmp_path / "wide", {}, wide), tmp_path / "base").read(name)
+    with pytest.raises(ConfigError, match="without their model; name it by --base DIR"):
+        load_for_inference(tmp_path / "good0")
+    with pytest.raises(ConfigError, match="no Hugging Face model .*which adapters of peft belong to"):
+        load_for_inference(tmp_path / "good0", base=tmp_path)
+    (tmp_path / "good0" / "adapter_model.safetensors").rename(tmp_path / "good0" / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match=r"not found; adapter_model.bin is a pickle"):
+        load_for_inference(tmp_path / "good0", base=tmp_path / "base")
