@@ -25,11 +25,17 @@ from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.stores import Place
 
+UNSET: tuple[Any, ...] = (None, False, [], {})
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    **dict.fromkeys(("use_dora", "lora_bias", "modules_to_save", "alpha_pattern"), (None, False, [], {})),
-    **dict.fromkeys(("layer_replication", "target_parameters", "alora_invocation_tokens"), (None, False, [], {})),
+    "use_dora": UNSET,
+    "lora_bias": UNSET,
+    "modules_to_save": UNSET,
+    "alpha_pattern": UNSET,
+    "layer_replication": UNSET,
+    "target_parameters": UNSET,
+    "alora_invocation_tokens": UNSET,
 }
 """Setting -> its values that are plain LoRA; one that is not given is."""
 OUTER = "base_model.model."

@@ -50,7 +50,7 @@ class Datasets:
     hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
     `phases` are those of `--data-schedule`; surveys and requests are then of the first. `valid_sets` are those of
     `--validation-set-names`, in place of `valid`. `blend_parts` are those of `train`, with `--loss-by-part`.
-    `has_talks`: there are conversations among the training data.
+    `talks`: conversations among the training data, each epoch counted: (of which a sample ends inside, all).
     """
 
     train: Dataset | PhasedDataset | None
@@ -61,7 +61,7 @@ class Datasets:
     phases: tuple[Phase, ...] = ()
     valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
     blend_parts: BlendParts | None = None
-    has_talks: bool = False
+    talks: tuple[int, int] = (0, 0)
 
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:
@@ -148,7 +148,7 @@ def build_datasets(
     if warns:
         opener.warn_of_documents()
     surveys = {split: found for split, found in opener.surveys().items() if split in SPLIT_NAMES}
-    return Datasets(train, valid, test, requests, surveys, phases, named, parts, opener.has_talks())
+    return Datasets(train, valid, test, requests, surveys, phases, named, parts, opener.talks)
 
 
 def _with_request(earlier: tuple[int, ...], samples: int | None) -> tuple[int, ...]:
@@ -173,6 +173,7 @@ class _Opener:
         self._stores: dict[str, IndexedDataset] = {}
         self._corpora: dict[str, TextCorpus] = {}
         self._used: dict[str, dict[str, TokenStore]] = {}
+        self.talks = (0, 0)
         self._phase = 0  # of the training data that are being opened
 
     def has(self, split: str) -> bool:
@@ -190,11 +191,6 @@ class _Opener:
             for source, store in stores.items():
                 known.setdefault(id(store), survey(store, source))
         return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
-
-    def has_talks(self) -> bool:
-        """Whether any training data have marks."""
-        used = [store for key in self._used if key.startswith("train") for store in self._used[key].values()]
-        return any(marks_of(store) is not None for store in used)
 
     def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
         """Training data of `--data-schedule` for `samples` samples. earlier: requests of the phases that have begun."""
@@ -293,7 +289,7 @@ class _Opener:
     ) -> GPTDataset:
         try:
             check_answers(store, *bounds)
-            return GPTDataset(
+            made = GPTDataset(
                 store,
                 *bounds,
                 seq_length=self.seq_length,
@@ -304,6 +300,10 @@ class _Opener:
                 vocab_size=self.vocab_size,
                 tokenizer=self.tokenizer.kind,
             )
+            if split == "train" and marks_of(store) is not None:
+                cut, number = made.documents_cut()
+                self.talks = self.talks[0] + cut, self.talks[1] + number
+            return made
         except DataError as error:
             raise UnusableSplit(str(error)) from None
 

@@ -118,6 +118,17 @@ class GPTDataset:
 
         return SampleOrder(*cached_arrays(self._cache_dir / "index", key, SampleOrder._fields, build, match))
 
+    def documents_cut(self) -> tuple[int, int]:
+        """(How many of its documents a sample ends in, how many there are), each epoch counted."""
+        cut = number = 0
+        for order in self._segments:
+            places, inside = order.sample_index[1:-1].T.astype(np.int64)
+            lengths = self.store.lengths[order.document_index[places]]
+            # A sample begins with the last label of the one before: a document that ends there is whole.
+            cut += len(np.unique(places[(inside > 0) & (inside < lengths - 1)]))
+            number += len(order.document_index)
+        return cut, number
+
     def __len__(self) -> int:
         return self._stops[-1]
 

@@ -224,7 +224,8 @@ def open_datasets(
 
 
 def warn_of_talks(config: Config, datasets: Datasets) -> None:
-    """Names the flags that conversations are usually trained with, where they are not given."""
+    """Names the flags that conversations are usually trained with, where they are not given, and says how many of them
+    samples cut."""
     missing = [
         *(["`reset_attention_mask` (those of a sample see each other)"] * (not config.data.reset_attention_mask)),
         *(
@@ -232,8 +233,15 @@ def warn_of_talks(config: Config, datasets: Datasets) -> None:
             * (not config.training.calculate_per_token_loss)
         ),
     ]
-    if datasets.has_talks and missing:
+    cut, number = datasets.talks
+    if number and missing:
         logger.warning("conversations are trained on without %s", " and without ".join(missing))
+    if cut:
+        logger.info(
+            "a sample ends inside of %s of %s conversations (%.0f %%; each epoch counts), and the next goes on without "
+            "what was before; a longer `seq_length` cuts fewer",
+            f"{cut:,}", f"{number:,}", 100 * cut / number,
+        )  # fmt: skip
 
 
 def cache_of(config: Config) -> Path:

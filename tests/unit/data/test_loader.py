@@ -13,7 +13,7 @@ import torch
 from data_inputs import tokens_of, write_documents
 
 from megalite.data.gpt_dataset import GPTDataset
-from megalite.data.indexed import IndexedDataset
+from megalite.data.indexed import IndexedDataset, IndexedWriter
 from megalite.data.loader import BatchLoader, DocumentMasks, make_microbatch, num_micro_batches
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
@@ -159,3 +159,21 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds token id 50, outside of the vocabulary of the tokenizer \(0..49\)"):
         for k in range(len(data)):
             tokens_of(data, k)
+
+
+@pytest.mark.parametrize("requests", [[9], [60], [9, 60], [None]])
+def test_documents_that_samples_cut_are_counted(tmp_path: Path, requests: list[int | None]) -> None:
+    """Against a walk over the stream of tokens: sample k has those from k S to k S + S, the last as a label."""
+    rng = np.random.default_rng(7)
+    with IndexedWriter(tmp_path / "a", vocab_size=50) as writer:
+        for length in rng.integers(1, 20, 30):
+            writer.add_document(rng.integers(0, 50, length))
+    data = GPTDataset(IndexedDataset(tmp_path / "a"), 0, 30, seq_length=8, requests=requests, seed=1)
+    cut = number = 0
+    for order in data._segments:
+        at, ends = 0, {8 * k for k in range(1, len(order.sample_index) - 1)}
+        for document in order.document_index:
+            length = int(data.store.lengths[document])
+            cut += any(at < end < at + length - 1 for end in ends)
+            at, number = at + length, number + 1
+    assert data.documents_cut() == (cut, number) and 0 < cut < number

@@ -173,8 +173,13 @@ def test_flags_that_conversations_want_are_named(tmp_path: Path, caplog: pytest.
         else:
             config, tokenizer = resolve_tokenizer(parsed.config)
             open_datasets(config, 1, tokenizer)
+        cut = re.findall(
+            r"a sample ends inside of (\S+) of (\S+) conversations \(100 %; each epoch counts\)", caplog.text
+        )
+        assert len(cut) == (name == "talks"), caplog.text
         return " ".join(re.findall("conversations are trained on.*", caplog.text))
 
+    caplog.set_level("INFO")
     for dry in (False, True):
         both = said("talks", dry=dry)
         assert "without `reset_attention_mask` (" in both and "and without `calculate_per_token_loss` (" in both
