@@ -80,7 +80,7 @@ class PeftSource(HuggingFaceSource):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The adapters' own, where it lies beside them: a template may have come with the training."""
+        """The one beside the adapters, if there is one: a template may have come with the training."""
         own = (self._adapters / "tokenizer.json").is_file()
         return read_tokenizer(self._adapters, self.model.vocab_size) if own else super().tokenizer
 
