@@ -145,8 +145,9 @@ class ConsoleHook(Hook):
         goodput, status = summary.get("goodput"), summary["status"]
         in_order = status not in ("failed", "interrupted")  # else the last steps are not added up, nor a save finished
         share = f", {goodput:.0%} of it in training steps" if in_order and goodput is not None else ""
+        how = f"stopped ({status})" if status.startswith("exit_") else status
         self._print(
-            f" {status} at iteration {summary['iteration']} after {summary['wall_time_s']:.1f} s{share}"
+            f" {how} at iteration {summary['iteration']} after {summary['wall_time_s']:.1f} s{share}"
             f"{_way_on(trainer.config, self._saved * in_order) if status != 'completed' else ''}"
         )
 

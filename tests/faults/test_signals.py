@@ -245,7 +245,7 @@ def test_ctrl_c_saves_and_another_does_not_wait(
     assert records(tmp_path, "summary")[-1]["status"] == "exit_signal"
     assert "received SIGINT: the run ends after iteration 3, the one after this" in said, said
     assert said.count("; newest checkpoint: iter_0000003; --auto-resume continues from it\n") == 1, said
-    assert "error:" not in said and "took over" not in said
+    assert "error:" not in said and "took over" not in said and " stopped (exit_signal) at iteration 3 after " in said
 
     assert run_single(body_interrupted, argv, 2, env=environment) == 130
     said = capfd.readouterr().out
