@@ -82,8 +82,7 @@ class ExitPolicy:
         self._decided = 0
         self._clock = clock
         self._began = clock()
-        self._received: int | None = None
-        self._interrupted_at: float | None = None
+        self._received: dict[int, float] = {}  # when each first came
         self._previous: dict[signal.Signals, Any] = {}
         # Only these can be seen differently by different ranks; without them no message is exchanged.
         self._votes = config.exit_signal_handler or config.exit_duration_in_mins is not None
@@ -92,11 +91,9 @@ class ExitPolicy:
     def __enter__(self) -> ExitPolicy:
         # Python delivers signals to the main thread only and refuses handlers elsewhere.
         if self._config.exit_signal_handler and threading.current_thread() is threading.main_thread():
-            # What was started under `nohup` continues without the terminal.
-            # ... and a shell's background job without the Ctrl-C that is meant for another.
+            # `nohup` takes the terminal away, a shell its Ctrl-C from a job in the background.
             stay = {n for n in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) is signal.SIG_IGN}
-            stay |= set() if self._saves else {signal.SIGINT}
-            heard = [number for number in _SIGNALS if number not in stay]
+            heard = [n for n in _SIGNALS if n not in stay and (self._saves or n != signal.SIGINT)]
             self._previous = {number: signal.signal(number, self._note) for number in heard}
         return self
 
@@ -108,27 +105,27 @@ class ExitPolicy:
     @property
     def interrupted(self) -> bool:
         """Whether Ctrl-C was noted here."""
-        return self._interrupted_at is not None
+        return signal.SIGINT in self._received
 
     def decide(self, iteration: int) -> ExitReason | None:
         """Why the run ends after `iteration`, which is about to start, or None. Collective over the world."""
         interval, self._decided = self._config.exit_interval, iteration
         agreed = self._ballot.vote(self._wish()) if self._votes else None
         if agreed is not None:
-            if agreed is ExitReason.SIGNAL and self._received is not None:
-                name = signal.Signals(self._received).name
+            if agreed is ExitReason.SIGNAL and self._received:
+                name = signal.Signals([*self._received][-1]).name
                 logger.warning("received %s: this run ends after iteration %d", name, iteration)
             return agreed
         return ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
 
     def interruption(self) -> Interruption:
         """What an evaluation asks before each of its batches."""
-        return Interruption(self._world, self._device, (lambda: self._received is not None) if self._previous else None)
+        return Interruption(self._world, self._device, (lambda: bool(self._received)) if self._previous else None)
 
     def _wish(self) -> ExitReason | None:
         if self._save_has_failed():
             return ExitReason.SAVE_FAILED
-        if self._received is not None:
+        if self._received:
             return ExitReason.SIGNAL
         minutes = self._config.exit_duration_in_mins
         if minutes is not None and self._clock() - self._began >= 60 * minutes:
@@ -137,15 +134,11 @@ class ExitPolicy:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         # No logger: the handler runs between any two instructions, perhaps while a log line is being written.
-        first, self._received = self._received is None, number
-        if number == signal.SIGINT:
-            now = self._clock()
-            again = self._interrupted_at is not None and now - self._interrupted_at > SAME_SECONDS
-            first |= self._interrupted_at is None
-            self._interrupted_at = now if self._interrupted_at is None else self._interrupted_at
-            if again:
-                signal.signal(number, self._previous[signal.SIGINT])
-                os.kill(os.getpid(), number)
+        new, now = number not in self._received, self._clock()
+        first = new and (number == signal.SIGINT or not self._received)
+        if now - self._received.setdefault(number, now) > SAME_SECONDS and number == signal.SIGINT:
+            signal.signal(number, self._previous[signal.SIGINT])
+            os.kill(os.getpid(), number)
         if first and self._world.is_first:
             with contextlib.suppress(OSError):
                 way_out = "; another Ctrl-C ends it at once" * (number == signal.SIGINT)

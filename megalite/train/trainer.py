@@ -305,9 +305,8 @@ class Trainer:
         self._loss_handle.wait()
         mine = self._losses.pop(number, None)
         names = self.batch_reader.part_names
-        if mine is None:
-            total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
-        else:
+        total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
+        if mine is not None:
             total = torch.cat((mine.view(-1), self.batch_reader.batch(number).counted.view(1)))
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
             total = torch.zeros_like(total)
