@@ -14,6 +14,7 @@ and never changes it.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -159,12 +160,14 @@ class Hooks:
         self._call("on_record", trainer, record)
 
     def on_end(self, trainer: TrainerView, status: str) -> None:
-        """`status`: `completed`, the value of an `ExitReason`, `failed`, or `interrupted` (Ctrl-C that saved nothing).
+        """`status`: `completed`, the value of an `ExitReason`, or `failed`, which is `interrupted` where Ctrl-C did it.
 
-        After the last two the open interval is not closed, because ranks that have failed cannot be asked.
+        After a failure the open interval is not closed, because ranks that have failed cannot be asked.
         """
-        if status not in ("failed", "interrupted"):
+        if status != "failed":
             self.log(trainer)
+        elif isinstance(sys.exception(), KeyboardInterrupt):  # in the trainer's `finally`
+            status = "interrupted"
         self._call("on_end", trainer, self._summary(trainer, status))
 
     def _call(self, event: str, *arguments: object) -> None:

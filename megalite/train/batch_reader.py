@@ -37,8 +37,7 @@ class GlobalBatch:
     samples: of the batch over all replicas.
     loss_scale: with which it is computed.
     factors: of the micro-batches' losses.
-    parts, counted: of each micro-batch's update in the batch's mean loss, `[m]`, ones where the batch is one update; how
-        many tokens count.
+    parts: of each micro-batch's update in the batch's mean loss, `[m]`; ones where it is one update. counted: tokens.
     """
 
     number: int

@@ -29,14 +29,13 @@ from megalite.comm import Axis, Handle, agree_max, all_reduce_
 from megalite.config import TrainingConfig
 from megalite.errors import in_flags
 from megalite.late_reading import LateReading
-from megalite.launch import SAME_SECONDS
+from megalite.launch import INTERRUPTED, SAME_SECONDS
 
 logger = logging.getLogger(__name__)
 
-#: The other values of `"status"` in the summary line of metrics.jsonl.
+#: Other values of `"status"` in the summary line of metrics.jsonl.
 COMPLETED = "completed"
 FAILED = "failed"
-INTERRUPTED_AT_ONCE = "interrupted"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
@@ -103,9 +102,9 @@ class ExitPolicy:
         self._previous = {}
 
     @property
-    def interrupted(self) -> bool:
-        """Whether Ctrl-C was noted here."""
-        return signal.SIGINT in self._received
+    def exit_status(self) -> int:
+        """Of a run that has ended in order: that of Ctrl-C, if it was heard here."""
+        return INTERRUPTED if signal.SIGINT in self._received else 0
 
     def decide(self, iteration: int) -> ExitReason | None:
         """Why the run ends after `iteration`, which is about to start, or None. Collective over the world."""

@@ -23,7 +23,6 @@ from megalite.convert import Origin
 from megalite.data import begun_phases
 from megalite.engine import Hyperparameters, SpikeGuard, Updater
 from megalite.inventory import stage_layer_ranges
-from megalite.launch import INTERRUPTED
 from megalite.observe import Hook, Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor, PipelineTracer
@@ -68,7 +67,7 @@ def run_training(config: Config, world: World, measures: Measures | None = None)
         last.enter_context(trainer.exits)  # left after everything else: a second signal must not tear the last save
         status = trainer.train()
         opened.directory.end(trainer.iteration, completed=status == COMPLETED)
-    return INTERRUPTED if trainer.exits.interrupted else 0
+    return trainer.exits.exit_status
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from megalite.observe import ExpertStats, Hooks, PartLosses, Record, StepStats
 from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
-from megalite.train.exits import COMPLETED, FAILED, INTERRUPTED_AT_ONCE, ExitPolicy, ExitReason
+from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
 from megalite.train.rollback import PassedOver, SampleRange
 
 logger = logging.getLogger(__name__)
@@ -134,9 +134,6 @@ class Trainer:
                 status = self._loop(self.exits)
             if status == COMPLETED and not self._evaluate(final=True):
                 status = str(ExitReason.SIGNAL.value)
-        except KeyboardInterrupt:
-            status = INTERRUPTED_AT_ONCE
-            raise
         finally:
             hooks.on_end(self, status)
         return status
@@ -191,8 +188,7 @@ class Trainer:
         return COMPLETED
 
     def train_step(self, *, drain: bool, reads: bool = True) -> StepStats:
-        """One iteration; with `drain` nothing of the next batch is begun. reads: its loss is read before the next one;
-        otherwise the sum over the ranks may stay in flight until then."""
+        """One iteration; with `drain` nothing of the next batch is begun. reads: its loss is read before the next."""
         self.mesh.waits.take()  # waiting between two iterations belongs to neither
         began = time.perf_counter()
         number, progress = self.iteration + 1, self.progress
@@ -300,11 +296,9 @@ class Trainer:
             self._losses[batch] = self._losses.get(batch, 0.0) + mine
 
     def _batch_loss(self, number: int, *, reads: bool) -> tuple[Tensor, Tensor, PartLosses | None]:
-        """The batch's loss, how many tokens counted (more than once where several ranks hold them), and the losses of
-        the parts of the blend; the same on all ranks."""
+        """The batch's loss, 0 where no token counted, and the losses of the blend's parts; the same on all ranks."""
         self._loss_handle.wait()
-        mine = self._losses.pop(number, None)
-        names = self.batch_reader.part_names
+        mine, names = self._losses.pop(number, None), self.batch_reader.part_names
         total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
         if mine is not None:
             total = torch.cat((mine.view(-1), self.batch_reader.batch(number).counted.view(1)))

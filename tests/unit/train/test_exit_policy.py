@@ -80,11 +80,11 @@ def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(capfd: pytest.Capt
     now, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with ExitPolicy(_config(), Axis.single("world"), device=CPU, clock=lambda: now[0]) as policy:
-            assert policy.decide(3) is None and not policy.interrupted
+            assert policy.decide(3) is None and policy.exit_status == 0
             os.kill(os.getpid(), signal.SIGINT)
             now[0] += 0.4
             os.kill(os.getpid(), signal.SIGINT)  # the same one: a terminal's, passed on by a program between
-            assert policy.decide(4) is ExitReason.SIGNAL and policy.interrupted
+            assert policy.decide(4) is ExitReason.SIGNAL and policy.exit_status == 130
             when = "after iteration 4, the one after this (an evaluation is cut short), and saves"
             told = f" received SIGINT: the run ends {when}; another Ctrl-C ends it at once\n"
             assert capfd.readouterr().err == told
@@ -98,7 +98,7 @@ def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(capfd: pytest.Capt
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a background job of a script's shell
         with _policy() as policy:
             os.kill(os.getpid(), signal.SIGINT)
-            assert policy.decide(1) is None and not policy.interrupted
+            assert policy.decide(1) is None and policy.exit_status == 0
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
