@@ -155,7 +155,12 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "fp8": ArgumentFlag(
         "products of linear layers inside of blocks in 8 bits",
-        {"format": "fp8_format", "recipe": "fp8_recipe", "amax_history_len": "fp8_amax_history_len"},
+        {
+            "format": "fp8_format",
+            "recipe": "fp8_recipe",
+            "amax_history_len": "fp8_amax_history_len",
+            "param_gather": "fp8_param_gather",
+        },
     ),
     "loss_scaling": ArgumentFlag(
         "the dynamic loss scale of `fp16`, and how many updates may be skipped",

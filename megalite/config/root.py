@@ -93,6 +93,11 @@ class Config:
         return self.batch_size_schedule(world_size).samples_after(self.train_iterations(world_size))
 
     @property
+    def gathers_float8(self) -> bool:
+        """Whether weights that are multiplied in float8 are rounded before they are gathered."""
+        return self.training.float8.fp8_param_gather and self.parallel.zero_stage == 3
+
+    @property
     def keeps_float8(self) -> bool:
         """Whether weights stay in float8 beside their own dtype until an update changes them: not where they come and
         go."""

@@ -92,6 +92,9 @@ class Float8(Spelled):
     fp8_amax_history_len: int = option(
         1024, "updates that a delayed scale is the largest of", ge=1, only_with="fp8_format"
     )
+    fp8_param_gather: bool = option(
+        False, "`zero_stage` 3 gathers the weights of these layers in float8: half the bytes", only_with="fp8_format"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from megalite.config import Config
 from megalite.inventory import ElementBytes, bucket_limit
 from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes
+from megalite.planner.float8 import rounded_elements
 from megalite.planner.hardware import Hardware
 from megalite.schedule import Program, find_schedule
 
@@ -80,6 +81,11 @@ class DataParallel:
         scatter = sum(group.gather(number * self.size.gradient, layers) for group, number in groups)
         held = [(self.shard_group(self.families[0]), stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
         gather = sum(group.gather(number * self.size.compute, layers) for group, number in held) if zero == 3 else 0.0
+        if self.config.gathers_float8:
+            (group,) = (self.shard_group(copies) for copies in self.families if copies.family == "dense")
+            whole = self.elements["dense"][stage] * self.size.compute
+            less = rounded_elements(self.config, self.cuts[stage]) * (self.size.compute - 1)
+            gather += group.gather(whole - less, layers) - group.gather(whole, layers)
         if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
             gather /= max(1, self.config.num_microbatches(self.world_size))
         return LayerMessages(gather, scatter, layers)

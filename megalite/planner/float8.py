@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import Layer, Product, micro_tokens, model_layers
+from megalite.planner.communication import shards_of
 
 LOOK, ROUND, TURN = 2.0, 3.0, 2.0
 
@@ -48,10 +49,22 @@ def rounding_passes(config: Config, layer: Layer) -> Passes:
     return Passes(forward, gradient, weight)
 
 
-def kept_bytes(config: Config, items: range) -> int:
-    """Of the weights of a stage in one version, as `[out, in]` and as its transpose."""
-    if not config.keeps_float8:
-        return 0
+def rounded_elements(config: Config, items: range) -> int:
+    """Elements of a rank's weights that are multiplied in float8."""
     layers = model_layers(config.model)
     sizes = [p.local(p.shards(config.parallel)) for item in items for p in rounded_products(layers[item])]
-    return 2 * sum(math.prod(size) for size in sizes)
+    return sum(math.prod(size) for size in sizes)
+
+
+def kept_bytes(config: Config, items: range) -> int:
+    """Of the weights of a stage in one version, as `[out, in]` and as its transpose."""
+    return 2 * rounded_elements(config, items) if config.keeps_float8 else 0
+
+
+def gathered_bytes(config: Config, items: range, world_size: int) -> int:
+    """Of the weights of a stage that are gathered in float8: this rank's slice, and one layer on its way."""
+    shards = shards_of(config, world_size, "dense")
+    if not config.gathers_float8 or shards == 1:
+        return 0
+    each = [rounded_elements(config, range(item, item + 1)) for item in items]
+    return sum(each) // shards + max(each, default=0)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
 from megalite.planner.activations import StageActivations, stage_activations, workspace_bytes
-from megalite.planner.float8 import kept_bytes
+from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.schedule import (
     BACKWARD,
@@ -191,6 +191,7 @@ def _states(
             on_cpu=on_cpu,
         )
         kept = program.weight_versions[rank] * kept_bytes(config, cuts[stage])
+        kept += gathered_bytes(config, cuts[stage], world_size)
         states = replace(states, weights=states.weights + kept)
         total, scratch = total + states, max(scratch, states.scratch)
     # Gradients that go to the host share one pool, of pieces of one size.

@@ -36,7 +36,7 @@ from megalite.nn import LayerStack, fill
 from megalite.optim import Delay
 from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
-from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext
+from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, gather_rounded
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.parallel.zero import (
     MakeOptimizer,
@@ -243,6 +243,8 @@ def _build_module(
         deferred=True,
     )
     stack = build_stack(config.model, specs, context, recompute=recompute)
+    if config.gathers_float8:
+        gather_rounded(stack)
     if config.training.compile:
         stack.compile_blocks(on_device=device.type != "cpu")
     return stack

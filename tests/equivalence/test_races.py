@@ -126,6 +126,7 @@ MATRIX = [
     f"{TP} --sequence-parallel --tp-comm-overlap --micro-batch-size 2 --num-experts 4",
     f"{TP} --bf16 --fp8-format hybrid",
     "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-recipe delayed",
+    "--zero-stage 3 --bf16 --fp8-format hybrid --fp8-param-gather",
     f"{CP} --bf16",
     f"{CP} --cp-comm-type a2a",
     f"{CP} --cp-comm-type all_gather",

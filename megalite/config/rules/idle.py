@@ -136,6 +136,11 @@ def _of_training(config: Config, given: dict[str, Any]) -> Iterable[Idle]:
             training.float8.fp8_format is not None and training.float8.fp8_recipe != "delayed",
             f"with `fp8_recipe`={training.float8.fp8_recipe}, which looks at the numbers themselves",
         ),
+        (
+            "fp8_param_gather",
+            config.parallel.zero_stage != 3,
+            f"with `zero_stage`={config.parallel.zero_stage}, where weights do not travel for each pass",
+        ),
         ("eval_interval full_validation", training.eval_iters == 0, "with `eval_iters`=0"),
         (
             "eval_iters",

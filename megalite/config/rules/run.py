@@ -142,6 +142,12 @@ def float8(config: Config, world_size: int) -> Iterator[str]:
             f"{flag}: of the 16 digits of `fp64` its products keep one or two; use `bf16` (both, to compare layouts, "
             "only with `mock_data`)"
         )
+    if config.gathers_float8:
+        flag = "`fp8_param_gather`"
+        if given.fp8_recipe not in ("tensorwise", "delayed"):
+            yield f"{flag}: not with `fp8_recipe`={given.fp8_recipe}, whose scales shards cut; use tensorwise"
+        if config.optimizer.offload.param_offload == "cpu":
+            yield f"{flag}: not with `param_offload`=cpu, whose weights come from the host; drop one"
     block = {"blockwise": 128, "mxfp8": 32}.get(given.fp8_recipe)
     if block is None:
         return

@@ -18,7 +18,7 @@ from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
-from megalite.parallel.tensor.float8 import check_float8
+from megalite.parallel.tensor.float8 import check_float8, gather_rounded
 from megalite.parallel.tensor.late_messages import (
     LateMessage,
     Message,

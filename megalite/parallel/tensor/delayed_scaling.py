@@ -78,8 +78,8 @@ class DelayedProducts(Float8Products):
                 look = float8_kernels.kernels_on(x.device.type).largest
                 kept.magnitudes[key] = look(x, self.recipe, False).to(self.wide)
             self.magnitudes.note(self.layer, name, kept.magnitudes[key])
-        if key not in kept.scales and self.table is not None and self.table.known:
-            kept.scales[key] = self.table.scales[self.layer, OPERANDS.index(name)]
+        if key not in kept.scales and (scale := self._remembered(name)) is not None:
+            kept.scales[key] = scale
         return super()._scale(name, x, dims, kept)
 
     def _operand(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Operand:
@@ -90,6 +90,10 @@ class DelayedProducts(Float8Products):
         values, most = float8_kernels.kernels_on(x.device.type).noted(x, scale, self.format_of(name))
         self.magnitudes.note(self.layer, name, most.to(self.wide))
         return Operand(values, scale)
+
+    def _remembered(self, name: str) -> Tensor | None:
+        known = self.table is not None and self.table.known
+        return self.table.scales[self.layer, OPERANDS.index(name)] if self.table is not None and known else None
 
     def _sharers(self, dims: tuple[str, str]) -> list[Axis]:
         """None, once scales are those of a history."""

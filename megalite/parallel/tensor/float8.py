@@ -26,7 +26,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.comm import Axis, all_reduce_
 from megalite.config import Config, Float8
@@ -76,7 +76,12 @@ class Kept:
 
 
 class RoundedWeight(Kept):
-    """What is known of a weight in one version: scales, and by the dimension that is contracted it in float8."""
+    """What is known of a weight in one version: scales, and by the dimension that is contracted it in float8.
+
+    travelled: it was rounded before it was gathered, and holds numbers of float8.
+    """
+
+    travelled = False
 
     def __init__(self, version: Hashable) -> None:
         super().__init__()
@@ -167,6 +172,9 @@ class Float8Products(Products):
             return known[contracted]
         if contracted == "out" and "in" in known and self.recipe not in BY_ROW:
             operand = known["in"].transposed()
+        elif self._rounded.travelled:  # exact
+            operand = Operand(weight.flatten(0, -2).to(E4M3), scale)
+            operand = operand if contracted == "in" else operand.transposed()
         else:
             matrix = weight.flatten(0, -2) if contracted == "in" else weight.flatten(0, -2).t()
             operand = Operand(float8_kernels.kernels_on(weight.device.type).rounded(matrix, scale, E4M3), scale)
@@ -178,9 +186,27 @@ class Float8Products(Products):
         if contracted == "out" and self.recipe not in BY_ROW:
             return self._weight_scale(weight, "in").t()
         if self._rounded.version != self._version_of(weight):
+            assert not self._rounded.travelled, "a weight was gathered before its scale was known"
             self._rounded = RoundedWeight(self._version_of(weight))
         matrix, other = weight.flatten(0, -2), {"in": "out", "out": "in"}[contracted]
         return self._scale("w", matrix if contracted == "in" else matrix.t(), (other, contracted), self._rounded)
+
+    def before_gather(self, weight: Tensor, most: Tensor) -> Tensor:
+        """The scale of a weight of which each rank of a group holds a part; it arrives divided by it and rounded. most:
+        its largest magnitude on this rank, `[1, 1]`. Collective over the axes that cut it."""
+        found = self._rounded = RoundedWeight(self._version_of(weight))
+        found.travelled, found.magnitudes["w", ""] = True, most
+        if (scale := self._remembered("w")) is not None:
+            found.scales["w", ""] = scale
+        return Float8Products._scale(self, "w", most, ("out", "in"), found)
+
+    def rounded(self, part: Tensor, scale: Tensor) -> Tensor:
+        """A part of a weight over its scale, in float8."""
+        return float8_kernels.kernels_on(part.device.type).rounded(part, scale, E4M3)
+
+    def _remembered(self, name: str) -> Tensor | None:
+        """The scale of an operand that nobody has to look at."""
+        return None
 
     def _version_of(self, weight: Tensor) -> Hashable:
         """Equal while the weight's values and its scale are."""
@@ -195,6 +221,14 @@ class Float8Products(Products):
                 all_reduce_(most, axis, op="max")
             kept.scales[key] = scale_of(most, self.recipe, self.format_of(name))
         return kept.scales[key]
+
+
+def gather_rounded(module: nn.Module) -> None:
+    """Marks the weights that are to be rounded before they are gathered."""
+    for layer in module.modules():
+        products = getattr(layer, "products", None)
+        if isinstance(products, Float8Products) and isinstance(layer.weight, nn.Parameter):
+            layer.weight.float8 = products  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 
 
 def check_float8(config: Config, device: torch.device) -> None:

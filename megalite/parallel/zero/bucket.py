@@ -142,8 +142,7 @@ class BucketGradient:
         self.bucket, self.keep = bucket, keep
         self.missing = 0
         self.handle: Handle | None = None
-        self.launched = False
-        self.sums = 0
+        self.launched, self.sums = False, 0
 
     @property
     def full(self) -> Tensor:
@@ -170,8 +169,7 @@ class BucketGradient:
 
     def begin_batch(self) -> None:
         """Discards the last batch's gradient."""
-        self.launched = False
-        self.sums = 0
+        self.launched, self.sums = False, 0
 
     def open(self) -> None:
         """Allocates `full`, uninitialised."""

@@ -16,6 +16,7 @@ from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.options import Fill, ZeroOptions
 from megalite.parallel.zero.rank_memory import RankMemory
+from megalite.parallel.zero.rounded_weights import RoundedWeights
 from megalite.parallel.zero.unshard import BucketWeights, ComingWeights
 from megalite.schedule import StageKey
 
@@ -58,6 +59,8 @@ class FlatWeights:
             for range_ in plan.ranges:
                 self._move(parameters, range_, full[range_.start - plan.start : range_.stop - plan.start])
             weights = BucketWeights(full, owned, axis=self._axis, stage=self._options.stage, sizes=plan.sizes)
+            if self._cut and any(hasattr(parameters[range_.entry.index], "float8") for range_ in plan.ranges):
+                weights = RoundedWeights(weights, plan, parameters)
             weights.free()
             bucket.weights.append(weights)
             self._gathered.append(weights)

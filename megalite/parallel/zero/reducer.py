@@ -107,9 +107,8 @@ class GradientReducer:
         assert num_gradients == 1 or zero_stage < 2, "streamed gradients cannot be kept for two updates"
         self._buckets, self._axes = buckets, axes
         self._order, self._pool = order, pool
-        # With gradients on the host, some of what is summed is there.
         self._sum: Callable[[Tensor, Axis], object] = all_reduce_
-        if isinstance(pool, HostedPool):
+        if isinstance(pool, HostedPool):  # some of what is summed is on the host
             self._sum = partial(sum_anywhere, mover=pool.mover)
         self._num_gradients, self._selected = num_gradients, 0
         order.add(buckets, num_gradients)

@@ -201,6 +201,7 @@ ROWS = [
 ELSEWHERE = {
     "--attention-softmax-in-fp32": ("unit/nn/test_layers.py", "softmax_in_fp32"),
     "--num-distributed-optimizer-instances": ("distributed/parallel/zero/test_zero_equality.py", "dp_replicate"),
+    "--fp8-param-gather": ("equivalence/test_float8_gather.py", "bytes_are_fewer"),
     "--latent-norm-epsilon": ("unit/convert/test_families.py", "deepseek"),
     "--mtp-loss-scaling-factor": ("equivalence/test_further_tokens.py", "loss_scaling_factor=0.7"),
     "--async-save": ("faults/test_checkpoint_faults.py", "background"),
