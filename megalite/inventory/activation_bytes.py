@@ -173,14 +173,10 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
             e * (made + given.compressed) + 2 * size.wide + (model.normalization == "RMSNorm") * of_rms * normed
         )
     width, values = tokens * heads * model.kernel_dim, tokens * model.value_size / tp
-    own = given.v_head_dim == model.kernel_dim and product == e  # values are no copy
     blocked = on_cpu and _sees_everything(config, model) and _blocked(config, model) and not model.reshapes_softmax
     if blocked:
         kept += product * heads * config.training.micro_batch_size * block_area(model.seq_length)
-        own = False
-    kept += 2 * product * width + (
-        e * tokens * heads * (given.qk_head_dim + given.v_head_dim) if own else product * width
-    )
+    kept += 3 * product * width
     kept += e * values + (product * width if width != values or product != e else 0)
     return kept + tokens * heads * max(4, size.wide)
 

@@ -7,11 +7,13 @@ import random
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
+from equivalence.drawn_models import FURTHER, GATES, MIXERS, draw_experts, draw_model
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.comm.world import World
 from megalite.config.cli import parse
@@ -188,6 +190,23 @@ RAMPS = (
 ADAPTED = [[], ["--lora", "targets=linear_qkv", "linear_fc2"], ["--lora", "targets=linear_q", "linear_v", "linear_fc1"]]
 
 
+def _with_others(case: Layout) -> Layout:
+    """The case with a state in attention's place, further tokens or another gate, now and then, where it can have them.
+    By coins of its own, so that everything else is drawn as it was."""
+    coin = random.Random(f"others of {case.command}")
+    for share, choices in ((0.2, MIXERS), (0.15, FURTHER), (0.1, GATES)):
+        added = coin.choice(choices).split()
+        # gates of rank 4 in 32 channels leave SOAP's basis open, as adapters do
+        barred = choices is MIXERS and ("--mla" in case.model or "soap" in case.model)
+        if coin.random() > share or barred:
+            continue
+        found = replace(case, model=(*case.model, *added))
+        with suppress(ConfigError):
+            parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
+            case = found
+    return case
+
+
 def draw(
     rng: random.Random,
     optimizer: str | None = None,
@@ -200,6 +219,7 @@ def draw(
         case = drawn(rng, optimizer or rng.choice(list(OPTIMIZERS)))
         case = with_stage_meshes(case, random.Random(case.command))
         case = replace(case, model=(*case.model, *_draw_aids(case), *more))
+        case = _with_others(case)
         if not want(case):
             continue
         try:
@@ -296,10 +316,10 @@ def drawn(rng: random.Random, optimizer: str) -> Layout:
     layout += pick([[], ["--no-overlap-grad-reduce"]]) + pick([[], ["--ddp-bucket-size", "3000"]])
     layout += ["--num-distributed-optimizer-instances", "2"] if dp > 2 and rng.random() < 0.5 else []
     layout += pick([[], ["--make-vocab-size-divisible-by", "128"]])  # the last of several ranks hold padding only
-    experts, shared = _draw_experts(rng) if rng.random() < 0.3 else ([], [])
+    experts, shared = draw_experts(rng) if rng.random() < 0.3 else ([], [])
     layout += shared
     model = [
-        *_draw_model(rng, optimizer),
+        *draw_model(rng, optimizer),
         *experts,
         *ALL[optimizer].split(),
         *(["--exp-avg-dtype", pick(["fp16", "bf16"])] if "16 bits" in optimizer else []),
@@ -326,75 +346,3 @@ def drawn(rng: random.Random, optimizer: str) -> Layout:
         return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, delay=delay)
     model += ["--untie-embeddings-and-output-weights", "--clip-grad", "0"]
     return Layout(tuple(model), tuple(layout), tp * cp * pp * dp, stages=pp, together=size * dp)
-
-
-def _draw_experts(rng: random.Random) -> tuple[list[str], list[str]]:
-    """(What the model is, how experts are spread.)"""
-    pick = rng.choice
-    model = ["--num-experts", "4"]
-    model += pick(
-        [
-            [],
-            ["--moe-router-topk", "1", "--moe-router", "pre_softmax"],
-            ["--moe-router-topk", "4", "--moe-layer-freq", "2"],
-            ["--moe-router", "score_function=sigmoid", "topk_scaling_factor=2.5"],
-            ["--moe-router", "score_function=sigmoid", "expert_bias"],
-            ["--moe-router", "num_groups=2", "group_topk=1"],
-        ]
-    )
-    model += pick([[], ["--moe-ffn-hidden-size", "24"], ["--moe-shared-expert-intermediate-size", "16"]])
-    model += pick([[], ["--moe-expert-capacity-factor", "1.0"]])
-    losses = ["--moe-aux-loss-coeff", "0.5", "--moe-z-loss-coeff", "0.1"]
-    # over a micro-batch the loss would depend on which samples are together
-    model += pick([[], [*losses, "--moe-router-load-balancing-type", "seq_aux_loss"]])
-    layout = ["--expert-model-parallel-size", pick(["1", "2", "4"])]
-    return model, layout + pick([[], ["--expert-tensor-parallel-size", "1"]])
-
-
-UNUSUAL = [
-    flags.split()
-    for flags in (
-        "--use-parallel-residual",
-        "--hidden-dropout 0.1",
-        "--attention-dropout 0.1",
-        "--kv-channels 4",
-        "--add-qkv-bias",
-        "--norm-placement post",
-        "--norm-placement sandwich",
-    )
-]
-
-
-def _draw_model(rng: random.Random, optimizer: str) -> list[str]:
-    pick = rng.choice
-    layers = pick([4, 6])
-    model = ["--num-layers", str(layers)]
-    family = pick(
-        [[], ["--swiglu"], ["--model-type", "llama"], ["--model-type", "llama"]]
-    )  # swiglu: biases of two rows
-    # Without RoPE the softmax does not see a bias of the keys: its gradient is rounding alone, of which some rules take
-    # the sign, or what is left of its size.
-    bound = optimizer.split()[0] in ("lion", "adafactor")
-    if "--model-type" not in family:
-        family += ["--position-embedding-type", "rope"] if bound or rng.random() < 0.3 else []
-        family += pick([[], ["--normalization", "RMSNorm"]])
-    family += pick([[], [], ["--qk-layernorm"], ["--qk-layernorm", "--qk-layernorm-across-heads"]])
-    family += pick([[], [], ["--num-query-groups", "2"], ["--num-query-groups", "1"]])  # ranks of tp may share them
-    family += pick([[], [], [], *UNUSUAL])
-    model += family
-    model += pick([[], ["--untie-embeddings-and-output-weights"], ["--no-untie-embeddings-and-output-weights"]])
-    model += pick(
-        [[], ["--clip-grad", "0"], ["--calculate-per-token-loss"], ["--eod-mask-loss", "--calculate-per-token-loss"]]
-    )
-    model += pick([[], [], ["--reset-position-ids", "--reset-attention-mask"]])
-    unlike = ["--window-size", "5", "--skip-freq", "window=2"]
-    unlike += ["--skip-freq", "rope=2"] if not bound and ("rope" in family or "llama" in family) else []
-    model += pick([[], [], unlike])
-    sinks = ["--softmax-type", "learnable"]
-    capped = [*sinks, "--attn-logit-softcapping", "0.5"]
-    unlike = ["--skip-freq", "softmax_type=2", "--attn-logit-softcapping-skip-freq", f"[0]+[1]*{layers - 1}"]
-    # values of rank 8 in 12 channels a head leave SOAP's basis open, as adapters do
-    if rng.random() < 0.15 and not bound and optimizer != "soap":
-        model += ["--mla", *pick([[], ["q_lora_rank=12"]]), "kv_lora_rank=8", "qk_head_dim=6", "qk_pos_emb_head_dim=4"]
-        model += [pick(["v_head_dim=5", "v_head_dim=12"])]
-    return model + pick([[], [], [], [], sinks, [*capped, *pick([[], unlike])]])

@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig, hidden_std, residual_std
@@ -126,12 +125,18 @@ class LatentAttention(nn.Module):
         and the rotated part of keys `[n, b, dr]`. alone: whether no other rank has a part of the sequence."""
         dn, dv, samples = self.given.qk_head_dim, self.given.v_head_dim, q.shape[1]
         k_n, v = kv.view(len(kv), samples, self.heads, -1).split((dn, dv), -1)
-        k = torch.cat((k_n, k_r[:, :, None].expand(-1, -1, self.heads, -1)), -1)
-        q, k, v = (self._padded(x) for x in (self.turned(q, microbatch), k, v))
+        queries = self._columns(*self.turned(q, microbatch))
+        stored = (*self._columns(k_n, k_r[:, :, None].expand(-1, -1, self.heads, -1)), *self._columns(v))
+        packed = None
+        if len(q) == len(kv):  # one copy makes what kernels read
+            packed = torch.cat((*queries, *stored), -1).unflatten(-1, (3, self.width))
+            q, k, v = packed[:, :, :, :1], packed[:, :, :, 1], packed[:, :, :, 2]
+        else:
+            q, (k, v) = torch.cat(queries, -1)[:, :, :, None], torch.cat(stored, -1).split(self.width, -1)
         sinks, training, core = self.sinks(q), self.training, self.core
         if alone:
             seen: Any = {"document_starts": microbatch.document_starts, "documents": microbatch.documents}
-            y = core(q, k, v, sinks=sinks, sample_ids=microbatch.sample_ids, training=training, **seen)
+            y = core(q, k, v, packed=packed, sinks=sinks, sample_ids=microbatch.sample_ids, training=training, **seen)
         else:
             y = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
         return y if dv == self.width else y.view(len(q), samples, self.heads, -1)[..., :dv].flatten(2)
@@ -141,7 +146,7 @@ class LatentAttention(nn.Module):
         dn, dv, rank = self.given.qk_head_dim, self.given.v_head_dim, self.given.kv_lora_rank
         w_k, w_v = self.kv_up.weight.view(self.heads, dn + dv, rank).split((dn, dv), 1)
         stored, _, hidden = with_token(self.core, stored, stored[..., :0], microbatch, self.cp, cache)
-        q_n, q_r = self.turned(q, microbatch)[:, :, :, 0].split((dn, q.shape[-1] // self.heads - dn), -1)
+        q_n, q_r = self.turned(q, microbatch)
         small = torch.cat((torch.einsum("sbad,adr->sbar", q_n, w_k), q_r), -1)
         small = small * (small.shape[-1] / self.width) ** 0.5  # the scale is that of other channels
         core, sinks, dtype = self.core, self.sinks(q), self.core.tile_dtype(q)
@@ -151,17 +156,20 @@ class LatentAttention(nn.Module):
         )
         return torch.einsum("sbar,avr->sbav", y.view(*q.shape[:2], self.heads, rank), w_v).flatten(2)
 
-    def turned(self, q: Tensor, microbatch: Microbatch) -> Tensor:
-        """Queries with their last channels rotated, `[s, b, a (dn + dr) / t]` -> `[s, b, a / t, 1, dn + dr]`."""
-        q = q.view(*q.shape[:2], self.heads, 1, -1)
-        if self.rotary is not None:
-            q_n, q_r = q.split((self.given.qk_head_dim, self.given.qk_pos_emb_head_dim), -1)
-            q = torch.cat((q_n, rotate(q_r, self.rotary(microbatch.positions, q.dtype))), -1)
-        return q if self.query_multiplier is None else q * self.query_multiplier
+    def turned(self, q: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """(q_n, rotated q_r) of queries `[s, b, a (dn + dr) / t]`, `[s, b, a / t, dn]` and `[s, b, a / t, dr]`."""
+        q = q.view(*q.shape[:2], self.heads, -1)
+        q = q if self.query_multiplier is None else q * self.query_multiplier
+        q_n, q_r = q.split((self.given.qk_head_dim, self.given.qk_pos_emb_head_dim), -1)
+        if self.rotary is None:
+            return q_n, q_r
+        return q_n, rotate(q_r[:, :, :, None], self.rotary(microbatch.positions, q.dtype))[:, :, :, 0]
 
     def sinks(self, q: Tensor) -> Tensor | None:
         """As `Attention.sinks`."""
         return q.new_zeros(self.heads) if self.softmax_type == "off-by-one" else self.softmax_offset
 
-    def _padded(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, self.width - x.shape[-1])) if x.shape[-1] < self.width else x
+    def _columns(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """What stands side by side in a kernel's channels, zeros last."""
+        missing = self.width - sum(part.shape[-1] for part in parts)
+        return (*parts, parts[0].new_zeros(1).expand(*parts[0].shape[:-1], missing)) if missing else parts
