@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalite.config import ParallelConfig
 from megalite.errors import ConfigError
@@ -115,6 +116,27 @@ def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
     """
     bound = place.launcher in ("srun", "mpirun") and allowed < cores
     return max(1, allowed if bound else allowed // place.local_size)
+
+
+def bind_to_node(gpu: Any, system: Path = Path("/sys")) -> set[int]:
+    """Keeps this process on the cores next to its GPU, whose memory they reach without another socket; returns them.
+
+    Where the process may not use all cores of the host, somebody has bound it already, and where the system does not
+    tell which cores these are, nothing is done: no core is returned. gpu: its properties, of torch.
+    """
+    place: list[Any] = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if sys.platform != "linux" or None in place or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+        return set()
+    address = "{:04x}:{:02x}:{:02x}.0".format(*place)
+    try:
+        node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
+        listed = (system / f"devices/system/node/node{node}/cpulist").read_text().strip()
+        spans = [span.partition("-") for span in listed.split(",")]
+        cores = {core for first, _, last in spans for core in range(int(first), int(last or first) + 1)}
+        os.sched_setaffinity(0, cores)
+    except (OSError, ValueError):  # one node only (-1), a container without /sys, cores that are not ours
+        return set()
+    return cores
 
 
 def busy_cores() -> int | None:

@@ -30,6 +30,7 @@ from megalite.errors import ConfigError, HostProblem, MegaliteError, PeerLost
 from megalite.events import tell_event
 from megalite.launch import environment
 from megalite.launch.devices import (
+    bind_to_node,
     busy_cores,
     check_devices,
     choose_backend,
@@ -125,7 +126,8 @@ def launch(
                 return wait_as_spare(started, socket.gethostname(), 60 * config.parallel.distributed_timeout_minutes)
             place = seat
             if place.size > 1:
-                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # or torch's stack frames bury what we tell
+                # or torch's stack frames bury what we tell; of NCCL's watchdog it is wanted
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if count_devices() else "FATAL")
                 seconds = 60 * config.parallel.distributed_timeout_minutes
                 watch = RankWatch(place, page, hang_seconds=seconds, host=socket.gethostname())
             spares = started.size - place.size
@@ -216,7 +218,6 @@ def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> Out
         importlib.import_module("torch._dynamo")
     with scratch_folder() as folder:
         rendezvous = folder / "rendezvous"
-
         name = f"nprocs {socket.gethostname()} {os.getpid()}" if config.parallel.restarts.max_restarts else ""
 
         def body(rank: int, page: RankPage) -> int:
@@ -269,6 +270,7 @@ def _run_rank(
             if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
                 os.environ.setdefault(name, value)
         torch.cuda.set_device(device)
+        bind_to_node(torch.cuda.get_device_properties(device))
     world = World(
         rank=place.rank,
         size=place.size,

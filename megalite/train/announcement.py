@@ -11,6 +11,7 @@ from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config
 from megalite.errors import ConfigError
 from megalite.inventory import MemoryPlan
+from megalite.nn import use_newer_kernel
 from megalite.parallel.tensor import check_float8
 from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
 from megalite.schedule import Program
@@ -58,6 +59,7 @@ def announce(
         for line in device_advice(config, world.device):
             logger.warning(line)
     check_float8(config, world.device)
+    use_newer_kernel(world.device, parameter_dtype(config))
     check_memory(config, world, axis, program, cuts, plan, memory)
 
 
@@ -89,8 +91,12 @@ def rows_of(
 
 def device_advice(config: Config, device: torch.device) -> list[str]:
     """What is legal but slow on this device."""
-    if device.type == "cuda" and config.model.hidden_dropout > 0 and not config.training.compile:
-        return [
-            f"`hidden_dropout`={config.model.hidden_dropout}: some 80 kernels a place without `compile`, one with it"
+    model, advice = config.model, []
+    if device.type == "cuda" and model.hidden_dropout > 0 and not config.training.compile:
+        advice += [f"`hidden_dropout`={model.hidden_dropout}: some 80 kernels a place without `compile`, one with it"]
+    if device.type == "cuda" and model.attention_dropout > 0:
+        advice += [
+            f"`attention_dropout`={model.attention_dropout}: no kernel knows its keyed masks, so the attention of a "
+            f"layer is {-(-model.seq_length // 64):,} tiles of 64 queries, dozens of launches each, for one kernel"
         ]
-    return []
+    return advice

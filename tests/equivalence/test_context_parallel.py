@@ -41,6 +41,7 @@ MASKS = {
     "layers that differ": (*WINDOWS, "--skip-freq", "rope=[1,0]"),
     "sinks and caps that differ": (*WINDOWS, *SINKS),
     "sinks": ("--softmax-type", "learnable", "--attn-logit-softcapping", "0.5", "--window-size", "6"),
+    "sinks alone": ("--softmax-type", "learnable"),  # which a kernel's log-sums are joined with
     "dropout": ("--attention-dropout", "0.2", "--hidden-dropout", "0.1"),
     "documents, window, dropout": ("--reset-attention-mask", "--window-size", "6", "--attention-dropout", "0.2"),
 }
@@ -84,6 +85,8 @@ def check(kind: str, family: str, mask: str, beside: str) -> None:
         ("all-gather", "gpt", "sinks", "alone"),
         ("all-to-all", "gpt", "sinks", "pp2 zero bubble"),
         ("two levels", "gpt", "sinks", "alone"),
+        ("ring", "llama GQA", "sinks alone", "alone"),
+        ("all-gather", "gpt", "sinks alone", "tp2"),
     ],
 )
 def test_a_cut_sequence_is_a_whole_one(kind: str, family: str, mask: str, beside: str) -> None:

@@ -6,7 +6,7 @@
     fused      anywhere   plain causal attention; keeps nothing of size s x s  all queries, or the last one
     varlen     GPU        documents and windows                                as many queries as keys; 16 bits; tried
     flex       GPU        documents, windows, caps and sinks; compiled         as many queries as keys; tried
-    tiled      anywhere   everything: dropout of weights, fp32 scores, caps and sinks in parts of a ring
+    tiled      anywhere   everything: dropout of weights, fp32 scores, caps in parts of a ring
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
 with tiles. The choice is logged.
@@ -49,7 +49,7 @@ class Need:
     dtype: of the matrix products.
     queries, keys: tokens. channels: of a head.
     hides: documents or a window hide keys that causality shows.
-    bends: scores have a cap, or softmaxes sinks.
+    bends: scores have a cap, or softmaxes sinks (in parts, a ring's caller adds them).
     rewrites: weights are dropped, or wanted in fp32 where the kernels narrow them.
     in_parts: the keys come in parts, whose log-sums are wanted.
     keeps_weights: what is of size s x s may be kept for the backward.

@@ -73,7 +73,7 @@ def _over_ring(
         keys=len(order),
         channels=q.shape[-1],
         hides=starts is not None or (core.window is not None and core.window < len(order)),
-        bends=core.softcap is not None or sinks is not None,
+        bends=core.softcap is not None,  # sinks are joined to what the kernel gives
         rewrites=drops,
         in_parts=True,
     )

@@ -73,4 +73,4 @@ class _GatheredAttention(Node):
         kernel.backward(grads, dresult, delta, lse, operands, ctx.sight)
         dq, dkeys, dvalues = kernel.input_gradients(grads, (q, *keys_values))
         dk, dv = reduce_scatter(torch.stack((dkeys, dvalues), 1)[ctx.order], ctx.axis).unbind(1)
-        return dq, dk, dv, None, None, None, None, sink_gradient(lse, delta, sinks)
+        return dq, dk, dv, None, None, None, None, sink_gradient(lse, dresult, delta, sinks)

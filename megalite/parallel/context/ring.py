@@ -87,9 +87,12 @@ def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return joined
 
 
-def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """P (0 - delta): as of any other score, with a value of zero. lse: joined."""
-    return None if sinks is None else (sinks - lse).exp_().mul_(delta).neg_()
+def sink_gradient(lse: Tensor, dy: Tensor, delta: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """P (0 - delta): as of any other score, with a value of zero. lse: joined. dy, delta: of `output_gradient`."""
+    if sinks is None:
+        return None
+    delta = delta if delta.dim() == 2 else (dy.to(lse.dtype) * delta.to(lse.dtype)).sum(-1)
+    return (sinks - lse).exp_().mul_(delta).neg_()
 
 
 class _RingAttention(Node):
@@ -150,4 +153,4 @@ class _RingAttention(Node):
         if returning is not None:
             dkv += returning.wait()
         inputs = kernel.input_gradients((rows[0], dkv[0], dkv[1]), (q, k, v))
-        return *inputs, None, None, None, sink_gradient(lse, rows[2], sinks)
+        return *inputs, None, None, None, sink_gradient(lse, rows[1], rows[2], sinks)

@@ -251,3 +251,36 @@ def test_backend_follows_the_device() -> None:
         choose_backend(ParallelConfig(hardware=DeviceOptions(distributed_backend="gloo")), torch.device("cuda"))
         == "gloo"
     )
+
+
+class Gpu:
+    """Where a GPU hangs, as torch tells it."""
+
+    pci_domain_id, pci_bus_id, pci_device_id = 0, 0x3B, 0
+
+
+@pytest.mark.parametrize(
+    ("node", "cores", "allowed", "bound"),
+    [
+        ("1", "2-3,6", 8, {2, 3, 6}),
+        ("1", "2-3,6", 4, set()),  # somebody has bound the process
+        ("-1", "", 8, set()),  # one node
+        ("", "", 8, set()),  # nothing is told
+    ],
+)
+def test_a_rank_keeps_to_the_cores_of_its_gpu(
+    node: str, cores: str, allowed: int, bound: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if node:
+        for folder, name, text in (
+            ("bus/pci/devices/0000:3b:00.0", "numa_node", node),
+            (f"devices/system/node/node{node}", "cpulist", cores),
+        ):
+            (tmp_path / folder).mkdir(parents=True)
+            (tmp_path / folder / name).write_text(f"{text}\n")
+    calls: list[set[int]] = []
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(allowed)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: calls.append(cores))
+    assert devices.bind_to_node(Gpu(), tmp_path) == bound
+    assert calls == ([bound] if bound else [])
