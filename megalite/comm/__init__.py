@@ -52,6 +52,6 @@ from megalite.comm.rectangles import (
     range_to_rectangles,
     shards_of_range,
 )
-from megalite.comm.ring import start_shift
+from megalite.comm.ring import neighbours, start_shift
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World

@@ -29,6 +29,7 @@ from math import prod
 from typing import NamedTuple
 
 from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, WaitClock, make_axis
+from megalite.comm.ring import Parts, neighbours
 from megalite.errors import ConfigError
 from megalite.inventory import AXIS_FAMILIES, DIRECT, fastest_way
 
@@ -211,13 +212,15 @@ class ParallelMesh:
         """The axis of this name (see the module)."""
         return self.over(name)
 
-    def over(self, *names: str, apart: str = "") -> Axis:
+    def over(self, *names: str, apart: str = "", parts: Parts = lambda ranks: [ranks]) -> Axis:
         """The product of some axes, ranks in the order of the grid. Collective at first use.
 
-        apart: names a communicator of its own, for messages that need not keep an order with any others.
+        apart: names a communicator of its own, for messages that need not keep an order with any others. parts: into
+        which the ranks of the product are divided.
         """
         view, bases = self._resolve(names)
-        return self._axis("*".join(bases) or names[0], self._lines(view, bases), apart)
+        lines = [part for line in self._lines(view, bases) for part in parts(line)]
+        return self._axis("*".join(bases) or names[0], lines, apart)
 
     def spanning(self, *names: str) -> Axis:
         """The product of some axes, or where those of experts are among them, which lie across the others, of the
@@ -241,10 +244,7 @@ class ParallelMesh:
         ranks. Collective at first use."""
         if heads == 1:
             return self["tp"]
-        lines = self._lines(DENSE, ["tp"])
-        sizes = [max(1, len(ranks) // heads) for ranks in lines]
-        parts = [ranks[i : i + n] for ranks, n in zip(lines, sizes, strict=True) for i in range(0, len(ranks), n)]
-        return self._axis("tp", parts, "keys")
+        return self.over("tp", apart="keys", parts=lambda ranks: neighbours(ranks, max(1, len(ranks) // heads)))
 
     def family(self, name: str = "dense") -> FamilyAxes:
         """The axes of a family. Collective at first use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,3 +43,11 @@ def start_shift(x: Tensor, axis: Axis, *, gradient: bool = False) -> Shift:
         dist.P2POp(dist.irecv, received, source, group=axis.group, tag=tag),
     ]
     return Shift(x, received, dist.batch_isend_irecv(pair), axis, device)
+
+
+Parts = Callable[[list[int]], list[list[int]]]
+
+
+def neighbours(ranks: list[int], length: int) -> list[list[int]]:
+    """The ranks in runs of `length`."""
+    return [ranks[i : i + length] for i in range(0, len(ranks), length)]

@@ -66,3 +66,4 @@ from megalite.config.training import BatchRamp, Float8, Precision, TrainingConfi
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.usage import accepted_spellings, listing
 from megalite.config.values import bounds_problem, show
+from megalite.config.zero_plus_plus import ZeroPlusPlus

@@ -10,6 +10,7 @@ from megalite import schedule as schedules
 from megalite.config.restarts import Restarts
 from megalite.config.schema import OneOf, Spelled, option
 from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
+from megalite.config.zero_plus_plus import ZeroPlusPlus
 from megalite.errors import ConfigError
 
 SCHEDULES = tuple(schedules.SCHEDULES)
@@ -153,6 +154,7 @@ class ParallelConfig:
         ge=0,
         le=3,
     )
+    zero_plus_plus: ZeroPlusPlus = ZeroPlusPlus()
     num_distributed_optimizer_instances: int = option(
         1, "groups of data-parallel ranks; ZeRO shards inside a group and replicates across groups", ge=1
     )

@@ -151,7 +151,7 @@ def build_weights(
     """Puts the parameters of stages into buffers, and an optimizer over these. families: of parameters, that the model
     has. states: of these stages."""
     copies = replica_axes(mesh, program.placement)
-    axes = {name: mesh.family(name) for name in families}
+    axes = {name: options.zero.axes(mesh, name) for name in families}
     axis = norm_axis(mesh, program, families, sharded=options.zero.stage > 0)
     memory = RankMemory(device, options.zero, options.mover)
     buffers: dict[StageKey, list[ParameterBuffers]] = {}

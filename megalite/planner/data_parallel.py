@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config import Config
-from megalite.inventory import ElementBytes, bucket_limit
+from megalite.inventory import ALIGNMENT, ElementBytes, bucket_limit
 from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes
 from megalite.planner.float8 import rounded_elements
@@ -77,10 +77,10 @@ class DataParallel:
         zero, layers = self.config.parallel.zero_stage, len(self.cuts[stage])
         if zero < 2:
             return LayerMessages(0.0, 0.0, layers)
-        groups = [(self.shard_group(copies), self.elements[copies.family][stage]) for copies in self.families]
-        scatter = sum(group.gather(number * self.size.gradient, layers) for group, number in groups)
-        held = [(self.shard_group(self.families[0]), stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
-        gather = sum(group.gather(number * self.size.compute, layers) for group, number in held) if zero == 3 else 0.0
+        groups = [(copies, self.elements[copies.family][stage]) for copies in self.families]
+        scatter = sum(self._scatter(copies, number, layers) for copies, number in groups)
+        held = [(self.families[0], stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
+        gather = sum(self._gather(copies, number, layers) for copies, number in held) if zero == 3 else 0.0
         if self.config.gathers_float8:
             (group,) = (self.shard_group(copies) for copies in self.families if copies.family == "dense")
             whole = self.elements["dense"][stage] * self.size.compute
@@ -89,6 +89,27 @@ class DataParallel:
         if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
             gather /= max(1, self.config.num_microbatches(self.world_size))
         return LayerMessages(gather, scatter, layers)
+
+    def _gather(self, copies: Copies, elements: int, layers: int) -> float:
+        """Seconds of the weights of a pass (ZeRO-3), on average over the passes of a step."""
+        given, group, numel = self.config.parallel.zero_plus_plus, self.shard_group(copies), self.size.compute
+        sent = 1 + 2 * numel / ALIGNMENT if given.zero_quantized_weights else numel
+        first = group.gather(elements * sent, layers)
+        if given.zero_hpz_partition_size == 1:
+            return first
+        near = CommGroup(self.hardware, given.zero_hpz_partition_size, copies.stride)
+        passes = 2 * max(1, self.config.num_microbatches(self.world_size))
+        return (first + (passes - 1) * near.gather(elements * numel, layers)) / passes
+
+    def _scatter(self, copies: Copies, elements: int, layers: int) -> float:
+        """Seconds of the gradients of a backward."""
+        given, numel = self.config.parallel.zero_plus_plus, self.size.gradient
+        if not given.zero_quantized_gradients:
+            return self.shard_group(copies).gather(elements * numel, layers)
+        place, sent = given.zero_hpz_partition_size, elements * (1 / 2 + numel / ALIGNMENT)
+        near = CommGroup(self.hardware, place, copies.stride)
+        far = CommGroup(self.hardware, copies.shards // place, copies.stride * place)
+        return near.gather(sent, layers) + far.gather(sent / place, layers)
 
     def in_the_open(self, times: LayerTimes, stage: int) -> LayerTimes:
         """What of them a forward and a backward of these times do not hide."""

@@ -170,13 +170,15 @@ def _family_bytes(
     delayed = config.optimizer.offload.delayed_parameter_update
     copies += away.elements * size.gradient if on_cpu and delayed else 0
     largest = sorted((bucket.numel for bucket in buckets), reverse=True)
+    partition = config.parallel.zero_plus_plus.zero_hpz_partition_size
+    kept = numel // partition if partition > 1 else 0  # between a step's first gather and its update
     return StateBytes(
         weights=versions * (owned if come_and_go else numel) * size.compute,
         gradients=held * size.gradient,
         master=(owned - away.elements) * (2 if remainders else size.wide) if separate else 0,
         moments=away.moments_left,
         scratch=_scratch(streamed, several) * size.gradient,
-        gathered=sum(largest[:2]) * size.compute if come_and_go else 0,
+        gathered=(sum(largest[:2]) + kept) * size.compute if come_and_go else 0,
         host=copies + away.on_host,
         file=away.in_file,
         temporary=away.temporary,

@@ -223,7 +223,8 @@ def describe_layout(config: Config, world_size: int) -> str:
     if parallel.sequence_parallel and sizes["tp"] > 1:
         parts.append("sequence parallel")
     if parallel.zero_stage:
-        parts.append(f"ZeRO stage {parallel.zero_stage}")
+        less = f" ({parallel.zero_plus_plus})" if parallel.zero_plus_plus.on else ""
+        parts.append(f"ZeRO stage {parallel.zero_stage}{less}")
     return ", ".join(parts)
 
 

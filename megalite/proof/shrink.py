@@ -281,6 +281,7 @@ def _parallel(parallel: ParallelConfig, changes: _Changes) -> ParallelConfig:
         parallel,
         ddp_bucket_size=None if parallel.ddp_bucket_size is None else 3000,
         grad_reduce_in_bf16=False,
+        zero_plus_plus=replace(parallel.zero_plus_plus, zero_quantized_weights=False, zero_quantized_gradients=False),
         nprocs=None,
         pipeline_flush_steps=flushed,
         hardware=replace(parallel.hardware, device="cpu", distributed_backend=None),

@@ -266,6 +266,7 @@ def zero_options(config: Config, plan: MemoryPlan | None = None) -> ZeroOptions:
         overlap_param_gather=parallel.overlap_param_gather,
         bucket_size=parallel.ddp_bucket_size,
         grad_reduce_in_bf16=parallel.grad_reduce_in_bf16,
+        plus_plus=parallel.zero_plus_plus,
         offload_params=(given_plan(config) if plan is None else plan).hosts_params,
     )
 

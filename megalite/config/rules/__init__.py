@@ -44,6 +44,7 @@ from megalite.config.rules.run import (
 )
 from megalite.config.rules.shape import model_shape, recompute
 from megalite.config.rules.stage_meshes import stage_meshes, training_stage_meshes
+from megalite.config.rules.zero_plus_plus import zero_plus_plus
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
 
@@ -87,6 +88,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     tapped_products,
     embedding_offload,
     param_offload,
+    zero_plus_plus,
     data,
     checkpoint,
     from_checkpoint,

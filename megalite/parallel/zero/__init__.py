@@ -35,6 +35,7 @@ Where things are:
     bucket.py          one bucket: its plan, weights and sinks; its gradient in stages 0 and 1
     streamed_gradient.py   its gradient in stages 2 and 3
     host_gradient.py   its gradient where weights live on the host
+    plus_plus.py       what ZeRO++ sends in place of that
     frozen.py          weights that nothing trains, as rectangles to load
     sharded_optimizer.py   `ShardedOptimizer`: any update rule over the master weights that this rank owns
     master_shards.py   those master weights: flat tensors of one kind

@@ -37,6 +37,7 @@ class Bucket:
         self.plan, self.axis, self.sharded = plan, axis, sharded
         self.further: Sequence[Axis] = ()
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank) if sharded else (plan.start, plan.stop)
+        self.reduce_scatter: Callable[..., Handle] = reduce_scatter_into  # of every micro-batch
         self.empty = torch.empty(0, dtype=dtype, device=device)
         self.weights: list[StoredWeights] = []
         self.sinks: list[GradSink] = []

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis
+from megalite.comm import FamilyAxes
 from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, bytes_of
 from megalite.parallel.zero.options import Fill, ZeroOptions
 from megalite.parallel.zero.rank_memory import RankMemory
 from megalite.parallel.zero.rounded_weights import RoundedWeights
-from megalite.parallel.zero.unshard import BucketWeights, ComingWeights
+from megalite.parallel.zero.unshard import ComingWeights
 from megalite.schedule import StageKey
 
 
@@ -34,13 +34,13 @@ class FlatWeights:
         buckets: Sequence[Bucket],
         versions: Sequence[Sequence[nn.Parameter]],
         *,
-        shard_axis: Axis,
+        axes: FamilyAxes,
         options: ZeroOptions,
         memory: RankMemory,
         fill: Fill | None,
         dtype: torch.dtype,
     ) -> None:
-        self._buckets, self._axis, self._options = buckets, shard_axis, options
+        self._buckets, self._axes, self._axis, self._options = buckets, axes, axes.shard, options
         self._memory, self._fill, self._dtype = memory, fill, dtype
         self.unsharder = memory.unsharder
         self._of_parameter: dict[int, ComingWeights] = {}
@@ -58,7 +58,7 @@ class FlatWeights:
             owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
             for range_ in plan.ranges:
                 self._move(parameters, range_, full[range_.start - plan.start : range_.stop - plan.start])
-            weights = BucketWeights(full, owned, axis=self._axis, stage=self._options.stage, sizes=plan.sizes)
+            weights = self._options.weights(full, owned, axes=self._axes, plan=plan)
             if self._cut and any(hasattr(parameters[range_.entry.index], "float8") for range_ in plan.ranges):
                 weights = RoundedWeights(weights, plan, parameters)
             weights.free()
@@ -132,7 +132,7 @@ class FlatWeights:
 
     def memory(self) -> int:
         """Bytes held now."""
-        return bytes_of(t for bucket in self._buckets for w in bucket.weights for t in (w.shard, w.full))
+        return bytes_of(tensor for weights in self._gathered for tensor in weights.held)
 
 
 @torch.no_grad()

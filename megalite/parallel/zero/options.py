@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from megalite.comm import Axis
-from megalite.config import Rates
+from megalite.comm import Axis, FamilyAxes, ParallelMesh
+from megalite.config import Rates, ZeroPlusPlus
+from megalite.inventory import BucketPlan
+from megalite.parallel.zero.bucket import Bucket
+from megalite.parallel.zero.unshard import BucketWeights
 
 Fill = Callable[[str, nn.Parameter], None]
 """Gives the parameter of this name its initial values."""
+
+
+@dataclass(frozen=True)
+class DividedAxes(FamilyAxes):
+    """The axes of a family under ZeRO++.
+
+    near, far: neighbours on `shard`, and the ranks at this place among theirs. quantized: weights travel in 8 bits.
+    """
+
+    near: Axis
+    far: Axis
+    quantized: bool
 
 
 @dataclass(frozen=True)
@@ -27,6 +43,7 @@ class ZeroOptions:
     grad_reduce_in_bf16: gradients of bf16 parameters are accumulated and summed in bf16 (half the bytes, 8 bits of
         mantissa).
     offload_params: weights and gradients live on the host, and those of a layer are on the device while it uses them.
+    plus_plus: what stage 3 sends less of.
     """
 
     stage: int = 0
@@ -35,6 +52,32 @@ class ZeroOptions:
     bucket_size: int | None = None
     grad_reduce_in_bf16: bool = False
     offload_params: bool = False
+    plus_plus: ZeroPlusPlus = ZeroPlusPlus()
+
+    def axes(self, mesh: ParallelMesh, family: str) -> FamilyAxes:
+        """Those of a family. Collective at first use."""
+        found = mesh.family(family)
+        if not self.plus_plus.on or found.shard.size == 1:
+            return found
+        from megalite.parallel.zero.plus_plus import divided
+
+        return divided(found, mesh, self.plus_plus)
+
+    def weights(self, full: Tensor, owned: slice, *, axes: FamilyAxes, plan: BucketPlan) -> BucketWeights:
+        """Of a bucket in one version."""
+        if isinstance(axes, DividedAxes) and self.plus_plus.changes_gathers:
+            from megalite.parallel.zero.plus_plus import PartitionedWeights
+
+            return PartitionedWeights(full, owned, axes=axes, plan=plan)
+        return BucketWeights(full, owned, axis=axes.shard, stage=self.stage, sizes=plan.sizes)
+
+    def bucket(self, plan: BucketPlan, *, axes: FamilyAxes, dtype: torch.dtype, device: torch.device) -> Bucket:
+        """One of a family."""
+        if isinstance(axes, DividedAxes) and self.plus_plus.zero_quantized_gradients:
+            from megalite.parallel.zero.plus_plus import QuantizedBucket
+
+            return QuantizedBucket(plan, axes=axes, dtype=dtype, device=device)
+        return Bucket(plan, axis=axes.shard, sharded=self.stage > 0, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class ParameterBuffers:
         self.weights = (HostedFlatWeights if self.on_host else FlatWeights)(
             held,
             [[parameter for _, parameter in version] for version in versions],
-            shard_axis=axes.shard,
+            axes=axes,
             options=options,
             memory=self.rank_memory,
             fill=stage.fill,
@@ -107,10 +107,7 @@ class ParameterBuffers:
             on_cpu=self.device.type != "cuda",
             tied=tied,
         )
-        return [
-            Bucket(plan, axis=axis, sharded=options.stage > 0, dtype=self.gradient_dtype, device=self.device)
-            for plan in plans
-        ]
+        return [options.bucket(plan, axes=self.axes, dtype=self.gradient_dtype, device=self.device) for plan in plans]
 
     @property
     def main_dtype(self) -> torch.dtype:

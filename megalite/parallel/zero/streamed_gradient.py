@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megalite.comm import reduce_scatter_into
 from megalite.gradient import GradSink
 from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, BucketGradient
@@ -92,7 +91,7 @@ class StreamedGradient(BucketGradient):
         self.bucket.zero_unused()
         full, bucket = self.full, self.bucket
         own, sizes = bucket.owned(full), bucket.plan.sizes
-        self.handle = reduce_scatter_into(own, full, bucket.axis, sizes=sizes, async_op=async_op)
+        self.handle = bucket.reduce_scatter(own, full, bucket.axis, sizes=sizes, async_op=async_op)
         self._ends = async_op and all(sink.remaining == 0 for sink in self._sinks)
         self._reducing, self._filling = self._filling, None
         self._pool.in_flight = self

@@ -41,6 +41,11 @@ class ComingWeights:
         self._arriving: Handle | Arrival | None = None
 
     @property
+    def held(self) -> tuple[Tensor, ...]:
+        """All tensors of these weights on this rank."""
+        return (self.full,)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of `full`, resident or not."""
         return self.full.numel() * self.full.element_size()
@@ -95,6 +100,10 @@ class BucketWeights(ComingWeights):
         super().__init__(full, sharded=stage > 0 and several, released_after_use=stage == 3 and several)
         self.axis, self._sizes = axis, sizes
         self.shard = full[owned].clone() if self.released_after_use else full[owned]
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        return self.shard, self.full
 
     def start_gather(self, *, async_op: bool) -> None:
         """Starts to gather all ranks' slices; collective."""

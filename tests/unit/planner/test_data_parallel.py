@@ -59,6 +59,23 @@ def test_messages_are_bytes_over_the_link_and_a_latency_each(zero: int, ranks: i
         assert found == pytest.approx(MICRO * (3 * layers * ranks * latency + once * (gradient + 2 * weight)), rel=1e-3)
 
 
+def test_zero_plus_plus_sends_a_quarter_of_the_bytes_between_nodes() -> None:
+    """arXiv 2306.10209, table 1, M = 2 bytes a parameter: M, M and M become M/2, 0 and M/4 (and bounds of blocks)."""
+    ranks, node = 16, 8
+    slow, fast = Link(bandwidth=1e10, latency=0.0), Link(bandwidth=1e30, latency=0.0)
+    hardware = replace(_hardware(1.0, 0.0), devices_per_node=node, intra_node=fast, inter_node=slow)
+    whole = 2 * count_parameters(_config(ranks, "").model)
+    ring, across = (ranks - 1) / ranks / node / slow.bandwidth, 1 / 2 / node / slow.bandwidth
+    three = "--zero-stage 3 --grad-reduce-in-bf16"
+    plain = _predict(ranks, three, hardware)
+    assert plain.messages == pytest.approx(MICRO * 3 * whole * ring, rel=1e-3)
+    less = _predict(ranks, f"{three} --zero-plus-plus weights gradients partition={node}", hardware)
+    gathers, scatters = whole * ring * (1 / 2 + 2 / 64), MICRO * whole * across * (1 / 4 + 1 / 64)
+    assert less.messages == pytest.approx(gathers + scatters, rel=1e-3)
+    kept = less.memory[0].buffers - plain.memory[0].buffers
+    assert kept == pytest.approx(whole / node, rel=1e-3)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_last_sum_and_the_first_gather_are_never_hidden(zero: int) -> None:
     """However fast the link: what remains is one message at each end; a link twice as slow leaves twice as much."""
