@@ -12,9 +12,8 @@ t_max alone is no better than the best plan. Costs are compared relatively: they
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,6 +43,15 @@ class StagePlan:
     stages: tuple[PlannedStage, ...]
 
 
+class _Choice(NamedTuple):
+    """A stage that may come next. left: units of devices behind it."""
+
+    pace: float
+    latency: float
+    left: int
+    stage: PlannedStage
+
+
 Cost = Callable[[int, int, StageMesh, int], StageCost | None]
 """(First layer, last and one, submesh, devices from this stage on) -> its cost; None: it does not fit. The devices
 bound the micro-batches in flight."""
@@ -66,21 +74,25 @@ def plan_stages(
     batch. unit: devices are counted in so many; sizes of submeshes are multiples of it.
     tolerance: of paces that differ by less than this part one is tried.
     """
-    total, sizes = devices // unit, [mesh.size // unit for mesh in meshes]
-    table = {
-        (begin, end, number, left): found
-        for begin in range(layers)
-        for end in range(begin + 1, layers + 1)
-        for number, size in enumerate(sizes)
-        for left in range(size, total + 1)
-        if (begin > 0 or left == total)
-        and (end < layers or left == size)
-        and (found := cost(begin, end, meshes[number], left * unit)) is not None
-    }
-    fill = 0.0 if asynchronous else 1.0
-    paces = sorted({found.pace for found in table.values()})
+    total, fill = devices // unit, 0.0 if asynchronous else 1.0
+
+    def choices(begin: int, left: int) -> list[_Choice]:
+        """Those of the quickest pace first."""
+        found = []
+        for mesh in meshes:
+            rest = left - mesh.size // unit
+            for end in range(begin + 1, layers + 1) if rest >= 0 else ():
+                one = cost(begin, end, mesh, left * unit) if (rest == 0) == (end == layers) else None
+                found += [_Choice(one.pace, one.latency, rest, PlannedStage(begin, end, mesh))] if one else []
+        return sorted(found)
+
+    starts = [
+        (begin, left) for begin in reversed(range(layers)) for left in (range(1, total + 1) if begin else [total])
+    ]
+    table = {start: choices(*start) for start in starts}
+    paces = sorted({one.pace for found in table.values() for one in found})
+    first = bisect_left(paces, True, key=lambda pace: _least_sum(layers, total, table, pace) is not None)
     best: StagePlan | None = None
-    first = bisect_left(paces, True, key=lambda pace: _least_sum(layers, total, sizes, table, pace) is not None)
     tried = 0.0
     for pace in paces[first:]:
         if pace < tried * (1 + tolerance):
@@ -88,43 +100,29 @@ def plan_stages(
         tried = pace
         if best is not None and (microbatches - 1) * pace >= best.seconds:
             break
-        stages = _least_sum(layers, total, sizes, table, pace)
-        if stages is None:
-            continue
-        chosen = [table[stage] for stage in stages]
+        chosen = _least_sum(layers, total, table, pace) or []
         slowest = max(one.pace for one in chosen)
         seconds = fill * sum(one.latency for one in chosen) + (microbatches - fill) * slowest
         if best is None or seconds < best.seconds:
-            planned = tuple(PlannedStage(begin, end, meshes[number]) for begin, end, number, _ in stages)
-            best = StagePlan(seconds, planned)
+            best = StagePlan(seconds, tuple(one.stage for one in chosen))
     return best
 
 
-_Key = tuple[int, int, int, int]
-
-
 def _least_sum(
-    layers: int, total: int, sizes: Sequence[int], table: dict[_Key, StageCost], pace: float
-) -> list[_Key] | None:
-    """The stages with the least sum of passes, none slower than `pace`."""
-    least: dict[tuple[int, int], float] = {(layers, 0): 0.0}
-    choice: dict[tuple[int, int], _Key] = {}
-    for begin in range(layers - 1, -1, -1):
-        for left in range(1, total + 1) if begin else (total,):
-            found, best = math.inf, None
-            for end in range(begin + 1, layers + 1):
-                for number, size in enumerate(sizes):
-                    behind = least.get((end, left - size))
-                    one = None if behind is None else table.get((begin, end, number, left))
-                    if one is not None and behind is not None and one.pace <= pace and one.latency + behind < found:
-                        found, best = one.latency + behind, (begin, end, number, left)
-            if best is not None:
-                least[begin, left], choice[begin, left] = found, best
-    if (0, total) not in choice:
-        return None
-    stages, place = [], (0, total)
-    while place[0] < layers:
-        stage = choice[place]
-        stages.append(stage)
-        place = stage[1], place[1] - sizes[stage[2]]
-    return stages
+    layers: int, total: int, table: Mapping[tuple[int, int], Sequence[_Choice]], pace: float
+) -> list[_Choice] | None:
+    """The stages with the least sum of passes, none slower than `pace`; None: there are none."""
+    best: dict[tuple[int, int], tuple[float, _Choice | None]] = {(layers, 0): (0.0, None)}
+    for start, choices in table.items():
+        for one in choices:
+            if one.pace > pace:
+                break
+            behind = best.get((one.stage.end, one.left))
+            if behind is not None and (start not in best or one.latency + behind[0] < best[start][0]):
+                best[start] = one.latency + behind[0], one
+    stages: list[_Choice] = []
+    following = best.get((0, total), (0.0, None))[1]
+    while following is not None:
+        stages.append(following)
+        following = best[following.stage.end, following.left][1]
+    return stages or None

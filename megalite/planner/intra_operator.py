@@ -13,13 +13,16 @@ message forward and its conjugate backward. What a way keeps for backward, and t
 memory is ample that gives Megatron-LM's column and row with two all-reduces in each direction; where it is not,
 sequence parallelism. Norms count by what they keep; their time goes with the products that they are merged into, as in
 Alpa.
+
+Of all ways the engine runs two chains, of columns and rows with a stream that is whole or lies by tokens. The search
+for layouts tries both, so the choice among these (`runnable`) is the search's (`tests/unit/planner`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
@@ -29,6 +32,8 @@ from megalite.planner.hardware import Hardware
 
 WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
 BISECTIONS = 40
+RUNNABLE = {"qkv": "column", "core": "heads", "proj": "row", "fc1": "column", "fc2": "row"}
+"""The ways that the engine runs; columns of gathered input where the stream lies by tokens."""
 MESSAGES = {
     (SUMS, WHOLE): ("all_reduce", ""),
     (TOKENS, WHOLE): ("gather", ""),
@@ -43,8 +48,7 @@ MESSAGES = {
 """(Layout before, behind) -> messages forward and backward. A reduce-scatter counts as a gather: the same bytes."""
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """One way of an operation. seconds: of forward and backward. kept: bytes, states of weights included. partial:
     whether each rank computes a summand of its input's gradient. again: whether an input of tokens, which alone is
     kept, is gathered once more backward."""
@@ -58,8 +62,7 @@ class Way:
     again: bool = False
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """nbytes: of its whole input."""
 
     name: str
@@ -67,8 +70,7 @@ class Operation:
     ways: list[Way]
 
 
-@dataclass(frozen=True)
-class BlockPlan:
+class BlockPlan(NamedTuple):
     """ways: (operation, how). forward, backward: the block's messages in order. kept: bytes of a rank."""
 
     ways: tuple[tuple[str, str], ...] = ()
@@ -88,11 +90,13 @@ class BlockPlan:
         return f"{how}; messages forward: {sent}"
 
 
-def plan_block(config: Config, layer: Layer, hardware: Hardware, room: float, in_flight: int = 1) -> BlockPlan | None:
+def plan_block(
+    config: Config, layer: Layer, hardware: Hardware, room: float, in_flight: int = 1, *, runnable: bool = False
+) -> BlockPlan | None:
     """The fastest ways of a dense block at the configuration's tensor-parallel size that keep at most `room` bytes a
-    rank for `in_flight` micro-batches; None: none does."""
-    chains = [block_chain(config, layer, hardware, stream, in_flight) for stream in (WHOLE, TOKENS)]
+    rank for `in_flight` micro-batches; None: none does. runnable: of those that the engine has."""
     group = CommGroup(hardware, config.parallel.tensor_model_parallel_size)
+    chains = [block_chain(config, layer, hardware, stream, in_flight, runnable=runnable) for stream in (WHOLE, TOKENS)]
 
     def at(price: float) -> BlockPlan:
         found = [cheapest(chain, group, price) for chain in chains]
@@ -109,7 +113,9 @@ def plan_block(config: Config, layer: Layer, hardware: Hardware, room: float, in
     return plan if plan.kept <= room else None
 
 
-def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int) -> list[Operation]:
+def block_chain(
+    config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int, *, runnable: bool = False
+) -> list[Operation]:
     """The operations of a block whose residual stream lies as `stream`, with their ways."""
     model, t, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
     tokens, e, rate = micro_tokens(config), size.compute, hardware.matrix_flops[precision_name(config)]
@@ -147,37 +153,37 @@ def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, i
         **{"norm of the MLP": norm(), "fc1": matrix("fc1"), "fc2": matrix("fc2")},
         "stream": [Way(stream, stream, stream, 0.0, 0.0)],
     }
+    if runnable:
+        for name, kind in RUNNABLE.items():
+            full = "column of gathered" if kind == "column" and stream == TOKENS else kind
+            ways[name] = [way for way in ways[name] if way.name == full]
     width = {"core": model.query_size + 2 * model.kv_size, "proj": model.query_size, "fc2": model.ffn_size}
     return [Operation(name, tokens * width.get(name, model.hidden_size) * e, its) for name, its in ways.items()]
-
-
-def messages(before: Way, behind: Way) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Between two ways, forward and backward."""
-    wanted = WHOLE if behind.again else behind.before
-    forward, backward = MESSAGES.get((before.behind, wanted), ("", ""))
-    if behind.partial:  # the gradient of the whole input is a sum
-        backward = "gather" if before.behind == TOKENS else "all_reduce"
-    sent = (backward, "gather" if behind.again else "")
-    return (forward,) * bool(forward), tuple(kind for kind in sent if kind)
-
-
-def extended(plan: BlockPlan, before: Way | None, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
-    """One operation more."""
-    forward, backward = messages(before, way) if before else ((), ())
-    one = {"all_reduce": group.all_reduce(operation.nbytes), "gather": group.gather(operation.nbytes)}
-    one["exchange"] = one["gather"] / group.size
-    return BlockPlan(
-        (*plan.ways, (operation.name, way.name)),
-        (*plan.forward, *forward),
-        (*plan.backward, *backward),
-        plan.seconds + way.seconds + sum(one[kind] for kind in (*forward, *backward)),
-        plan.kept + way.kept,
-    )
 
 
 def follows(before: Way, way: Way) -> bool:
     """An input that is gathered once more lies by tokens."""
     return not way.again or before.behind == TOKENS
+
+
+def extended(plan: BlockPlan, before: Way | None, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
+    """One operation more, and the messages in front of it."""
+    forward = backward = ""
+    if before is not None:
+        forward, backward = MESSAGES.get((before.behind, WHOLE if way.again else way.before), ("", ""))
+    if before is not None and way.partial:  # the gradient of the whole input is a sum
+        backward = "gather" if before.behind == TOKENS else "all_reduce"
+    ahead = tuple(filter(None, [forward]))
+    back = tuple(filter(None, [backward, "gather" if way.again and before else ""]))
+    one = {"all_reduce": group.all_reduce(operation.nbytes), "gather": group.gather(operation.nbytes)}
+    one["exchange"] = one["gather"] / group.size
+    return BlockPlan(
+        (*plan.ways, (operation.name, way.name)),
+        (*plan.forward, *ahead),
+        (*plan.backward, *back),
+        plan.seconds + way.seconds + sum(one[kind] for kind in (*ahead, *back)),
+        plan.kept + way.kept,
+    )
 
 
 def cheapest(chain: Sequence[Operation], group: CommGroup, price: float) -> BlockPlan:

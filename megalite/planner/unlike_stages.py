@@ -1,6 +1,9 @@
 """The best pipeline whose stages may differ: layers and submeshes by `inter_operator.plan_stages`, at every micro-batch
 size, with memory for the micro-batches in flight; the best ones are then simulated as the programs that would run.
 
+How the ranks of a stage share a block is chosen with it: its tensor-parallel size by the dynamic programme, column and
+row with two all-reduces or sequence parallelism by trying both, all that the engine runs (`intra_operator.RUNNABLE`).
+
 Devices are in the order of ranks. Where a cluster has nodes of several kinds (`classes`), a stage lies on one kind.
 """
 
@@ -29,7 +32,6 @@ from megalite.schedule import (
     SCHEDULES,
     Costs,
     Partition,
-    Program,
     build_program,
     compact_layout,
     simulate,
@@ -40,6 +42,8 @@ MOST_GROUPS = 16
 MOST_UNITS = 64
 """Devices are counted in at most so many."""
 TRIED_MICRO = (1, 2, 4, 8)
+ROOMS = (1.0, 0.9, 0.75, 0.6)
+"""Parts of the memory that closed forms may fill, until what they leave out fits, too."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +71,19 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
 
     config: with vocabulary and global batch size resolved; its layout is replaced. stale: also 2BW.
     """
-    devices = sum(each.devices for each in classes)
+    batch = config.training.global_batch_size or 0
+    schedules = [ParallelConfig().schedule, *["2bw"] * stale]
     found: list[UnlikePlan] = []
-    endless = [name for name, each in SCHEDULES.items() if each.takes_turns and each.asynchronous]
-    endless = [name for name in endless if not SCHEDULES[name].update_per_microbatch]
-    for micro in TRIED_MICRO:
-        batch = config.training.global_batch_size or 0
-        if batch % micro:
-            continue
-        for schedule in (ParallelConfig().schedule, *(endless if stale else ())):
-            one = _Problem(_plain(config, micro, schedule), tuple(classes), devices, batch // micro)
-            plans = (one.plan(room) for room in (1.0, 0.9, 0.75))  # what closed forms leave out
+    for micro, schedule, sequence in product(TRIED_MICRO, schedules, (True, False)):
+        if batch % micro == 0:
+            one = _Problem(_plain(config, micro, schedule, sequence), tuple(classes), batch // micro)
+            plans = (one.plan(room) for room in ROOMS)
             tried = (one.made(plan) for plan in plans if plan is not None and len(plan.stages) > 1)
             found += filter(None, [next(filter(None, tried), None)])
     return min(found, key=lambda made: made.seconds, default=None)
 
 
-def _plain(config: Config, micro: int, schedule: str) -> Config:
+def _plain(config: Config, micro: int, schedule: str, sequence: bool) -> Config:
     """Without a layout."""
     parallel = replace(
         config.parallel,
@@ -93,7 +93,7 @@ def _plain(config: Config, micro: int, schedule: str) -> Config:
         stage_meshes=None,
         stage_layout=StageLayout(),
         pipeline_schedule=schedule,
-        sequence_parallel=True,
+        sequence_parallel=sequence,
         zero_stage=1,
         nprocs=None,
     )
@@ -102,12 +102,15 @@ def _plain(config: Config, micro: int, schedule: str) -> Config:
 
 @dataclass(frozen=True)
 class _Problem:
-    """One micro-batch size and schedule. config: without a layout. microbatches: of a batch."""
+    """One micro-batch size, schedule and way of sharing blocks. config: without a layout. microbatches: of a batch."""
 
     config: Config
     classes: tuple[DeviceClass, ...]
-    devices: int
     microbatches: int
+
+    @property
+    def devices(self) -> int:
+        return sum(each.devices for each in self.classes)
 
     @cached_property
     def edges(self) -> tuple[int, ...]:
@@ -115,8 +118,7 @@ class _Problem:
         blocks."""
         blocks = self.config.model.num_layers
         groups = min(blocks, MOST_GROUPS)
-        inner = [1 + blocks * number // groups for number in range(groups + 1)]
-        return (0, *inner, blocks + 2)
+        return (0, *(1 + blocks * number // groups for number in range(groups + 1)), blocks + 2)
 
     @cached_property
     def unit(self) -> int:
@@ -169,16 +171,18 @@ class _Problem:
     def _view(self, tp: int) -> Config:
         return replace(self.config, parallel=replace(self.config.parallel, tensor_model_parallel_size=tp))
 
+    def _hop(self, hardware: Hardware, tp: int) -> float:
+        """Seconds of a boundary tensor's way to the next stage: each card sends its part, in either way of sharing."""
+        near = len(self.classes) == 1 and self.devices <= hardware.devices_per_node
+        link = hardware.intra_node if near else hardware.inter_node
+        return link.latency + boundary_bytes(self._view(1)) / tp / link.bandwidth
+
     def plan(self, room: float) -> StagePlan | None:
         """By closed forms. room: part of the devices' memory that these may fill."""
         size, endless = ElementBytes.of(self.config), SCHEDULES[self.config.parallel.schedule].asynchronous
-        sums, whole, alone = self._sums, boundary_bytes(self._view(1)), len(self.classes) == 1
-        links: dict[tuple[int, StageMesh], tuple[CommGroup, float]] = {}
+        sums, links = self._sums, {}
         for (number, each), mesh in product(enumerate(self.classes), self.meshes):
-            near = alone and self.devices <= each.hardware.devices_per_node
-            link = each.hardware.intra_node if near else each.hardware.inter_node
-            hop = 2 * (link.latency + whole / mesh.tp / link.bandwidth)
-            links[number, mesh] = CommGroup(each.hardware, mesh.dp, mesh.tp), hop
+            links[number, mesh] = CommGroup(each.hardware, mesh.dp, mesh.tp), 2 * self._hop(each.hardware, mesh.tp)
 
         def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
             number = self._class_of(left, mesh.size)
@@ -208,60 +212,50 @@ class _Problem:
         """As a configuration, simulated; None where it is not legal or does not fit."""
         bounds = tuple((self.edges[stage.begin], self.edges[stage.end]) for stage in plan.stages)
         cut = Partition(self.config.model.num_layers, bounds)
-        meshes = [stage.mesh for stage in plan.stages]
+        meshes, stages = [stage.mesh for stage in plan.stages], [cut.items(stage) for stage in range(cut.num_stages)]
         parallel = replace(
             self.config.parallel,
             stage_meshes=shown(meshes),
             pipeline_model_parallel_size=len(meshes),
             stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cut)),
-            sequence_parallel=any(mesh.tp > 1 for mesh in meshes),
+            sequence_parallel=self.config.parallel.sequence_parallel and any(mesh.tp > 1 for mesh in meshes),
+            tensor_model_parallel_size=meshes[0].tp if len(set(meshes)) == 1 else 1,
         )
-        if len(set(meshes)) == 1:
-            parallel = replace(parallel, tensor_model_parallel_size=meshes[0].tp)
         config = replace(self.config, parallel=parallel)
         if layout_problems(config, self.devices) or parallel.schedule_problems(config.num_microbatches(self.devices)):
             return None
-        cuts = [cut.items(stage) for stage in range(cut.num_stages)]
         try:
             program = program_of(config, self.devices)
-            memory = pipeline_memory(config, self.devices, program, cuts, on_cpu=self.classes[0].hardware.on_cpu)
+            memory = pipeline_memory(config, self.devices, program, stages, on_cpu=self.classes[0].hardware.on_cpu)
         except ScheduleError:
             return None
-        kinds = self._kinds(meshes)
+        left = accumulate((mesh.size for mesh in meshes), lambda left, size: left - size, initial=self.devices)
+        kinds = tuple(self._class_of(rest, mesh.size) or 0 for rest, mesh in zip(left, meshes, strict=False))
         rooms = [self.classes[kinds[program.placement.stages_of(r)[0][0]]].hardware for r in range(len(memory))]
         if any(needed.total > room.usable_bytes for needed, room in zip(memory, rooms, strict=True)):
             return None
-        return UnlikePlan(config, self.seconds(plan), plan, tuple(kinds))
+        return UnlikePlan(config, self.seconds(meshes, stages, kinds), plan, kinds)
 
-    def _kinds(self, meshes: Sequence[StageMesh]) -> list[int]:
-        left, found = self.devices, []
-        for mesh in meshes:
-            found.append(self._class_of(left, mesh.size) or 0)
-            left -= mesh.size
-        return found
-
-    def seconds(self, plan: StagePlan) -> float:
+    def seconds(self, meshes: Sequence[StageMesh], stages: Sequence[range], kinds: Sequence[int]) -> float:
         """Of a batch, by the simulator: two short batches give fill and pace; then what of the reduction is not hidden,
-        and the optimizer."""
-        meshes = [stage.mesh for stage in plan.stages]
+        and the optimizer. stages: their items."""
         workers, size = tuple(mesh.dp for mesh in meshes), ElementBytes.of(self.config)
-        exact, after = {}, 0.0
-        for number, (stage, kind) in enumerate(zip(plan.stages, self._kinds(meshes), strict=True)):
-            each, view = self.classes[kind], self._view(stage.mesh.tp)
-            items = range(self.edges[stage.begin], self.edges[stage.end])
-            times = each.source.layers(view)
-            exact[number, FORWARD] = sum(times[item].forward for item in items)
-            exact[number, BACKWARD] = sum(times[item].backward for item in items)
+        exact, after, hop = {}, 0.0, 0.0
+        for number, (mesh, items, kind) in enumerate(zip(meshes, stages, kinds, strict=True)):
+            each, view = self.classes[kind], self._view(mesh.tp)
+            times = each.source.layers(view)[items.start : items.stop]
+            exact[number, FORWARD] = sum(one.forward for one in times)
+            exact[number, BACKWARD] = sum(one.backward for one in times)
             elements = stage_elements(view, items)
-            reduce = CommGroup(each.hardware, stage.mesh.dp, stage.mesh.tp).all_reduce(elements * size.gradient)
-            step = each.source.optimizer_step(view, elements / stage.mesh.dp)
+            reduce = CommGroup(each.hardware, mesh.dp, mesh.tp).all_reduce(elements * size.gradient)
+            step = each.source.optimizer_step(view, elements / mesh.dp)
             after = max(after, (1 - each.hardware.overlap) * reduce + step)
-        costs = Costs(exact=exact)
+            hop = max(hop, self._hop(each.hardware, mesh.tp))
 
         def takes(microbatches: int) -> float:
-            program: Program = build_program(self.config.parallel.schedule, len(meshes), microbatches, workers=workers)
+            program = build_program(self.config.parallel.schedule, len(meshes), microbatches, workers=workers)
             batches = 3 if program.asynchronous else 1
-            return float(simulate(program, costs, batches=batches).makespan) / batches
+            return float(simulate(program, Costs(communication=hop, exact=exact), batches=batches).makespan) / batches
 
         together = lcm(*workers)
         short = min(self.microbatches, 4 * together * -(-sum(workers) // together))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 
-from megalite.config import Config
+from megalite.config import Config, StageMesh
 from megalite.config.cli import parse
 from megalite.inventory import model_layers
+from megalite.planner import unlike_stages
 from megalite.planner.communication import CommGroup
-from megalite.planner.hardware import load_hardware
+from megalite.planner.cost import LayerTimes
+from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.intra_operator import (
     TOKENS,
     WHOLE,
@@ -22,6 +28,9 @@ from megalite.planner.intra_operator import (
     follows,
     plan_block,
 )
+from megalite.planner.memory import pipeline_memory
+from megalite.planner.predict import program_of
+from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike
 
 A100 = load_hardware("a100-80gb")
 
@@ -82,3 +91,104 @@ def test_a_plan_says_it_in_a_line() -> None:
     assert "qkv column, core heads, proj row" in block_text(of(), 4, A100)
     assert "2 all_reduce" in block_text(of(), 4, A100)
     assert block_text(of("--num-experts 4"), 4, A100) == ""
+
+
+class BlockTimes:
+    """Blocks as long as this module has them, for the search: with the one chain that a configuration runs."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    def layers(self, config: Config) -> Sequence[LayerTimes]:
+        layers, group = model_layers(config.model), CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)
+        stream = TOKENS if config.parallel.sequence_parallel else WHOLE
+        chain = block_chain(config, layers[1], self.hardware, stream, 1, runnable=True)
+        assert all(len(operation.ways) == 1 for operation in chain)
+        block = LayerTimes(forward=cheapest(chain, group, 0.0).seconds)
+        return [block if layer.is_block else LayerTimes() for layer in layers]
+
+    def optimizer_step(self, config: Config, elements: float) -> float:
+        return 0.0
+
+    def step_overhead(self, samples: float) -> float:
+        return 0.0
+
+
+def drawn(rng: random.Random, *, heads: int, layers: int, length: int, width: int) -> tuple[Config, Hardware]:
+    """A model and a machine of links of some speed; a batch of one, so that there are no replicas."""
+    flags = (
+        f"--num-layers {layers} --hidden-size {heads * width} --num-attention-heads {heads} --seq-length {length} "
+        "--global-batch-size 1 --lr 1e-4 --bf16 --vocab-size 128 --train-iters 10 --mock-data --micro-batch-size 1"
+    )
+    link = replace(A100.intra_node, bandwidth=A100.intra_node.bandwidth * rng.choice([0.01, 0.1, 1.0]))
+    free = replace(A100.inter_node, latency=0.0, bandwidth=1e30)  # a node is a stage's, and between stages all is free
+    hardware = replace(A100, intra_node=link, inter_node=free, devices_per_node=heads)
+    return parse(flags.split(), world_size=1, check_files=False), hardware
+
+
+def shared(found: UnlikePlan, blocks: int) -> set[int]:
+    """Tensor-parallel sizes of the stages that have blocks."""
+    stages = found.stages.stages
+    return {stage.mesh.tp for stage in stages if min(stage.end, blocks + 1) > max(stage.begin, 1)}
+
+
+def test_the_search_finds_the_best_of_what_the_engine_runs() -> None:
+    """Of 25 random instances the least sum over all cuts and tensor-parallel sizes, each block as this module would
+    have it of the runnable ways: what the search finds, which tries layouts and asks nothing here."""
+    rng, sizes = random.Random(7), set()
+    for _ in range(25):
+        heads, blocks = rng.choice([2, 4]), rng.choice([2, 3, 4])
+        length, width = rng.choice([1024, 4096]), rng.choice([64, 128, 512])
+        config, hardware = drawn(rng, heads=heads, layers=blocks, length=length, width=width)
+        legal = [tp for tp in (1, 2, 4) if heads % tp == 0]
+        devices = heads + 2
+        times = {}
+        for tp in legal:
+            parallel = replace(config.parallel, tensor_model_parallel_size=tp)
+            layer = model_layers(config.model)[1]
+            best = plan_block(replace(config, parallel=parallel), layer, hardware, 1e15, runnable=True)
+            assert best is not None
+            times[tp] = best
+        expected = min(
+            sum(times[tp].seconds * n for tp, n in zip(stages, cut, strict=True))
+            for count in range(2, devices + 1)
+            for stages in product(legal, repeat=count)
+            if sum(stages) == devices
+            for cut in product(range(blocks + 1), repeat=count)
+            if sum(cut) == blocks and all(cut[1:-1])
+        )
+        found = best_unlike(config, [DeviceClass(devices, hardware, BlockTimes(hardware))])
+        assert found is not None and found.seconds == pytest.approx(expected, rel=1e-9)
+        tp = max(shared(found, blocks))
+        sizes.add(tp)
+        if tp > 1:
+            assert not found.config.parallel.sequence_parallel, "memory is ample"
+            assert times[tp].forward == times[tp].backward == ("all_reduce",) * 2
+    assert sizes == {1, 2, 4}
+
+
+def test_under_a_cap_search_and_chain_take_sequence_parallelism() -> None:
+    """Two stages of four ranks, with room for what sequence parallelism keeps at the best cut, and for whole streams at
+    no cut; then with room for these."""
+    rng = random.Random(8)
+    for _ in range(8):
+        layers = rng.choice([2, 4, 6])
+        config, hardware = drawn(rng, heads=4, layers=layers, length=4096, width=rng.choice([64, 128]))
+        needs, kept = {}, {}
+        for stream in (TOKENS, WHOLE):
+            parallel = replace(config.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
+            parallel = replace(parallel, sequence_parallel=stream == TOKENS, zero_stage=1)
+            one, layer = replace(config, parallel=parallel), model_layers(config.model)[1]
+            program, cuts = program_of(one, 8), range(1, layers + 2)
+            memory = [pipeline_memory(one, 8, program, [range(cut), range(cut, layers + 2)]) for cut in cuts]
+            needs[stream] = min(max(rank.total for rank in ranks) for ranks in memory)
+            chain = block_chain(one, layer, hardware, stream, 1, runnable=True)
+            kept[stream] = cheapest(chain, CommGroup(hardware, 4), 0.0).kept
+        between = [(least[TOKENS] + least[WHOLE]) / 2 for least in (needs, kept)]
+        for cap, room in (between, (4 * needs[WHOLE], 4 * kept[WHOLE])):
+            asked = plan_block(one, layer, hardware, room, runnable=True)
+            small = replace(hardware, memory_bytes=cap + hardware.reserved_bytes)
+            with patch.object(unlike_stages._Problem, "meshes", [StageMesh(4, 1)]):
+                found = best_unlike(config, [DeviceClass(8, small, BlockTimes(small))])
+            assert found is not None and asked is not None
+            assert found.config.parallel.sequence_parallel == asked.sequence_parallel == (cap == between[0])
