@@ -2,12 +2,14 @@
 
     python benchmarks/unlike_stages.py                    # PipeDream's case, a mixed cluster, ten plans in order
     python benchmarks/unlike_stages.py --unit-ms 40
+    python benchmarks/unlike_stages.py --cases uniform --rounds 100      # are stages that are alike as fast as ever?
 
 three       PipeDream's case: two blocks that cannot be split, costs 2 : 1, the second with a gradient that is dear to
             reduce; three ranks
 two         the same blocks on two ranks
 mixed       blocks 2, 3, 1 on four ranks, the first two at half speed
 order       ten plans of blocks 1, 2, 1, 3 on four ranks
+uniform     a pipeline of two ranks that computes: by its sizes, and by --stage-meshes 1x1,1x1
 
 Everything but the waits is as in a run: programs, messages, updates. A block waits --unit-ms times its cost forward and
 twice that backward; a gradient that is dear waits in its reduction, as a ring over a slow link would. `plan` waits for
@@ -112,13 +114,17 @@ LAYOUTS = {
 OURS = {name: tuple(f"megalite-{layout}" for layout in layouts) for name, layouts in LAYOUTS.items()}
 FLAGS = {
     "unit_ms": Flag("forward of a block of cost 1", 30, 30),
-    "cases": Flag("which", [*SETTINGS], ["three"], (*SETTINGS,)),
+    "cases": Flag("which", [*SETTINGS], ["three"], (*SETTINGS, "uniform")),
 }
+UNIFORM = ("megalite-plain", "megalite-meshes")
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
     found = []
     for name in args.cases:
+        if name == "uniform":
+            found.append(Case(name, UNIFORM, (UNIFORM[::-1],), {"uniform": True}, base=UNIFORM[0], ranks=2))
+            continue
         blocks, unit = SETTINGS[name], args.unit_ms / 1000
         best = blocks.best() if name != "order" else LAYOUTS[name][0]
         predicted = {f"megalite-{layout}": unit * blocks.seconds(layout) for layout in LAYOUTS[name]}
@@ -137,6 +143,8 @@ def build(name: str, case: Case, place: Place) -> Variant:
     from megalite.config import ModelConfig
     from megalite.schedule import REDUCE
 
+    if name in UNIFORM:
+        return uniform(name, place)
     blocks, unit, given = SETTINGS[case.settings["blocks"]], case.settings["unit"], name.removeprefix("megalite-")
     stages, cut = stages_of(given), given.partition(":")[2]
     alike = len({replicas for *_, replicas in stages}) == 1
@@ -173,7 +181,19 @@ def build(name: str, case: Case, place: Place) -> Variant:
     return step.variant()
 
 
-NAMES = ("plan", *(name for each in OURS.values() for name in each))
+def uniform(name: str, place: Place) -> Variant:
+    """A batch of two stages that are alike, in one of its two spellings; everything is a run's."""
+    from benchmarks.megalite_step import Layout, TrainingStep, Update
+    from benchmarks.plain_gpt import batch
+    from megalite.config import ModelConfig
+
+    model = ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, vocab_size=256)
+    stages = ((1, 1), (1, 1)) if name == UNIFORM[1] else ()
+    layout = Layout(pp=2, num_microbatches=MICROBATCHES, stages=stages)
+    return TrainingStep(model, layout, Update(), place, *batch(model, MICROBATCHES, place.device)).variant()
+
+
+NAMES = ("plan", *UNIFORM, *(name for each in OURS.values() for name in each))
 BENCHMARK = Benchmark("unlike_stages", __doc__, FLAGS, cases, build, NAMES)
 
 if __name__ == "__main__":

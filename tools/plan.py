@@ -49,7 +49,7 @@ from megalite.planner import (
 from megalite.progress import ProgressBar
 from plan_fit import explain, remedy
 from plan_plot import check, draw
-from plan_sweep import OF_HARDWARE, OF_LAYOUT, check_out, draw_sweep, lines, parse_sweeps, sweep_points, write_csv
+from plan_sweep import OF_HARDWARE, OF_LAYOUT, Point, best_at, check_out, draw_sweep, grid, line_of, write_csv
 from what_if import QUESTIONS, refuse_if_nothing_fits, sweep, table
 
 MOST_DEVICES = 1_000_000
@@ -250,8 +250,8 @@ def unlike_lines(alike: Prediction, cluster: Sequence[DeviceClass], stale: bool)
         return
     ratio = alike.step_time / found.seconds
     yield f"stages that differ: {found.seconds:.4g} s a batch, {ratio:.2f} x the speed of the best layout of equal ones"
-    rank, layout = 0, str(found.config.parallel.stage_layout.pipeline_model_parallel_layout)
-    yield f"  layers {layout}"
+    rank = 0
+    yield f"  layers {found.config.parallel.stage_layout.pipeline_model_parallel_layout}"
     for number, stage in enumerate(found.stages.stages):
         ranks = f"ranks {rank} to {rank + stage.mesh.size - 1}"
         kind = cluster[found.kinds[number]].hardware.name if len(cluster) > 1 else ""
@@ -290,7 +290,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--write-config={args.write_config}: no such folder; make it first")
     if args.memory_margin is not None and not 0 <= args.memory_margin < 1:
         raise ConfigError(f"--memory-margin={args.memory_margin:g}: a part of the memory, from 0 to below 1")
-    parse_sweeps(args.sweep)
+    grid(args.sweep)
     check_out(args.out)
     no = ("what_if", "profile", "stages_may_differ", "json", "write_config", "explain", "memory_margin")
     other = ["--" + name.replace("_", "-") for name in no if getattr(args, name) not in (None, False)]
@@ -325,13 +325,12 @@ def _answer(
 
 
 def _sweep(args: argparse.Namespace, config: Config, hardware: Hardware, given: frozenset[str]) -> None:
-    sweeps = parse_sweeps(args.sweep)
+    found: list[Point] = []
     with ProgressBar("planning", "clusters") as bar:
-        points = sweep_points(
-            config, args.num_devices, hardware, sweeps, given, stale=args.allow_2bw, on_progress=bar
-        )  # fmt: skip
-        found = list(points)
-    say("\n".join(lines(found)))
+        for values in grid(args.sweep):
+            bar(len(found), None, ", ".join(f"{name} {value:g}" for name, value in values.items()))
+            found.append(best_at(config, args.num_devices, hardware, values, given, args.allow_2bw))
+    say("\n".join(map(line_of, found)))
     for file in check_out(args.out):
         (draw_sweep if file.suffix == ".svg" else write_csv)(found, file)
 

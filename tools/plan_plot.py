@@ -30,11 +30,11 @@ def check(path: str) -> None:
 
 def draw(sweep: Sweep, path: str) -> None:
     """Writes the picture of a sweep. Raises ConfigError."""
-    with _style():
+    with style():
         _draw(sweep, path)
 
 
-def _style() -> Any:
+def style() -> Any:
     """Text stays text in an SVG, and the same sweep gives the same file."""
     from matplotlib import rc_context
 

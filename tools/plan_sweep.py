@@ -13,9 +13,10 @@ so a layout that needs the expansion pays for it, and a leaner one may win. The 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, takewhile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megalite.config import Config
 from megalite.errors import ConfigError
 from megalite.extras import optional_package
 from megalite.planner import Hardware, Prediction, Roofline, apply, layout_of, layout_text, predict, search
-from megalite.progress import OnProgress, no_progress
+from plan_plot import style
 
 MOST_POINTS = 400
 LIKELY = 12
@@ -55,36 +56,40 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for text in texts:
         name, _, given = text.partition("=")
-        try:
-            low, high, step = given.split(":") if ":" in given else (given, "", "")
-            values = [float(word) for word in given.split(",")] if not high else [float(low)]
-            factor = float(step.removeprefix("x")) if high else 2.0
-            while (
-                high and factor > 1 and values[-1] * factor <= float(high) * (1 + 1e-9) and len(values) <= MOST_POINTS
-            ):
-                values.append(values[-1] * factor)
-        except ValueError:
-            raise ConfigError(f"--sweep={text}: write it like hbm_gb=40:640:x2, or hbm_gb=40,80") from None
         if name not in (*OF_HARDWARE, *OF_LAYOUT) or name in found:
             raise ConfigError(f"--sweep={text}: names, each once, are {', '.join((*OF_HARDWARE, *OF_LAYOUT))}")
+        try:
+            values = _values(given)
+        except ValueError:
+            raise ConfigError(f"--sweep={text}: write it like hbm_gb=40:640:x2, or hbm_gb=40,80") from None
         least = 0.0 if name in ("expanded_gb", "zero_stage") else 1e-9
-        if (
-            not all(least <= value < 1e12 for value in values)
-            or not factor > 1
-            or (name in OF_LAYOUT and any(value % 1 for value in values))
-        ):
+        whole = name not in OF_LAYOUT or all(value % 1 == 0 for value in values)
+        if not (values and whole and all(least <= value < 1e12 for value in values)):
             raise ConfigError(
                 f"--sweep={text}: numbers that rise, above 0 (whole ones of a layout), times a factor above 1"
             )
         found[name] = values
-    count = 1
-    for values in found.values():
-        count *= len(values)
-    if count > MOST_POINTS:
+    if (count := prod(map(len, found.values()))) > MOST_POINTS:
         raise ConfigError(f"--sweep: {count} searches; at most {MOST_POINTS}, so take fewer values")
     if "expanded_gb" in found and "expanded_gbps" not in found:
         raise ConfigError("--sweep=expanded_gb: at what bandwidth? Add --sweep expanded_gbps=500")
     return found
+
+
+def grid(texts: Sequence[str]) -> list[dict[str, float]]:
+    """The values of each point, in the order of the flags, the last one fastest. Raises ConfigError."""
+    sweeps = parse_sweeps(texts)
+    return [dict(zip(sweeps, chosen, strict=True)) for chosen in product(*sweeps.values())]
+
+
+def _values(given: str) -> list[float]:
+    """At most one more than may be searched; none where a factor does not make them rise. Raises ValueError."""
+    if ":" not in given:
+        return [float(word) for word in given.split(",")]
+    low, high, step = given.split(":")
+    first, last, factor = float(low), float(high) * (1 + 1e-9), float(step.removeprefix("x"))
+    rising = (first * factor**number for number in range(MOST_POINTS + 1 if factor > 1 else 0))
+    return list(takewhile(lambda value: value <= last, rising))
 
 
 def check_out(out: str) -> list[Path]:
@@ -136,36 +141,16 @@ def best_at(
     return min(points, key=lambda point: point.found.step_time if point.found else 0.0, default=Point(values, None))
 
 
-def sweep_points(
-    config: Config,
-    devices: int,
-    hardware: Hardware,
-    sweeps: dict[str, list[float]],
-    given: frozenset[str],
-    *,
-    stale: bool = False,
-    on_progress: OnProgress = no_progress,
-) -> Iterator[Point]:
-    """In the order of the flags, the last one fastest."""
-    for number, chosen in enumerate(product(*sweeps.values())):
-        values = dict(zip(sweeps, chosen, strict=True))
-        on_progress(number, None, ", ".join(f"{name} {value:g}" for name, value in values.items()))
-        yield best_at(config, devices, hardware, values, given, stale)
-
-
-def lines(points: Sequence[Point]) -> Iterator[str]:
-    """A line a point."""
-    for point in points:
-        where = "  ".join(f"{name} {value:>6g}" for name, value in point.values.items())
-        found = point.found
-        if found is None:
-            yield f"{where}  nothing legal fits"
-            continue
-        inside = f" ({point.expanded:.0%} in the expansion)" if point.expanded else ""
-        yield (
-            f"{where}  {found.step_time:8.4g} s  {found.mfu:6.1%}  {found.memory_bytes / GIB:6.1f} GiB{inside}  "
-            f"{layout_text(found.config, found.world_size, found.plan)}"
-        )
+def line_of(point: Point) -> str:
+    """What is printed of a point."""
+    where, found = "  ".join(f"{name} {value:>6g}" for name, value in point.values.items()), point.found
+    if found is None:
+        return f"{where}  nothing legal fits"
+    inside = f" ({point.expanded:.0%} in the expansion)" if point.expanded else ""
+    return (
+        f"{where}  {found.step_time:8.4g} s  {found.mfu:6.1%}  {found.memory_bytes / GIB:6.1f} GiB{inside}  "
+        f"{layout_text(found.config, found.world_size, found.plan)}"
+    )
 
 
 def write_csv(points: Sequence[Point], file: Path) -> None:
@@ -185,23 +170,19 @@ def write_csv(points: Sequence[Point], file: Path) -> None:
 
 def draw_sweep(points: Sequence[Point], file: Path) -> None:
     """Seconds over the last name, a curve for each choice of the others."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "megalite"}):
-        figure = Figure(figsize=(7.5, 4.4), layout="constrained")
-        axes, last = figure.subplots(), list(points[0].values)[-1]
-        curves: dict[str, list[tuple[float, float]]] = {}
-        for point in points:
-            label = ", ".join(f"{name} {value:g}" for name, value in point.values.items() if name != last)
-            if point.found is not None:
-                curves.setdefault(label, []).append((point.values[last], point.found.step_time))
-        for label, curve in curves.items():
-            axes.plot(*zip(*curve, strict=True), "-o", label=label)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel(last)
-        axes.set_ylabel("seconds a step")
-        if any(curves):
-            axes.legend(frameon=False, fontsize=8)
+    figure = Figure(figsize=(7.5, 4.4), layout="constrained")
+    axes, last = figure.subplots(), list(points[0].values)[-1]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for point in points:
+        label = ", ".join(f"{name} {value:g}" for name, value in point.values.items() if name != last)
+        if point.found is not None:
+            curves.setdefault(label, []).append((point.values[last], point.found.step_time))
+    for label, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), "-o", label=label)
+    axes.set(xscale="log", yscale="log", xlabel=last, ylabel="seconds a step")
+    if any(curves):
+        axes.legend(frameon=False, fontsize=8)
+    with style():
         figure.savefig(file, metadata={"Date": None})

@@ -40,7 +40,7 @@ from megalite.comm.device_waits import DeviceWaitClock, message_stream
 from megalite.comm.exchange import Exchange, start_swap
 from megalite.comm.gathered_json import GatheredJson, all_gather_json, bytes_of
 from megalite.comm.mesh import ParallelMesh
-from megalite.comm.mesh_channel import MeshChannel, Routes, open_channel
+from megalite.comm.mesh_channel import MeshChannel, open_channel
 from megalite.comm.p2p import Channel, Incoming, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (

@@ -162,6 +162,8 @@ class ParallelMesh:
     def way_between(self, sender: int, receiver: int) -> str:
         """How copies go from one pipeline rank to another: directly on a host, else as the busiest host's link is free
         soonest (`inventory.fastest_way`)."""
+        if not self.hosts:
+            return DIRECT
         here, there = ({self.hosts[rank] for rank in self.ranks_of(each)} for each in (sender, receiver))
         return fastest_way(len(here), len(there), len(self.ranks_of(receiver))) if here.isdisjoint(there) else DIRECT
 

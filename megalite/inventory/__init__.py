@@ -77,6 +77,7 @@ from megalite.inventory.tiling import (
 )
 from megalite.inventory.transfer_plan import (
     DIRECT,
+    GATHERED,
     RELAYED,
     Transfer,
     TransferPlan,

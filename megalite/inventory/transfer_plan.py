@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from megalite.inventory.boxes import Box
@@ -54,19 +55,6 @@ class TransferPlan(NamedTuple):
     target: tuple[Box, ...]
     tasks: tuple[Transfer, ...]
     way: str = DIRECT
-
-    @property
-    def gathered(self) -> bool:
-        return self.way == GATHERED
-
-    @property
-    def relayed(self) -> bool:
-        return self.way == RELAYED
-
-    @property
-    def elements(self) -> int:
-        """That cross between the stages."""
-        return sum(task.box.numel for task in self.tasks)
 
 
 def tiles(shape: Sequence[int], parts: int, *, split: bool) -> tuple[Box, ...]:
@@ -107,57 +95,36 @@ def transfer_plan(
     load = [0] * len(source)
     tasks: list[Transfer] = []
     for receiver, box in wanted:
-        left = [box]
-        while left:
-            part = left.pop(0)
-            senders = [(i, common) for i, held in enumerate(source) if (common := held.intersect(part)) is not None]
-            most = max(common.numel for _, common in senders)
-            sender, common = min(
-                ((i, common) for i, common in senders if common.numel == most), key=lambda item: load[item[0]]
-            )
-            load[sender] += common.numel
-            tasks.append(Transfer(common, sender, receiver))
-            left = [*_rest(part, common), *left]
+        for part in _cut(box, source):
+            holders = [rank for rank, held in enumerate(source) if held.intersect(part) == part]
+            sender = min(holders, key=load.__getitem__)
+            load[sender] += part.numel
+            tasks.append(Transfer(part, sender, receiver))
     ordered = tasks if way == RELAYED else in_rounds(tasks)  # they arrive one behind the other
     return TransferPlan(tuple(shape), tuple(source), tuple(target), tuple(ordered), way)
 
 
-def _rest(box: Box, taken: Box) -> list[Box]:
-    """What of `box` lies before and behind `taken`, which shares all but dimension 0 with it."""
-    begin, end, last = box.offset[0], taken.offset[0] + taken.shape[0], box.offset[0] + box.shape[0]
-    before, behind = taken.offset[0] - begin, last - end
-    rest = [box.rows(0, before)] if before else []
-    return rest + ([box.rows(end - begin, last - begin)] if behind else [])
+def _cut(box: Box, source: Sequence[Box]) -> list[Box]:
+    """The parts of a box between the ends of the tiles, all of which share all but dimension 0 with it."""
+    begin, end = box.offset[0], box.end[0]
+    edges = {edge for held in source for edge in (held.offset[0], held.end[0]) if begin < edge < end}
+    return [box.rows(first - begin, last - begin) for first, last in pairwise(sorted({begin, *edges, end}))]
 
 
 def in_rounds(tasks: Sequence[Transfer], seed: int = 0) -> list[Transfer]:
     """The tasks in an order in which as many as can go at the same time: rounds in which no rank sends or receives
     twice, the fewest of `ROUNDS` random greedy tries; the same everywhere, the seed is fixed."""
-    rng, best = random.Random(seed), list(tasks)
-    fewest = _greedy(best)
-    for _ in range(ROUNDS if len(tasks) > 2 else 0):
-        order = list(tasks)
-        rng.shuffle(order)
-        found = _greedy(order)
-        if len(found) < len(fewest):
-            fewest = found
-    return [task for one in fewest for task in one]
+    rng = random.Random(seed)
+    tried = (rng.sample(tasks, len(tasks)) for _ in range(ROUNDS if len(tasks) > 2 else 0))
+    return [task for one in min(map(_greedy, (tasks, *tried)), key=len) for task in one]
 
 
 def _greedy(tasks: Sequence[Transfer]) -> list[list[Transfer]]:
+    """Each task in the first round in which both of its ranks are free."""
     rounds: list[list[Transfer]] = []
-    waiting = list(tasks)
-    while waiting:
-        senders: set[int] = set()
-        receivers: set[int] = set()
-        now: list[Transfer] = []
-        later: list[Transfer] = []
-        for task in waiting:
-            free = task.sender not in senders and task.receiver not in receivers
-            (now if free else later).append(task)
-            if free:
-                senders.add(task.sender)
-                receivers.add(task.receiver)
-        rounds.append(now)
-        waiting = later
+    for task in tasks:
+        taken = (any(task.sender == one.sender or task.receiver == one.receiver for one in now) for now in rounds)
+        number = next((number for number, busy in enumerate(taken) if not busy), len(rounds))
+        rounds += [[]] * (number == len(rounds))
+        rounds[number] = [*rounds[number], task]
     return rounds

@@ -8,6 +8,7 @@ published by others, or `tools/profile_layers.py`). Bandwidths are bytes per sec
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -126,22 +127,17 @@ def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | Non
 
     Raises ConfigError as `load_hardware`, and where the classes do not add up to `devices`.
     """
-    path, data = Path(name_or_file), None
+    path, rows = Path(name_or_file), None
     if path.suffix and path.is_file():
-        try:
-            data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError):
-            data = None  # `load_hardware` says what is wrong
-    if not isinstance(data, dict) or "classes" not in data:
+        with suppress(yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):  # `load_hardware` says what is wrong
+            rows = yaml.safe_load(path.read_text(encoding="utf-8"))["classes"]
+    if rows is None:
         return [(devices, load_hardware(name_or_file, devices_per_node=devices_per_node))]
-    rows = data["classes"]
-    shaped = isinstance(rows, list) and all(
-        isinstance(row, dict) and set(row) == {"hardware", "devices"} for row in rows
-    )
-    if not shaped or not rows or not all(isinstance(row["devices"], int) and row["devices"] > 0 for row in rows):
+    shaped = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
+    if not shaped or not all(set(row) == {"hardware", "devices"} and type(row["devices"]) is int for row in rows):
         raise ConfigError(f"`hardware`={name_or_file}: classes: expected a list of {{hardware: NAME, devices: N}}")
     total = sum(row["devices"] for row in rows)
-    if total != devices:
+    if total != devices or any(row["devices"] < 1 for row in rows):
         raise ConfigError(f"`hardware`={name_or_file}: its classes have {total} devices; use `num_devices` {total}")
     return [(row["devices"], load_hardware(str(row["hardware"]), devices_per_node=devices_per_node)) for row in rows]
 

@@ -25,7 +25,7 @@ from megalite.planner.hardware import Hardware
 from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import pipeline_memory
 from megalite.planner.predict import program_of
-from megalite.planner.search_space import divisors
+from megalite.planner.search_space import Layout, apply, divisors
 from megalite.schedule import (
     BACKWARD,
     FORWARD,
@@ -72,9 +72,10 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
     config: with vocabulary and global batch size resolved; its layout is replaced. stale: also 2BW.
     """
     batch = config.training.global_batch_size or 0
-    schedules = [ParallelConfig().schedule, *["2bw"] * stale]
+    endless = [name for name, each in SCHEDULES.items() if each.takes_turns and each.asynchronous]
+    endless = [name for name in endless if stale and not SCHEDULES[name].update_per_microbatch]
     found: list[UnlikePlan] = []
-    for micro, schedule, sequence in product(TRIED_MICRO, schedules, (True, False)):
+    for micro, schedule, sequence in product(TRIED_MICRO, (ParallelConfig().schedule, *endless), (True, False)):
         if batch % micro == 0:
             one = _Problem(_plain(config, micro, schedule, sequence), tuple(classes), batch // micro)
             plans = (one.plan(room) for room in ROOMS)
@@ -85,19 +86,9 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
 
 def _plain(config: Config, micro: int, schedule: str, sequence: bool) -> Config:
     """Without a layout."""
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        stage_meshes=None,
-        stage_layout=StageLayout(),
-        pipeline_schedule=schedule,
-        sequence_parallel=sequence,
-        zero_stage=1,
-        nprocs=None,
-    )
-    return replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=micro))
+    layout = Layout(1, 1, 1, None, sequence, schedule, 1, micro, config.model.recompute_granularity)
+    plain = apply(config, layout)
+    return replace(plain, parallel=replace(plain.parallel, stage_meshes=None, stage_layout=StageLayout(), nprocs=None))
 
 
 @dataclass(frozen=True)
