@@ -246,7 +246,7 @@ def unlike_lines(alike: Prediction, cluster: Sequence[DeviceClass], stale: bool)
     """What stages that differ are worth beside the best layout whose stages are alike, and the flags to paste."""
     found = best_unlike(alike.config, cluster, stale=stale)
     if found is None:
-        yield "stages that differ: no pipeline of several stages fits"
+        yield "stages that differ: none of several stages fits and beats a single one; plain replicas do as well"
         return
     ratio = alike.step_time / found.seconds
     yield f"stages that differ: {found.seconds:.4g} s a batch, {ratio:.2f} x the speed of the best layout of equal ones"

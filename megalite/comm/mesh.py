@@ -118,8 +118,7 @@ class ParallelMesh:
         Raises ConfigError if the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
         if stages:
-            needed = sum(tp * dp for tp, dp in stages)
-            if needed != size:
+            if (needed := sum(tp * dp for tp, dp in stages)) != size:
                 raise ConfigError(f"world size {size}: the stages have {needed} ranks")
             alike = [_views(tp * dp, (tp, 1, 1), (tp, 1), 1, 1) for tp, dp in stages]
             return cls(rank, alike, timeout=timeout)
@@ -133,8 +132,7 @@ class ParallelMesh:
         view, bases = self._resolve(names)
         if self.takes_turns and "pp" in bases:
             return self._pipeline if set(bases) == {"pp"} else self._world
-        sizes = self._sizes(self._grid(self.rank), view)
-        return prod(sizes[base] for base in bases)
+        return prod(self._sizes(self._grid(self.rank), view)[base] for base in bases)
 
     def coordinate(self, name: str) -> int:
         """This rank's coordinate on an axis."""
@@ -150,14 +148,14 @@ class ParallelMesh:
     def ranks_of(self, pipeline_rank: int) -> range:
         """World ranks of a pipeline rank: the tensor-parallel ranks of one replica, this rank's where several replicas
         have the same."""
-        if not self.takes_turns:
-            own = self._grid(self.rank)
-            first = self._grids[pipeline_rank].first + (self.rank - own.first) // own.dense["tp"] * own.dense["tp"]
-            return range(first, first + own.dense["tp"])
-        grid = max((grid for grid in self._grids if grid.pipeline <= pipeline_rank), key=lambda grid: grid.pipeline)
-        tp = grid.dense["tp"]
-        first = grid.first + tp * (pipeline_rank - grid.pipeline)
-        return range(first, first + tp)
+        if self.takes_turns:
+            grid = max((grid for grid in self._grids if grid.pipeline <= pipeline_rank), key=lambda grid: grid.pipeline)
+            replica = pipeline_rank - grid.pipeline
+        else:
+            grid, own = self._grids[pipeline_rank], self._grid(self.rank)
+            replica = (self.rank - own.first) // own.dense["tp"]
+        first = grid.first + grid.dense["tp"] * replica
+        return range(first, first + grid.dense["tp"])
 
     def way_between(self, sender: int, receiver: int) -> str:
         """How copies go from one pipeline rank to another: directly on a host, else as the busiest host's link is free

@@ -136,6 +136,15 @@ def test_stages_that_are_alike_exchange_what_they_always_did() -> None:
         assert of_step.count("send") == of_step.count("recv") == 8
 
 
+@pytest.mark.landing
+def test_stages_that_are_alike_train_to_the_same_bits() -> None:
+    for plain, meshes in SPELLED.items():
+        model = [*TINY, "--num-layers", "4", "--micro-batch-size", "1"]
+        first, second = (train([*model, *layout.split()], 4, 3) for layout in (plain, meshes))
+        assert (first.losses, first.norms) == (second.losses, second.norms)
+        assert all(torch.equal(second.tensors[name], value) for name, value in first.tensors.items())
+
+
 def test_vertical_sync_is_another_training_on_uniform_stages(full: bool) -> None:
     flags = "--micro-batch-size 1 --pipeline-model-parallel-size 3 --pipeline-schedule pipedream".split()
     model = ("--num-layers", "4", *ASYNCHRONOUS.split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from megalite.errors import ConfigError
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import load_cluster, load_hardware
 from megalite.planner.inter_operator import Cost, StageCost, StagePlan, plan_stages
+from megalite.planner.search import search
 from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike
-from plan import flags_of
+from plan import flags_of, unlike_lines
 
 MESHES = [StageMesh(1, 1), StageMesh(1, 2), StageMesh(2, 1), StageMesh(1, 3), StageMesh(2, 2), StageMesh(1, 4)]
 
@@ -96,6 +98,18 @@ def test_what_is_planned_can_be_pasted_into_a_launch() -> None:
     flags = flags[: flags.index("--global-batch-size")] + flags[flags.index("--global-batch-size") + 2 :]
     config = parse([*flags, *words], world_size=6, check_files=False)
     assert config.parallel.stage_meshes == found.config.parallel.stage_meshes
+
+
+def test_where_it_helps_little_the_plan_says_so() -> None:
+    """Eight devices of one kind: one stage is best. Six do not divide the batch, and unlike stages gain: what is
+    said depends on what equal ones take."""
+    config, kind = parse(BASE.split(), world_size=1, check_files=False), load_hardware("a100-80gb")
+    for devices, factor, doubt in ((8, 1.0, True), (6, 1.0, False), (6, 0.93, True), (6, 0.5, True)):
+        alike = search(config, devices, kind, Roofline(kind), top=1).predictions[0]
+        alike = replace(alike, step_time=factor * alike.step_time)
+        said = "\n".join(unlike_lines(alike, [DeviceClass(devices, kind, Roofline(kind))], False))
+        assert ("plain replicas" in said) == doubt, said
+        assert ("to run it, add: --stage-meshes" in said) == (devices == 6)
 
 
 def test_a_stage_lies_on_devices_of_one_kind_and_the_faster_ones_get_more() -> None:
