@@ -99,7 +99,7 @@ class _Problem:
     classes: tuple[DeviceClass, ...]
     microbatches: int
 
-    @property
+    @cached_property
     def devices(self) -> int:
         return sum(each.devices for each in self.classes)
 
@@ -114,11 +114,9 @@ class _Problem:
     @cached_property
     def unit(self) -> int:
         """A power of two that divides every class, so that there are few."""
-        whole = gcd(*(each.devices for each in self.classes))
-        unit = 1
-        while self.devices // unit > MOST_UNITS and whole % (2 * unit) == 0:
-            unit *= 2
-        return unit
+        common = gcd(*(each.devices for each in self.classes))
+        fewest = 2 ** max(0, (-(-self.devices // MOST_UNITS) - 1).bit_length())
+        return gcd(common, fewest)
 
     @cached_property
     def meshes(self) -> list[StageMesh]:

@@ -80,9 +80,9 @@ class _RowSum(NamedTuple):
     def wait(self) -> None:
         self.messages.wait()
         self.full.zero_()
-        own = self.gradient[self.mine.first - self.mine.begin : self.mine.last - self.mine.begin]
         for begin, part in self.parts:
-            own[begin - self.mine.first : begin - self.mine.first + len(part)] += part.to(own.device)
+            first = begin - self.mine.begin
+            self.gradient[first : first + len(part)] += part.to(self.gradient.device)
 
 
 def _holders(mesh: ParallelMesh, placement: StagePlacement, rows: int, padded: Callable[[int], int]) -> list[_Holder]:

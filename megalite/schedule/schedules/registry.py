@@ -113,19 +113,15 @@ def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
 
 def _unequal(schedule: Schedule, shape: ScheduleShape) -> list[str]:
     """What is wrong with stages of unlike numbers of ranks."""
-    if not shape.workers:
-        return []
-    legal = [name for name, entry in SCHEDULES.items() if entry.takes_turns]
-    if not schedule.takes_turns:
-        return [f"`pipeline_schedule`={schedule.name}: not with `stage_meshes`; legal: {', '.join(legal)}"]
-    over = [count for count in shape.workers if shape.m % count]
-    if not over:
-        return []
-    together = lcm(*shape.workers)
+    if shape.workers and not schedule.takes_turns:
+        legal = ", ".join(name for name, entry in SCHEDULES.items() if entry.takes_turns)
+        return [f"`pipeline_schedule`={schedule.name}: not with `stage_meshes`; legal: {legal}"]
     return [
-        f"`stage_meshes`: {over[0]} replicas of a stage do not divide m = {shape.m} micro-batches per batch; make m a "
-        f"multiple of {together} by `global_batch_size`, or choose replicas that divide {shape.m}"
-    ]
+        f"`stage_meshes`: {count} replicas of a stage do not divide m = {shape.m} micro-batches per batch; make m a "
+        f"multiple of {lcm(*shape.workers)} by `global_batch_size`, or choose replicas that divide {shape.m}"
+        for count in shape.workers
+        if shape.m % count
+    ][:1]
 
 
 def schedule_warnings(name: str, *numbers: Any, **more: Any) -> list[str]:
