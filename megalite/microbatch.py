@@ -46,7 +46,7 @@ class Microbatch:
     share: 0-dim, the loss scale times this micro-batch's part of the mean over the micro-batches of an update: the
         weight of losses that layers add by themselves. None where no gradient is asked for.
     further_tokens, further_labels, further_weights: `[b, D, s]`, inputs, labels and loss weights of the D tokens beyond
-        the next one (`nn.mtp`); None where none are predicted.
+        the next one (`nn.mtp`); None where none are predicted. further_losses: `[D]`, where their losses are written.
     documents: the same as `document_starts`, as the host knows it; None where it does not, or does not have to.
     host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
     blend_parts: int64 `[b]`, the part of the blend that each sample comes from; None without `--loss-by-part`.
@@ -66,6 +66,7 @@ class Microbatch:
     further_tokens: Tensor | None = None
     further_labels: Tensor | None = None
     further_weights: Tensor | None = None
+    further_losses: Tensor | None = None
     host_tokens: Tensor | None = None
     blend_parts: Tensor | None = None
     token_losses: Tensor | None = None

@@ -72,6 +72,8 @@ class FurtherPredictions(nn.Module):
             e = self.word_embeddings(tokens[:, k].t())
             h = layer(e if self.multiplier is None else e * self.multiplier, h, microbatch)
             loss = loss_of(h, labels[:, k], weights[:, k])
+            if microbatch.further_losses is not None:
+                microbatch.further_losses[k] = loss.detach()
             total = loss if total is None else total + loss
         assert total is not None
         return total * self.share

@@ -199,9 +199,16 @@ def train_line(record: Record, train_iters: int, now: datetime) -> str:
         if (value := record.get(key)) is not None:
             parts.append(f"{name}: {format(100 * value if '(%)' in name else value, spec)}")
     parts += [f"lm loss of {name}: {loss:.6E}" for name, loss in record.get("lm_loss_by_part", {}).items()]
+    parts += [f"{key[:-5]} loss: {value:.6E}" for key, value in _further(record).items()]
     if (left := record.get("eta_s")) is not None:
         parts.append(f"ETA: {duration(left)}")
     return " | ".join(parts) + " |"
+
+
+def _further(record: Record) -> dict[str, float]:
+    """Losses of the tokens beyond the next one."""
+    mine = {key: value for key, value in record.items() if key.startswith("mtp_") and key.endswith("_loss")}
+    return {key: value for key, value in mine.items() if value is not None}
 
 
 def evaluation_line(record: Record) -> str:
@@ -227,6 +234,7 @@ def tags(record: Record) -> dict[str, float]:
         named = {tag: record.get(key) for key, tag in _TRAIN_TAGS.items()}
         named["iteration-time"] = 1e-3 * record["iteration_time_ms"]
         named |= {f"lm loss of {name}": loss for name, loss in record.get("lm_loss_by_part", {}).items()}
+        named |= {f"{key[:-5]} loss": value for key, value in _further(record).items()}
     elif record["kind"] == "task":
         named = {f"task {record['task']} {name}": value for name, value in _measures(record).items()}
     else:

@@ -82,6 +82,7 @@ class StepStats:
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
     experts: of a model with experts.
     by_part: losses of the parts of a blend, where they are told apart.
+    further: mean losses of the tokens beyond the next one, by depth.
     iteration_time_s: seconds on this rank's clock.
     wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
     """
@@ -99,6 +100,7 @@ class StepStats:
     skipped: Tensor | bool = False
     experts: ExpertStats | None = None
     by_part: PartLosses | None = None
+    further: tuple[Tensor, ...] = ()
     iteration_time_s: float
     wait_time_s: float = 0.0
     data_time_s: float = 0.0
@@ -194,6 +196,10 @@ class IntervalStats:
         for name in EXPERT_SCALARS:
             numbers = [number for values in measured if (number := values.get(name)) is not None]
             record |= {name: _mean(numbers)} if numbers else {}
+        for depth in range(1, 1 + len(last.further)):
+            name = f"mtp_{depth}_loss"
+            given = [values.get(name) for values, skipped in zip(measured, skips, strict=True) if not skipped]
+            record[name] = _mean([number for number in given if number is not None])
         routed = [step.experts for step in steps if step.experts is not None]
         kept = [step.by_part for step, skipped in zip(steps, skips, strict=True) if step.by_part and not skipped]
         return record | losses_by_part(kept) | expert_loads(routed) | self._rates(steps, seconds)
@@ -272,6 +278,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 def _scalars(step: StepStats) -> Scalars:
     """The numbers of a step that may live on the device."""
     values: Scalars = {name: getattr(step, name) for name in _READ}
+    values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(step.further, 1)}
     return values | {name: getattr(step.experts, name, None) for name in EXPERT_SCALARS}
 
 

@@ -17,8 +17,9 @@ batch, however many updates it makes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from torch import Tensor
 from megalite.comm import Axis, all_reduce_
 from megalite.data import BatchLoader
 from megalite.microbatch import Microbatch
+from megalite.observe import PartLosses
+from megalite.train.further import Further
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class BatchReader:
         device: torch.device,
         loss_dtype: torch.dtype,
         loss_scale: Callable[[int], float | Tensor],
-        further: Callable[[Sequence[Microbatch]], list[Microbatch]] | None = None,
+        further: Further | None = None,
         watch: Callable[[int, list[Microbatch], BatchLoader], None] | None = None,
     ) -> None:
         self.loader, self._watch, self._further = loader, watch, further
@@ -111,10 +114,25 @@ class BatchReader:
         factor, part = batch.factors[index], batch.parts[index]
         return batch.number, factor * part / (scale.to(factor.dtype) if isinstance(scale, Tensor) else scale)
 
-    def part_sums(self, microbatch: int) -> Tensor:
-        """By part of the blend: the summed loss of this rank's tokens of the micro-batch, and how many count, `[2 P]`
-        in fp64."""
+    @property
+    def more(self) -> int:
+        """How many numbers `more_sums` gives."""
+        return 2 * len(self.part_names) + (0 if self._further is None else self._further.depth)
+
+    def more_sums(self, microbatch: int, share: Tensor) -> Tensor:
+        """Of this rank's tokens of the micro-batch, in fp64: by part of the blend the summed loss and how many count,
+        `[2 P]`; the mean loss of each further token, `[D]`, by the micro-batch's share of the batch's."""
         own, _ = self.get(microbatch)
+        further = share.new_zeros(0) if own.further_losses is None else own.further_losses * share
+        return torch.cat((self._part_sums(own), further.double()) if self.part_names else (further.double(),))
+
+    def named(self, sums: Tensor) -> dict[str, Any]:
+        """The same of all ranks, as fields of `StepStats`."""
+        parts, further = sums.split((2 * len(self.part_names), self.more - 2 * len(self.part_names)))
+        found = {"by_part": PartLosses(self.part_names, parts.view(2, -1))} if self.part_names else {}
+        return found | {"further": tuple(further.unbind())}
+
+    def _part_sums(self, own: Microbatch) -> Tensor:
         assert own.token_losses is not None and own.blend_parts is not None
         sums = torch.stack((own.token_losses * own.loss_mask, own.loss_mask)).sum(2, dtype=torch.float64)
         return sums.new_zeros(2, len(self.part_names)).index_add_(1, own.blend_parts, sums).flatten()
@@ -139,6 +157,8 @@ class BatchReader:
             own, tokens = [replace(self._cut(mb), share=share) for mb in local], self._tokens(local)
             if self.part_names:
                 own = [replace(mb, token_losses=torch.empty_like(mb.loss_mask, dtype=self.loss_dtype)) for mb in own]
+            if self._further is not None:
+                own = [replace(mb, further_losses=share.new_zeros(self._further.depth)) for mb in own]
             if self._watch is not None:
                 read = [self._cut(mb) for mb in read]
                 own = [replace(mb, host_tokens=on_host.tokens) for mb, on_host in zip(own, read, strict=True)]

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from megalite.config import BatchSizeSchedule, Config, LengthSchedule
 from megalite.engine import Updater
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-from megalite.observe import ExpertStats, Hooks, PartLosses, Record, StepStats
+from megalite.observe import ExpertStats, Hooks, Record, StepStats
 from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
@@ -210,7 +211,7 @@ class Trainer:
         self._drained = batch.next_size == 0 or not program.asynchronous
         if self._drained:
             self.executor.finish()
-        loss, counted, by_part = self._batch_loss(batch.iteration, reads=reads)
+        losses = self._batch_loss(batch.iteration, reads=reads)
         self.batch_reader.forget(batch.iteration)
         progress.iteration, progress.updates = number, progress.updates + 1
         progress.consumed_samples += samples
@@ -222,9 +223,7 @@ class Trainer:
             consumed_tokens=self.consumed_tokens,
             global_batch_size=samples,
             seq_length=length,
-            lm_loss=loss,
-            counted_tokens=counted,
-            by_part=by_part,
+            **losses,
             grad_norm=results[-1].grad_norm,
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
@@ -291,15 +290,15 @@ class Trainer:
             batch, share = self.batch_reader.share_of_loss(microbatch)
             # in fp32 a thousand micro-batches, one by one, would lose 1e-5
             mine = loss.to(torch.float64) * share
-            if self.batch_reader.part_names:
-                mine = torch.cat((mine[None], self.batch_reader.part_sums(microbatch)))
+            if self.batch_reader.more:
+                mine = torch.cat((mine[None], self.batch_reader.more_sums(microbatch, share)))
             self._losses[batch] = self._losses.get(batch, 0.0) + mine
 
-    def _batch_loss(self, number: int, *, reads: bool) -> tuple[Tensor, Tensor, PartLosses | None]:
-        """The batch's loss, 0 where no token counted, and the losses of the blend's parts; the same on all ranks."""
+    def _batch_loss(self, number: int, *, reads: bool) -> dict[str, Any]:
+        """The batch's losses, by their names in `StepStats`, 0 where no token counted; the same on all ranks."""
         self._loss_handle.wait()
-        mine, names = self._losses.pop(number, None), self.batch_reader.part_names
-        total = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=self.device)
+        mine = self._losses.pop(number, None)
+        total = torch.zeros(2 + self.batch_reader.more, dtype=torch.float64, device=self.device)
         if mine is not None:
             total = torch.cat((mine.view(-1), self.batch_reader.batch(number).counted.view(1)))
         if self.mesh.coordinate("tp") > 0:  # tensor-parallel ranks hold the same loss
@@ -307,7 +306,7 @@ class Trainer:
         self._loss_handle = all_reduce_(total, self.mesh.world, async_op=True)
         if reads or self.device.type == "cpu":
             self._loss_handle.wait()
-        return total[0], total[-1], PartLosses(names, total[1:-1].view(2, -1)) if names else None
+        return {"lm_loss": total[0], "counted_tokens": total[-1], **self.batch_reader.named(total[1:-1])}
 
     # evaluation and checkpoints
 

@@ -4,8 +4,15 @@ parts, its losses are means over the batch, its word embedding is one with the f
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from equivalence.layouts import Layout, compare
+from equivalence.layouts import TINY, Layout, compare
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.nn.head import Head
+from megalite.testing import run_ranks
+from megalite.train.run import open_run
 
 LLAMA = "--num-layers 4 --model-type llama --num-query-groups 2 --clip-grad 0.05"
 KINDS = {
@@ -42,3 +49,31 @@ QUICK = {("documents", "zb-v cp")}
 def test_every_layout_is_one_process(kind: str, layout: str) -> None:
     flags, world_size = LAYOUTS[layout]
     compare(Layout(tuple(KINDS[kind].split()), tuple(flags.split()), world_size, delay=int(layout == "2bw")))
+
+
+def losses_body(world: World, argv: list[str]) -> tuple[list[float], list[float]]:
+    """(The losses that a step reports, the same by torch's own cross entropy of what each depth's norm returned; both
+    of the first iteration.)"""
+    found: dict[int, list[float]] = {0: [], 1: []}
+    with open_run(parse(argv, world_size=world.size), world) as run:
+        heads = [m for s in run.trainer.executor.stages.values() for m in s.modules[0].modules() if isinstance(m, Head)]
+        for head in heads if world.size == 1 else ():
+
+            def keep(k: int, inputs: tuple, h: torch.Tensor, head: Head = head) -> None:
+                labels, far = inputs[2].labels, k + 1  # position i is asked for label i + k
+                logits = (h[: len(h) - far].detach() @ head.output.weight.T.detach())[..., :61]
+                found[k].append(float(F.cross_entropy(logits.flatten(0, 1), labels[:, far:].t().flatten())))
+
+            for k, layer in enumerate(head.mtp.layers):
+                layer.register_forward_hook(lambda _, inputs, h, k=k: keep(k, inputs, h))
+        stats = run.trainer.train_step(drain=True)
+    return [float(loss) for loss in stats.further], [sum(each) / max(1, len(each)) for each in found.values()]
+
+
+def test_each_depth_reports_its_mean_loss() -> None:
+    argv = [*TINY, *KINDS["untied"].split()]
+    (reported, expected), *_ = run_ranks(losses_body, 1, [*argv, "--micro-batch-size", "1"])
+    assert reported == pytest.approx(expected, rel=1e-12)
+    for flags, size in (LAYOUTS["zb-v cp"], LAYOUTS["tp"]):
+        for other, _ in run_ranks(losses_body, size, [*argv, *flags.split()]):
+            assert other == pytest.approx(expected, rel=1e-12)
