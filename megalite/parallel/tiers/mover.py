@@ -23,6 +23,7 @@ The rules of lifetime, which are kept here and nowhere else:
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,6 +101,7 @@ class Mover:
         self._flying: deque[tuple[Arrival, Sequence[Tensor]]] = deque()
         self._works: list[Arrival] = []
         self._lock = threading.Lock()
+        self._free: dict[int, list[Tensor]] = {}
 
     @cached_property
     def _streams(self) -> tuple[Any, Any]:
@@ -134,13 +136,25 @@ class Mover:
         return self.copy(pairs, to_device=True, after=after, start=start)
 
     def land(self, x: Tensor, *, release: bool = False) -> tuple[Tensor, Arrival]:
-        """A copy of x in host memory. release: the caller lets go of x now."""
-        copy = torch.empty_like(x, device="cpu", pin_memory=self.apart)
+        """A copy of x in host memory, of which nobody keeps a view longer than itself. release: the caller lets go of x
+        now."""
+        copy = self._lent(x) if self.apart else torch.empty_like(x, device="cpu")
         arrival = self.to_host([(copy, x)])
         if release and self.apart:
             x.record_stream(self._streams[False])
             arrival.ends = ()
         return copy, arrival
+
+    def _lent(self, x: Tensor) -> Tensor:
+        """Page-locked memory like x, at most a page or an eighth too large (torch's allocator doubles). It is lent
+        again once the result is gone, which the mover holds as long as a copy needs it."""
+        step = max(4096, 1 << max(0, x.nbytes.bit_length() - 4))
+        size = -(-max(x.nbytes, 1) // step) * step
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else host_bytes(size, pinned=True)
+        copy = block[: x.nbytes].view(x.dtype).view(x.shape)
+        weakref.finalize(copy, free.append, block).atexit = False
+        return copy
 
     def bring(self, x: Tensor, *, after: Arrival | None = None) -> tuple[Tensor, Arrival]:
         """A copy on the device of page-locked x."""
@@ -164,8 +178,8 @@ class Mover:
         """Copies to the host, which waits. On a CPU returns x itself."""
         if not self.apart:
             return x
-        copy, arrival = self.land(x)
-        arrival.synchronize()
+        copy = torch.empty_like(x, device="cpu", pin_memory=True)
+        self.to_host([(copy, x)]).synchronize()
         return copy
 
     def copy(

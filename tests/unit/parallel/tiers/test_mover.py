@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.tiers import Arrival, Mover, SavedForward, SavedTensors
+from megalite.parallel.tiers import mover as mover_module
 from megalite.parallel.tiers.saved_tensors import unpack
 from megalite.parallel.zero.host_exchange import sum_on_host
 
@@ -108,6 +109,7 @@ def device() -> Iterator[tuple[World, Mover]]:
         patch("torch.cuda.stream", world.entered),
         patch("torch.cuda.device", lambda device: nullcontext()),
         patch("torch.empty_like", lambda x, **_: torch.zeros(x.shape)),
+        patch.object(mover_module, "host_bytes", lambda nbytes, pinned: torch.zeros(nbytes, dtype=torch.uint8)),
         patch.object(Tensor, "pin_memory", lambda self: self),
         patch.object(Tensor, "record_stream", lambda self, stream: world.recorded.append((self.data_ptr(), stream))),
     ):
