@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p = ToolParser(__doc__)
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("--num-devices", type=int, required=True, metavar="N", help="ranks of the run")
-    p.add_argument("--ranks", metavar="R,...", help="rehearse these only; unset: every distinct rank")
+    p.add_argument("--ranks", metavar="R,...", type=ranks, help="rehearse these only; unset: every distinct rank")
     p.add_argument("--steps", type=int, default=2, metavar="N", help="iterations (default 2)")
     p.add_argument("--hardware", metavar="NAME|FILE", help="whether it fits on these devices (as tools/plan.py)")
     p.add_argument("--values", action="store_true", help="also train a small layout on real values, streams being late")
@@ -54,7 +54,6 @@ def _run(argv: list[str]) -> int:
         raise ConfigError(f"--steps={args.steps}: from 1 to 100")
     if args.trace is not None and args.hardware is None:
         raise ConfigError(f"--trace={args.trace}: --hardware says how long things take, and is not given")
-    ranks = _ranks(args.ranks, args.num_devices)
     # torch comes with it: after what is wrong is told
     from megalite.rehearsal import as_json, explain, rehearse_run, rehearsed, with_values, write_trace
 
@@ -63,7 +62,7 @@ def _run(argv: list[str]) -> int:
     run = rehearsed(rest, args.num_devices, steps=args.steps)
     name_ignored(rest)
     with ProgressBar("rehearsing", "ranks") as bar:
-        report = rehearse_run(run, ranks, device_bytes=room, hardware=hardware, on_rank=bar)
+        report = rehearse_run(run, args.ranks, device_bytes=room, hardware=hardware, on_rank=bar)
     if args.values:
         faults, row = with_values(run)
         report = replace(report, faults=[*report.faults, *faults], rows=[*report.rows, row])
@@ -77,17 +76,9 @@ def _run(argv: list[str]) -> int:
     return int(report.fails)
 
 
-def _ranks(text: str | None, size: int) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        ranks = [int(word) for word in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"--ranks={text}: ranks and commas, as in 0,64") from None
-    wrong = [rank for rank in ranks if not 0 <= rank < size]
-    if wrong:
-        raise ConfigError(f"--ranks={wrong[0]}: there are ranks 0 to {size - 1}")
-    return ranks
+def ranks(text: str) -> list[int]:
+    """Ranks and commas, as in 0,64."""
+    return [int(word) for word in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from megalite.rehearsal.messages import messages
 from megalite.rehearsal.order import Clock, where
 from megalite.rehearsal.stand_ins import flash_attention, fused_rms_norm
 from megalite.rehearsal.streams import DEVICE, Event, Gpu, Stream
-from megalite.rehearsal.values import Computed, Shapes
-from megalite.rehearsal.watch import Watch
+from megalite.rehearsal.values import Shapes
+from megalite.rehearsal.watch import Computed, Watch
 
 CHOSEN = MappingProxyType({"scaled_dot_product_attention": flash_attention, "rms_norm": fused_rms_norm})
 """Kernels that torch chooses by the device, and would choose otherwise where there is no memory."""

@@ -8,10 +8,9 @@ from itertools import count
 from unittest.mock import patch
 
 from megalite.comm import World
-from megalite.errors import ConfigError
 from megalite.rehearsal.memory import of_log
 from megalite.rehearsal.pieces import Piece
-from megalite.rehearsal.rank import record_rank
+from megalite.rehearsal.rank import and_the_first, record_rank
 from megalite.rehearsal.record import Communicators
 from megalite.rehearsal.report import Report, judged
 from megalite.rehearsal.streams import Gpu
@@ -28,8 +27,6 @@ def rehearse(function: Callable[[World], object], nprocs: int, *, ranks: Sequenc
     Numbers that `function` reads from the device are 1 (a loss, a norm): its loops must end by their count. Returns
     what was found: `print` it, or read `faults`. Raises ConfigError where no rank would start.
     """
-    if wrong := [rank for rank in (nprocs - 1, *(ranks or ())) if not 0 <= rank < nprocs]:
-        raise ConfigError(f"rehearse: nprocs={nprocs}, ranks={ranks}: there is no rank {wrong[0]}; name some from 0 on")
 
     def trains(gpu: Gpu, world: World) -> Sequence[Piece]:
         steps = count(1)
@@ -48,7 +45,6 @@ def rehearse(function: Callable[[World], object], nprocs: int, *, ranks: Sequenc
         gpu.calls.enter("the end")
         return ()
 
-    known = Communicators()
-    chosen = range(nprocs) if ranks is None else dict.fromkeys([0, *ranks])
+    known, chosen = Communicators(), and_the_first(range(nprocs) if ranks is None else ranks, nprocs)
     records = {rank: record_rank(trains, rank, nprocs, known) for rank in chosen}
     return judged(records, nprocs, lambda: [of_log(record, record.log, None) for record in records.values()])

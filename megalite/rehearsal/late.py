@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megalite.rehearsal.order import Clock, Line, Memory, is_dense, tensors_in
 from megalite.rehearsal.streams import Gpu
-from megalite.rehearsal.values import MISSING, Computed, written_first
-from megalite.rehearsal.watch import ALLOCATE, waits_for_values
+from megalite.rehearsal.values import MISSING, written_first
+from megalite.rehearsal.watch import ALLOCATE, Computed, waits_for_values
 
 COMPUTE, OTHERS = "compute", "others"
 """Which streams work as late as they may."""

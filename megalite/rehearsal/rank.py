@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megalite.comm import World
+from megalite.comm import Axis, World, all_gather_json
 from megalite.config import VOCABULARIES, Config, DataConfig, config_problems, read_unjudged
 from megalite.errors import ConfigError
 from megalite.rehearsal.device import watched_gpu
@@ -35,6 +35,8 @@ from megalite.train import OpenRun, open_run
 OWN_VOCABULARY = 32000
 A_NODE = 8
 PATIENT = 1e6
+A_FEW, MOST_PROMPTS = 3, 64
+"""Tokens of a continuation; prompts, of which each replica has as many."""
 
 
 @dataclass
@@ -76,7 +78,9 @@ def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
 
 def _few_steps(config: Config, size: int, steps: int) -> Config:
     """A run of a few full batches."""
-    training = config.training
+    training, samples = config.training, config.logging.samples
+    each = None if config.parallel.experts.expert_model_parallel_size > 1 else samples.sample_interval and steps
+    samples = replace(samples, sample_interval=each, sample_prompts="prompts" if each else None, sample_tokens=A_FEW)
     ramp = replace(training.batch_ramp, **{name: None for name in vars(training.batch_ramp)})
     return replace(
         config,
@@ -92,8 +96,15 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
             exit_interval=None,
         ),
         checkpoint=type(config.checkpoint)(),
-        logging=replace(config.logging, log_interval=max(2, steps)),
+        logging=replace(config.logging, log_interval=max(2, steps), samples=samples),
     )
+
+
+def and_the_first(ranks: Sequence[int], size: int) -> list[int]:
+    """Rank 0 and these. Raises ConfigError for one that is not there."""
+    if wrong := [rank for rank in (size - 1, *ranks) if not 0 <= rank < size]:
+        raise ConfigError(f"--ranks={wrong[0]}: there are ranks 0 to {size - 1}")
+    return list(dict.fromkeys([0, *ranks]))
 
 
 def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
@@ -149,6 +160,8 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
         kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
         for module, name, value in (
             ("megalite.train.build", "fill", _not_drawn),
+            ("megalite.train.samples", "read_prompts", lambda *_: ["1 2 3"] * min(groups.world.size(), MOST_PROMPTS)),
+            ("megalite.generation.engine", "all_gather_json", _of_all_prompts),
             ("megalite.comm.patience", "VOTE_SECONDS", PATIENT),
             # what is tried on a device of this machine is taken to work on that one
             ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
@@ -189,6 +202,11 @@ def _not_drawn(name: str, parameter: Tensor, *, seed: int) -> None:
     """In the place of initial values."""
     with torch.no_grad():
         parameter.zero_()
+
+
+def _of_all_prompts(mine: Any, axis: Axis) -> list[Any]:
+    """Other replicas have continued theirs, too."""
+    return [{str(place): [] for place in range(MOST_PROMPTS)}, *all_gather_json(mine, axis)]
 
 
 def _name_communicators(opened: OpenRun) -> None:

@@ -15,7 +15,7 @@ from megalite.rehearsal.classes import class_of, distinct_ranks, more_members
 from megalite.rehearsal.match import Fault, Records, deadlock, differ, match, or_nothing
 from megalite.rehearsal.memory import Found, memory, memory_faults
 from megalite.rehearsal.pieces import pieces
-from megalite.rehearsal.rank import Rehearsed, rehearse_rank
+from megalite.rehearsal.rank import Rehearsed, and_the_first, rehearse_rank
 from megalite.rehearsal.record import Call, RankRecord
 from megalite.rehearsal.timing import Prices, step_rows
 
@@ -57,7 +57,7 @@ def rehearse_run(
     """Rehearses ranks (None: the distinct ones) and checks them against each other. device_bytes: what a run may use of
     a device. hardware: on which the time of a step is estimated."""
     run = run if hardware is None else replace(run, prices=Prices(run.config, hardware))
-    chosen = [*distinct_ranks(run), *more_members(run)] if ranks is None else list(dict.fromkeys([0, *ranks]))
+    chosen = [*distinct_ranks(run), *more_members(run)] if ranks is None else and_the_first(ranks, run.size)
     records: Records = {}
     for number, rank in enumerate(chosen):
         on_rank(number, len(chosen))

@@ -11,7 +11,7 @@ returned is remembered. Small tensors whose values the host has put there, or th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import zip_longest
 from typing import Any
@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from megalite.rehearsal.fake_groups import FakeGroups
-from megalite.rehearsal.order import Clock, Line, Memory, tensors_in
+from megalite.rehearsal.order import tensors_in
 from megalite.rehearsal.record import Call
 from megalite.rehearsal.streams import Gpu
+from megalite.rehearsal.watch import Computed
 
 SMALL = 1 << 14
 """Bytes up to which values are computed where they are known."""
@@ -42,42 +43,6 @@ class Nothing(Enum):
 MISSING = Nothing.MISSING
 
 
-class Computed:
-    """Computes in the memory of a CPU. puts_off: whether work of streams may be done later."""
-
-    puts_off = False
-
-    def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
-        """Products with sums in a wider dtype exist on CUDA alone."""
-        if function not in (aten.mm.dtype_out, aten.addmm.dtype_out):
-            return function(*args, **kwargs)
-        a, b, dtype = args[-3:]
-        product = torch.mm(a.to(dtype), b.to(dtype)) * kwargs.get("alpha", 1)
-        return kwargs["out"].copy_(product + args[0] * kwargs.get("beta", 1) if len(args) == 4 else product)
-
-    def follow(self, *_: Any) -> None:
-        """Everything is computed."""
-
-    def settle(self, clock: Clock) -> None:
-        """Somebody knows that all of this is over."""
-
-    def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
-        """They are needed now, by somebody who knows that all of this is over."""
-
-    def changes(self, memories: Iterable[Memory]) -> None:
-        """They were written at once, or have become others."""
-
-    def waited(self, line: Line) -> None:
-        """A stream has waited for another."""
-
-    def keep(self, x: Tensor, line: Line) -> None:
-        """The memory of x stays until what `line` was given is over."""
-
-    def arrival(self, line: Line, carried: Any, copies: Sequence[Tensor], reads: Any, writes: Any) -> Any:
-        """A handle of gloo's, and what it delivers to what is written, as `Work` takes them."""
-        return carried, copies
-
-
 class Shapes(Computed):
     """Computes for a device whose memory is `meta`."""
 
@@ -87,7 +52,7 @@ class Shapes(Computed):
 
     def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
         """there: whether any argument is of the device."""
-        if name == "_local_scalar_dense" and there:
+        if name in ("_local_scalar_dense", "item") and there:
             return self.read(args[0]).item()
         if name == "_to_copy" and there and torch.device(kwargs.get("device") or "meta").type == "cpu":
             return self.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
@@ -171,7 +136,14 @@ class Shapes(Computed):
         outs: Sequence[Tensor], written: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Computes the values of a kernel of the device that has run, where they are few and known."""
-        if function.is_view or name in ("empty", "empty_like", "empty_strided", "new_empty", "_local_scalar_dense"):
+        if function.is_view or name in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "_local_scalar_dense",
+            "item",
+        ):
             return
         if name not in ("_to_copy", "bincount", "scatter_add_") and any(x.nbytes > SMALL for x in (*given, *outs)):
             for x in (*written, *outs):

@@ -10,7 +10,7 @@ Copies between the places, as torch makes them (aten/src/ATen/native/cuda/Copy.c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.rehearsal.order import is_dense, tensors_in
+from megalite.rehearsal.order import Clock, Line, Memory, is_dense, tensors_in
 from megalite.rehearsal.streams import Gpu
 
 ALLOCATE = {
@@ -28,14 +28,51 @@ ALLOCATE = {
 OVERWRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"}
 """In-place kernels that read nothing of their target."""
 HOST_WAITS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", "unique_dim",
-    "equal", "is_nonzero",
+    "_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", 
+    "unique_dim", "equal", "is_nonzero",
 }  # fmt: skip
 MADE_INSIDE = {"scalar_tensor", "zeros", "ones"}
 """Factories that torch calls by itself with the true device of a tensor of ours."""
-SYNC_NAMES = {"_local_scalar_dense": "item()"}
+SYNC_NAMES = {"_local_scalar_dense": "item()", "item": "item()"}
+aten = torch.ops.aten
 MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_fused_adamw_", "_foreach_add_"}
 """Kernels of the device that may be given tensors of the host that are not numbers."""
+
+
+class Computed:
+    """Computes in the memory of a CPU. puts_off: whether work of streams may be done later."""
+
+    puts_off = False
+
+    def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
+        """Products with sums in a wider dtype exist on CUDA alone."""
+        if function not in (aten.mm.dtype_out, aten.addmm.dtype_out):
+            return function(*args, **kwargs)
+        a, b, dtype = args[-3:]
+        product = torch.mm(a.to(dtype), b.to(dtype)) * kwargs.get("alpha", 1)
+        return kwargs["out"].copy_(product + args[0] * kwargs.get("beta", 1) if len(args) == 4 else product)
+
+    def follow(self, *_: Any) -> None:
+        """Everything is computed."""
+
+    def settle(self, clock: Clock) -> None:
+        """Somebody knows that all of this is over."""
+
+    def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
+        """They are needed now, by somebody who knows that all of this is over."""
+
+    def changes(self, memories: Iterable[Memory]) -> None:
+        """They were written at once, or have become others."""
+
+    def waited(self, line: Line) -> None:
+        """A stream has waited for another."""
+
+    def keep(self, x: Tensor, line: Line) -> None:
+        """The memory of x stays until what `line` was given is over."""
+
+    def arrival(self, line: Line, carried: Any, copies: Sequence[Tensor], reads: Any, writes: Any) -> Any:
+        """A handle of gloo's, and what it delivers to what is written, as `Work` takes them."""
+        return carried, copies
 
 
 class Watch(TorchDispatchMode):

@@ -1,4 +1,7 @@
-"""Every file of configs/ is rehearsed at its own world size, and a recipe of each wing; memory is as planned."""
+"""Every file of configs/ is rehearsed at its own world size, and a recipe of each wing; memory is as planned.
+
+Each rehearsal starts, trains, evaluates and lists what it would save.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from unit.config.test_shipped_configs import WORLDS
 
 from megalite.rehearsal import Fault, rehearse_run, rehearsed
 
-CHEAP = {"quickstart", "shakespeare_char", "frontier_22b"}
-"""Files that take less than ten seconds of a CPU each."""
+DEAR = {"gpt2_345m", "gpt_oss_20b", "llama_7b", "olmo3_7b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"}
+"""Files whose stages have many layers: with --landing each replica gets one micro-batch."""
+DEAREST = {"qwen3_next_80b_a3b": ["--num-layers", "4"]}
+"""Of 48 layers, whose chunks of delta rules are a quarter of a million launches: one of each kind."""
 SMALL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --global-batch-size 8 --bf16 --lr 1e-2 "
     "--micro-batch-size 1 --train-iters 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --eval-iters 1"
 ).split()
+SAMPLES = "--sample-interval 2 --sample-prompts there_is_no_such_file.txt"
 RECIPES = {
     "experts": (4, "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --zero-stage 1"),
     "context": (2, "--context-parallel-size 2"),
@@ -21,6 +27,7 @@ RECIPES = {
     "weights on the host": (2, "--offload params --zero-stage 3"),
     "adapters": (2, "--lora rank=2 --pipeline-model-parallel-size 2"),
     "2bw": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule 2bw --clip-grad 0"),
+    "generation": (4, f"--pipeline-model-parallel-size 2 --zero-stage 1 {SAMPLES}"),
 }
 
 
@@ -28,14 +35,10 @@ def told(faults: list[Fault]) -> list[str]:
     return [str(fault) for fault in faults]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.landing if n.split(".")[0] in CHEAP else pytest.mark.full) for n in WORLDS],
-)
-def test_a_shipped_file_passes(name: str) -> None:
+def passes(name: str, *more: str) -> None:
     """The first rank of the first and of the last stage, and the last of all."""
     size, _ = WORLDS[name]
-    run = rehearsed(["--config", str(ROOT / "configs" / name)], size, steps=1)
+    run = rehearsed(["--config", str(ROOT / "configs" / name), *more], size, steps=1)
     inside = size // run.config.parallel.pipeline_model_parallel_size
     report = rehearse_run(run, [0, size - inside, *([size - 1] if size > 8 else [])])
     assert told(report.faults) == []
@@ -45,7 +48,27 @@ def test_a_shipped_file_passes(name: str) -> None:
 
 
 @pytest.mark.landing
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_shipped_file_passes(name: str) -> None:
+    own = name.removesuffix(".yaml")
+    one_each = ["--global-batch-size", str(WORLDS[name][0])] if own in DEAR else []
+    passes(name, *one_each, *DEAREST.get(own, []))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(DEAR))
+def test_a_dear_file_passes_with_its_whole_batch(name: str) -> None:
+    passes(f"{name}.yaml")
+
+
+@pytest.mark.landing
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes(name: str) -> None:
     size, flags = RECIPES[name]
-    assert told(list(rehearse_run(rehearsed([*SMALL, *flags.split()], size)).faults)) == []
+    report = rehearse_run(rehearsed([*SMALL, *flags.split()], size))
+    assert told(report.faults) == []
+    record = report.records[0]
+    assert {"evaluation" in event[4] for event in record.log if event[0] == "phase"} == {True, False}
+    assert record.pieces
+    if SAMPLES in flags:  # each new token is read
+        assert sum(event[0] == "sync" and "generation/" in event[4] for event in record.log) >= 3
