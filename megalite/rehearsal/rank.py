@@ -103,7 +103,7 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
 def and_the_first(ranks: Sequence[int], size: int) -> list[int]:
     """Rank 0 and these. Raises ConfigError for one that is not there."""
     if wrong := [rank for rank in (size - 1, *ranks) if not 0 <= rank < size]:
-        raise ConfigError(f"--ranks={wrong[0]}: there are ranks 0 to {size - 1}")
+        raise ConfigError(f"rank {wrong[0]}: there are ranks 0 to {size - 1}; name some of these")
     return list(dict.fromkeys([0, *ranks]))
 
 

@@ -66,7 +66,7 @@ def test_a_wait_of_a_users_layer_is_named() -> None:
 
 
 def test_ranks_that_are_not_there_are_refused() -> None:
-    with pytest.raises(megalite.ConfigError, match="--ranks=2: there are ranks 0 to 1"):
+    with pytest.raises(megalite.ConfigError, match="rank 2: there are ranks 0 to 1"):
         megalite.rehearse(training(lambda _: 1), nprocs=2, ranks=[2])
 
 
