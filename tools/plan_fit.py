@@ -22,6 +22,7 @@ from megalite.planner import (
     reasons_against,
     search,
 )
+from megalite.progress import in_units
 from megalite.schedule import default_schedule, find_schedule
 
 GB = 1e9
@@ -69,11 +70,11 @@ def explain(misfit: OverBudget, world_size: int, hardware: Hardware) -> str:
     rank = misfit.memory.index(misfit.fullest)
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
     largest = max(terms, key=lambda name: terms[name])
-    needed, usable = misfit.fullest.total / GB, hardware.usable_bytes / GB
+    needed, usable = misfit.fullest.total, hardware.usable_bytes
     return (
-        f"does not fit: {layout_text(misfit.config, world_size)}: pipeline rank {rank} needs {needed:,.1f} GB, "
-        f"{needed - usable:,.1f} GB more than the {usable:.1f} GB of one {hardware.name}; "
-        f"the largest term is {largest} with {terms[largest] / GB:,.1f} GB"
+        f"does not fit: {layout_text(misfit.config, world_size)}: pipeline rank {rank} needs {size(needed)}, "
+        f"{size(needed - usable)} more than the {size(usable)} of one {hardware.name}; "
+        f"the largest term is {largest} with {size(terms[largest])}"
     )
 
 
@@ -81,7 +82,12 @@ def shortage(misfit: OverBudget, hardware: Hardware) -> str:
     """A few words: by how much it does not fit, and on which term."""
     over = misfit.fullest.total - hardware.usable_bytes
     terms = {name: getattr(misfit.fullest, name) for name in TERMS}
-    return f"does not fit: {over / GB:,.1f} GB too much, most of it {max(terms, key=lambda name: terms[name])}"
+    return f"does not fit: {size(over)} too much, most of it {max(terms, key=lambda name: terms[name])}"
+
+
+def size(nbytes: float) -> str:
+    """`322.8 GB`, or what is less than a tenth of one in smaller units."""
+    return f"{nbytes / GB:,.1f} GB" if nbytes >= GB / 10 else in_units(nbytes, "B")
 
 
 def remedy(

@@ -216,7 +216,9 @@ def main(argv: list[str]) -> None:
             print(f"  and {count - len(reasons):,} more")
     if summary.totals.roles:
         named = ", ".join(repr(role[:40]) for role in sorted(summary.totals.roles)[:8])
-        print(f"note: roles beside system, user and assistant, of which the template decides what is learnt: {named}")
+        print(
+            f"note: other roles than system, user and assistant, of which the template decides what is learnt: {named}"
+        )
     if summary.totals.unanswered:
         count, of = summary.totals.unanswered, summary.totals.documents
         print(

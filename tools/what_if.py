@@ -194,7 +194,7 @@ def _wider(model: ModelConfig) -> ModelConfig:
     """A quarter wider and deeper."""
     heads = model.num_attention_heads * 5 // 4 // 8 * 8 or model.num_attention_heads * 2
     scale = max(heads, model.num_attention_heads + 1)
-    return _scaled(model, model.num_layers * 5 // 4 // 4 * 4 or model.num_layers + 1, scale)
+    return _scaled(model, max(model.num_layers * 5 // 4 // 4 * 4, model.num_layers + 1), scale)
 
 
 def _narrower(model: ModelConfig) -> ModelConfig:

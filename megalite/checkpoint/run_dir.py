@@ -18,6 +18,7 @@ from pathlib import Path
 from megalite.checkpoint.format import COMMITTED, MANIFEST
 from megalite.checkpoint.remote import committed_urls, remove_url, set_aside_urls, settled_urls, sweep
 from megalite.checkpoint.storage import fsync_directory
+from megalite.config import as_it_is_there
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.stores import Place, StoreUrl, place
@@ -134,7 +135,10 @@ def _check_folder(root: Path, load: Place | str, flag: str, advice: str) -> None
     try:
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{flag}{load}: no such directory; {advice}") from None
+        near = as_it_is_there(str(root))
+        raise CheckpointError(
+            f"{flag}{load}: no such directory; {f'did you mean {near}?' * bool(near) or advice}"
+        ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{flag}{load}: cannot be read ({getattr(error, 'strerror', error)})") from None
     if not is_folder:

@@ -40,7 +40,14 @@ from megalite.config.data import (
 from megalite.config.delta import Delta
 from megalite.config.embedding_cache import cache_problem, cache_rows, own_rows
 from megalite.config.experts import Experts
-from megalite.config.files import ids_of_files, meant_for_this_host, missing_data, missing_packages, schedule_file
+from megalite.config.files import (
+    as_it_is_there,
+    ids_of_files,
+    meant_for_this_host,
+    missing_data,
+    missing_packages,
+    schedule_file,
+)
 from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems

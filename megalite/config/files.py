@@ -137,16 +137,34 @@ def _data_files(config: Config) -> Iterator[str]:
 def _nearest(path: str) -> str:
     """A question after the file of data beside `path` whose name is almost the same; empty: there is none."""
     folder, name = os.path.split(path)
+    if folder and not os.path.isdir(folder) and not (folder := as_it_is_there(folder)):
+        return ""
     try:
         names = os.listdir(folder or ".")
     except OSError:
         return ""
+    if folder != os.path.dirname(path) and _exists(os.path.join(folder, name)):
+        return f"did you mean {os.path.join(folder, name)}?"
     prefixes = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
     texts = [name for name in names if os.path.splitext(name)[1].lower() in RAW]
     return "".join(
         f"did you mean {os.path.join(folder, near)}?"
         for near in difflib.get_close_matches(name, sorted({*prefixes, *texts} - {name}), n=1, cutoff=0.75)
     )
+
+
+def as_it_is_there(path: str) -> str:
+    """The path whose folders and name are almost those of one that does not exist; empty: there is none."""
+    folder, name = os.path.split(path.rstrip("/"))
+    if folder and not os.path.isdir(folder):
+        folder = as_it_is_there(folder)
+        if not folder:
+            return ""
+    try:
+        near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.75)
+    except OSError:
+        return ""
+    return os.path.join(folder, near[0]) if near else ""
 
 
 def _paths(values: tuple[str, ...]) -> list[str]:
@@ -179,14 +197,16 @@ def _tokenizer_files(config: Config) -> Iterator[str]:
 
 def _instead(name: str, path: str) -> str:
     """What to give in place of a tokenizer's file that is not there, where that is known."""
-    folder = os.path.dirname(path)
+    folder, near = os.path.dirname(path), as_it_is_there(path)
+    if near and path.endswith(".json"):
+        return f"; did you mean {near}?"
     if os.path.isfile(os.path.join(folder, "tokenizer.json")):
         return (
             f"; {folder or '.'} holds tokenizer.json: `tokenizer_type` HuggingFaceTokenizer, `tokenizer_model` {folder}"
         )
     if name == "tokenizer_model" and path.count("/") == 1 and path[0] not in "./~" and not os.path.isdir(folder):
         return "; names on the Hub are not read: download its tokenizer.json and give the folder"
-    return ""
+    return f"; did you mean {near}?" if near else ""
 
 
 def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
@@ -254,7 +274,8 @@ def _other_files(config: Config) -> Iterator[str]:
     if (
         load is not None and not is_save and served_url(load) is None and not os.path.lexists(load)
     ):  # a file has a message of its own
-        yield f"`load`={load}: no such directory; omit `load` to start fresh"
+        near = as_it_is_there(load)
+        yield f"`load`={load}: no such directory; {f'did you mean {near}?' if near else 'omit `load` to start fresh'}"
     folder = config.checkpoint.run_folder
     if save is not None and folder is not None:
         place = os.path.abspath(folder)

@@ -80,7 +80,9 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
             _build(root, target, build, resumes=resumes and alone)
     except OSError as error:
         why = error.strerror or f"is the disk full? {error}"  # numpy tells of a full disk in numbers only
-        raise DataError(f"`data_cache_path`={root}: cannot be written ({why}); name another folder") from error
+        raise DataError(
+            f"`data_cache_path`={root}: cannot be written ({why}); name another folder (unset, it is beside `save`)"
+        ) from error
     return target
 
 

@@ -277,7 +277,7 @@ def test_the_largest_model_is_read_without_a_guess() -> None:
     text = table(sweep("largest-model", config, 1, hardware, Roofline(hardware), frozenset()))
     assert "1.82 M parameters" in text and "; 4 layers, hidden size 192, 4 heads, ffn 512\n" in text
     assert "the table ends" not in text and "does not fit: " in text
-    assert "times are of 330 iterations, 676 k tokens: 0.00381 a parameter of the largest (20 are usual" in text
+    assert "times are of 330 iterations, 676 k tokens: 0.00254 a parameter of the largest (20 are usual" in text
     assert "CPU, 2 cores: from a file, not this machine" in text
 
 

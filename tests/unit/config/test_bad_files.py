@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from config_arguments import argv, problems_of
 
+from megalite.checkpoint import resolve_checkpoint
 from megalite.config import parse
+from megalite.errors import CheckpointError
 
 PATHS = [
     ("--data-path corpus.bin", "--data-path=corpus.bin: give the prefix, 'corpus'"),
@@ -52,11 +54,32 @@ def test_a_misspelt_file_leads_to_the_one_beside_it(tmp_path: Path, monkeypatch:
         "texts/stoory.jsonl": "no such file; did you mean texts/story.jsonl?",
         "notes.txt": "no such file; give one that exists",
         "nowhere/story.txt": "no such file; give one that exists",
+        "text/story.jsonl": "no such file; did you mean texts/story.jsonl?",
+        "txts/stoory.jsonl": "no such file; did you mean texts/story.jsonl?",
+        "txts/zoo.jsonl": "no such file; give one that exists",
         "corpus_txt_document": "corpus_txt_document.idx not found (nor a text file corpus_txt_document); "
         "did you mean corpus_text_document?",
     }
     for path, line in told.items():
         assert problems_of(argv(f"--data-path {path}", without="mock-data")) == [f"--data-path={path}: {line}"]
+
+
+def test_a_misspelt_path_of_a_tokenizer_leads_to_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").touch()
+    for path in ("tokeniser/tokenizer.json", "tokenizer/tokeniser.json", "tokeniser/tokeniser.json"):
+        (line,) = problems_of(argv(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"))
+        assert line == f"--tokenizer-model={path}: no such file; did you mean tokenizer/tokenizer.json?"
+
+
+def test_a_misspelt_run_leads_to_the_one_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    for path in ("runs/firsd", "run/first", "runz/firsd"):
+        assert problems_of(argv(f"--load {path}")) == [f"--load={path}: no such directory; did you mean runs/first?"]
+        with pytest.raises(CheckpointError, match="no such directory; did you mean runs/first[?]"):
+            resolve_checkpoint(path)
 
 
 def test_a_prefix_may_also_be_the_name_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,7 +238,9 @@ def test_lines_that_are_left_out_and_unusual_roles_are_told(workers: int, tmp_pa
     at = said.index("left out 6 broken lines:")
     assert said[at + 1].startswith(f"  {file}:2: no list of messages in field 'messages'")
     assert all(line.startswith(f"  {file}:") for line in said[at + 1 : at + 4]) and said[at + 4] == "  and 3 more"
-    assert "note: roles beside system, user and assistant, of which the template decides what is learnt: 'bot'" in said
+    assert (
+        "note: other roles than system, user and assistant, of which the template decides what is learnt: 'bot'" in said
+    )
 
 
 QUESTION = [{"role": "user", "content": "and?"}]
