@@ -134,10 +134,12 @@ def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | Non
     if rows is None:
         return [(devices, load_hardware(name_or_file, devices_per_node=devices_per_node))]
     shaped = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    if not shaped or not all(set(row) == {"hardware", "devices"} and type(row["devices"]) is int for row in rows):
+    if shaped:
+        shaped = all(set(row) == {"hardware", "devices"} and type(n := row["devices"]) is int and n > 0 for row in rows)
+    if not shaped:
         raise ConfigError(f"`hardware`={name_or_file}: classes: expected a list of {{hardware: NAME, devices: N}}")
     total = sum(row["devices"] for row in rows)
-    if total != devices or any(row["devices"] < 1 for row in rows):
+    if total != devices:
         raise ConfigError(f"`hardware`={name_or_file}: its classes have {total} devices; use `num_devices` {total}")
     return [(row["devices"], load_hardware(str(row["hardware"]), devices_per_node=devices_per_node)) for row in rows]
 

@@ -157,6 +157,8 @@ def test_cuts_and_meshes_together_are_never_behind_either_alone() -> None:
     [
         ("classes: [{hardware: h100, devices: 3}]", "its classes have 3 devices; use --num-devices 3"),
         ("classes: [h100]", "classes: expected a list of {hardware: NAME, devices: N}"),
+        ("classes: [{hardware: h100, devices: 0}]", "classes: expected a list of {hardware: NAME, devices: N}"),
+        ("classes: []", "classes: expected a list of {hardware: NAME, devices: N}"),
     ],
 )
 def test_bad_classes(tmp_path: Path, text: str, said: str) -> None:
