@@ -143,6 +143,12 @@ class TrainingConfig:
         False, "divide the summed loss by the tokens of the global batch, not micro-batch by micro-batch"
     )
     spikes: Spikes = Spikes()
+    partial_backprop_groups: int = option(
+        1,
+        "micro-batches back-propagate through the top 1 to k of k groups of layers in turn, and a layer's gradient "
+        "is the mean over those that reach it: another optimisation, (k+1)/2k of the backward",
+        ge=1,
+    )
     nonfinite: str = option(
         "stop",
         "a non-finite loss or gradient (fp16 overflow apart): stop before the update, or skip the update",

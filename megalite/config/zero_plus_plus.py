@@ -34,6 +34,11 @@ class ZeroPlusPlus(Spelled):
         return ", ".join(part for part, on in parts.items() if on)
 
     @property
+    def rounds(self) -> bool:
+        """Whether numbers are other ones than those of plain ZeRO-3."""
+        return self.zero_quantized_weights or self.zero_quantized_gradients
+
+    @property
     def changes_gathers(self) -> bool:
         """Whether weights are gathered otherwise."""
         return self.zero_quantized_weights or self.zero_hpz_partition_size > 1

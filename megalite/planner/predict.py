@@ -269,11 +269,21 @@ class _Stages:
         return total + self.data_parallel.in_the_open(total, stage)
 
     def _computation(self, stage: int) -> LayerTimes:
-        total = add_times(self.layers[item] for item in self.cuts[stage])
+        total = add_times(self._of_item(item) for item in self.cuts[stage])
         again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
         there, back = (self.exposed_hop(backward=backward) for backward in (False, True))
         return total + LayerTimes(over + there, over + again + back, over)
+
+    def _of_item(self, item: int) -> LayerTimes:
+        """Of embedding, block or head: on average over the micro-batches that reach it (partial backpropagation)."""
+        times, groups = self.layers[item], self.config.training.partial_backprop_groups
+        if groups == 1:
+            return times
+        blocks = len(self.layers) - 2
+        group = next(g for g in range(groups) if g == groups - 1 or item - 1 >= blocks * (groups - 1 - g) // groups)
+        share = (groups - group) / groups
+        return LayerTimes(times.forward, *(share * each for each in times[1:]))
 
     def open_messages(self, program: Program) -> float:
         """Seconds that a micro-batch waits for ZeRO's messages, on the rank that waits longest."""

@@ -85,6 +85,7 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
         length=TrainingLength(train_iters=steps),
         nonfinite="skip" if branches.skipped else "stop",
         spikes=Spikes(),
+        partial_backprop_groups=1,
         precision=Precision(fp64=True),
         loss_scaling=type(config.training.loss_scaling)(),
         float32_matmul_precision="highest",
@@ -102,6 +103,10 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
         changes.lines.append("--compile: left out")
     if config.training.spikes.on_spike is not None:
         changes.lines.append("--spikes: left out, a few iterations fill no window")
+    if config.training.partial_backprop_groups > 1:
+        changes.lines.append("--partial-backprop-groups: left out, whose gradients are those of a layout")
+    if config.parallel.zero_plus_plus.rounds:
+        changes.lines.append("--zero-plus-plus weights, gradients: left out, which round what one process does not")
     small = Config(
         model=model,
         parallel=_parallel(parallel, changes),

@@ -45,6 +45,7 @@ from megalite.parallel.zero import (
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import layer_of, make_rows, optimizer_type
+from megalite.train.partial_backprop import attach_depths
 from megalite.train.rollback import PassedOver
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def build_model(
     mover = foreign.parts.mover if foreign else Mover(device)
     rows = _rows(config, mesh, program, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
+    if config.training.partial_backprop_groups > 1:
+        attach_depths(config, mesh, built)
     options = BufferOptions(
         zero_options(config, plan),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,

@@ -30,6 +30,7 @@ from megalite.config.rules.layout import (
 )
 from megalite.config.rules.lora import lora
 from megalite.config.rules.offload import param_offload
+from megalite.config.rules.partial_backprop import partial_backprop
 from megalite.config.rules.run import (
     float8,
     learning_rate,
@@ -89,6 +90,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     embedding_offload,
     param_offload,
     zero_plus_plus,
+    partial_backprop,
     data,
     checkpoint,
     from_checkpoint,

@@ -272,6 +272,11 @@ def warnings(config: Config, world_size: int) -> list[str]:
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         lines.append(f"`sequence_parallel`: has no effect at {TP}=1; drop it")
     lines += context_warnings(config)
+    if (groups := config.training.partial_backprop_groups) > 1:
+        lines.append(
+            f"`partial_backprop_groups`={groups}: changes the optimisation: a layer learns from the micro-batches that "
+            f"reach it, the lowest from one in {groups}; compare losses before you trust it"
+        )
     if config.model.module.tensor_parallel_globs and parallel.tensor_model_parallel_size == 1:
         lines.append(f"`tensor_parallel_globs`: has no effect at {TP}=1; drop it, or raise {TP}")
     lines += [*_doubtful_numbers(config), *_random_weights(config), *lora_warnings(config.model)]

@@ -76,6 +76,15 @@ def test_zero_plus_plus_sends_a_quarter_of_the_bytes_between_nodes() -> None:
     assert kept == pytest.approx(whole / node, rel=1e-3)
 
 
+def test_partial_backpropagation_leaves_the_share_of_its_paper() -> None:
+    """(k + 1) / 2k of the backward of blocks; embedding and head are a small part here."""
+    link = _hardware(1e12, 0.0)
+    whole, *partial = (_predict(1, f"--partial-backprop-groups {k}", link).step_time for k in (1, 2, 4, 8))
+    saved = [whole - time for time in partial]
+    for groups, less in zip((2, 4, 8), saved, strict=True):
+        assert less / saved[0] == pytest.approx((groups - 1) / (2 * groups) / (1 / 4), rel=0.01)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_the_last_sum_and_the_first_gather_are_never_hidden(zero: int) -> None:
     """However fast the link: what remains is one message at each end; a link twice as slow leaves twice as much."""
