@@ -19,7 +19,7 @@ nodes by `CommGroup.all_to_all`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from megalite.config import Config
 from megalite.inventory import (
@@ -40,7 +40,7 @@ DIMENSIONS = ("model", "data", "domain", "experts")
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Seconds of a step of the slowest stage, each dimension's messages in the open."""
+    """Seconds of a step of the slowest pipeline rank, each dimension's messages in the open."""
 
     computation: float
     model: float
@@ -65,14 +65,27 @@ class ClosedForm:
 
 
 def closed_form(config: Config, world_size: int, hardware: Hardware) -> ClosedForm:
-    """Of a legal configuration with its vocabulary resolved."""
-    cuts = stage_layer_ranges(config, program_of(config, world_size))
-    return max((_stage(config, world_size, hardware, cut) for cut in cuts), key=lambda terms: terms.total)
+    """Of a legal configuration with its vocabulary resolved: of the pipeline rank that takes longest, over all of its
+    stages."""
+    program = program_of(config, world_size)
+    cuts, placement = stage_layer_ranges(config, program), program.placement
+    turns = placement.workers or (1,) * placement.num_stages
+    ranks = (
+        [
+            _stage(config, world_size, hardware, cuts[stage], placement.num_replicas * turns[stage])
+            for stage, _ in placement.stages_of(rank)
+        ]
+        for rank in range(placement.num_ranks)
+    )
+    summed = (ClosedForm(*map(sum, zip(*map(astuple, stages), strict=True))) for stages in ranks)
+    return max(summed, key=lambda terms: terms.total)
 
 
-def _stage(config: Config, world_size: int, hardware: Hardware, cut: range) -> ClosedForm:
+def _stage(config: Config, world_size: int, hardware: Hardware, cut: range, sharers: int) -> ClosedForm:
+    """sharers: pipeline ranks that take micro-batches of this stage in turn."""
     parallel, size = config.parallel, ElementBytes.of(config)
-    given, tp, m = parallel.context, parallel.tensor_model_parallel_size, config.num_microbatches(world_size)
+    given, tp = parallel.context, parallel.tensor_model_parallel_size
+    m = config.num_microbatches(world_size) / sharers
     whole = model_layers(config.model)
     layers = [whole[item] for item in cut]
     rate = hardware.matrix_flops[precision_name(config)] * hardware.matrix_efficiency

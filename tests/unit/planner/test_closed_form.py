@@ -131,3 +131,17 @@ def test_tokens_travel_to_their_experts_and_back_in_forward_and_backward() -> No
     times = [Roofline(h).layers(shared)[1].forward for h in (hardware, hiding)]
     latency = 3 * link.latency  # the fullest rank receives 1.1 times the mean
     assert times[0] - times[1] == pytest.approx(latency + 1.1 * (one - latency))
+
+
+def test_a_rank_computes_all_of_its_stages() -> None:
+    """Interleaved stages, and pipelines in both directions, divide a rank's work otherwise and not once more."""
+    hardware = plain()
+    flags = f"{MODEL} --hidden-size 64 --seq-length 64 --vocab-size 64 --global-batch-size 8 --micro-batch-size 1"
+
+    def computation(schedule: str) -> float:
+        argv = f"{flags} --pipeline-model-parallel-size 4 --pipeline-schedule {schedule}".split()
+        return closed_form(parse(argv, world_size=4, check_files=False), 4, hardware).computation
+
+    plainly = computation("1f1b")
+    assert computation("interleaved --virtual-pipeline-model-parallel-size 2") == pytest.approx(plainly, rel=0.02)
+    assert computation("chimera") == pytest.approx(plainly, rel=0.02)
