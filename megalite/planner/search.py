@@ -7,6 +7,8 @@ all that may be legal ──> seconds and a lower bound of bytes by closed forms
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -24,7 +26,10 @@ from megalite.planner.uneven import recompute_of, recomputing, recut, smallest_n
 from megalite.progress import OnProgress, no_progress
 
 #: Simulated layouts: at least this many, whatever `top` is.
-LEAST_SIMULATED = 16
+LEAST_SIMULATED = 32
+
+#: Of so many of the sizes that proved fastest, so many more are simulated.
+BEST_SIZES, SIBLINGS = 2, 6
 
 #: Layouts that are counted exactly and do not fit before the search gives up.
 MOST_REJECTED = 100
@@ -93,6 +98,9 @@ def search(
     fitting = [item for item in ranked if item[1] <= hardware.usable_bytes]
     wanted = max(LEAST_SIMULATED, top)
     predictions, rejected, why = _simulate(quick, _spread(fitting), wanted, given, on_progress)
+    near = _siblings([item[2] for item in fitting], predictions)
+    more, misfits, _ = _simulate(quick, near, len(near), given, on_progress)
+    predictions, rejected = predictions + more, rejected + misfits
     if not predictions and not rejected:  # nothing may fit: the leanest, for the explanation
         lean = sorted(ranked, key=lambda item: item[1])[:60]
         predictions, rejected, why = _simulate(quick, [item[2] for item in lean], 3, given, on_progress)
@@ -143,19 +151,35 @@ def _ranked(
 
 
 def _spread(ranked: list[tuple[float, float, Layout]]) -> list[Layout]:
-    """Fastest first, but after every three the next one that needs less memory than all before: so that the Pareto
-    front has more than its fast end."""
-    least, lean = float("inf"), []
+    """Fastest first, but after every three the next that needs less memory than all before, so that the Pareto front
+    has more than its fast end, and after every two the fastest of sizes that have none yet: an estimate is several per
+    cent off, and alike for layouts of the same sizes."""
+    least, lean, seen, fresh = float("inf"), deque[Layout](), set[tuple[int, ...]](), deque[Layout]()
     for _, nbytes, layout in ranked:
         if nbytes < 0.9 * least:
             least = nbytes
             lean.append(layout)
+        if layout.sizes not in seen:
+            seen.add(layout.sizes)
+            fresh.append(layout)
     order: dict[Layout, None] = {}
     for turn, (_, _, layout) in enumerate(ranked):
         order[layout] = None
-        if turn % 3 == 2 and lean:
-            order[lean.pop(0)] = None
+        for others, due in ((fresh, turn % 2 == 1), (lean, turn % 3 == 2)):
+            if others and due:
+                order[others.popleft()] = None
     return list(order)
+
+
+def _siblings(ranked: list[Layout], predictions: list[Prediction]) -> list[Layout]:
+    """Of the sizes of the fastest predictions, the next layouts by their estimate that are not simulated yet."""
+    tried = {layout_of(one.config) for one in predictions}
+    best = [layout_of(one.config).sizes for one in _in_order(predictions)]
+    found: list[Layout] = []
+    for sizes in list(dict.fromkeys(best))[:BEST_SIZES]:
+        left = (layout for layout in ranked if layout.sizes == sizes and layout not in tried)
+        found += itertools.islice(left, SIBLINGS)
+    return found
 
 
 def _simulate(

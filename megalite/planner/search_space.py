@@ -72,6 +72,16 @@ class Layout:
         return resolve_chunks(self.pipeline_schedule, self.virtual_pipeline_model_parallel_size)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of tensor, context, pipeline and expert parallelism."""
+        return (
+            self.tensor_model_parallel_size,
+            self.context_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.expert_model_parallel_size,
+        )
+
+    @property
     def expert_tensor_size(self) -> int:
         """Ranks that share each expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
