@@ -79,3 +79,13 @@ def test_bits_are_those_of_sums_at_the_end(flags: str) -> None:
     assert hidden_sums.losses == late_sums.losses
     unlike = [name for name, x in hidden_sums.tensors.items() if not torch.equal(x, late_sums.tensors[name])]
     assert hidden_sums.tensors and not unlike, unlike
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", ["1", "2", "3"])
+def test_sums_between_groups_on_the_host_are_the_same(zero: str) -> None:
+    base = [*TINY, *f"{HYBRID} --zero-stage {zero}".split()]
+    device, host = (train([*base, *more], 4, 2) for more in ((), ("--offload", "params")))
+    assert host.losses == pytest.approx(device.losses, rel=1e-12)
+    for name, x in device.tensors.items():
+        torch.testing.assert_close(host.tensors[name], x, rtol=1e-9, atol=1e-11)
