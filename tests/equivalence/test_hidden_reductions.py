@@ -13,7 +13,7 @@ from equivalence.layouts import TINY, train
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.parallel.tensor.products import Products
-from megalite.parallel.zero import bucket, streamed_gradient
+from megalite.parallel.zero import bucket
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
 
@@ -36,8 +36,7 @@ def record_body(world: World, argv: list[str]) -> list[str]:
 
     with ExitStack() as stack:
         scatter = noting("scatter", bucket.reduce_scatter_into)
-        for module in (bucket, streamed_gradient):
-            stack.enter_context(patch.object(module, "reduce_scatter_into", scatter))
+        stack.enter_context(patch.object(bucket, "reduce_scatter_into", scatter))
         stack.enter_context(patch.object(bucket, "all_reduce_", noting("copies", bucket.all_reduce_)))
         product = noting("product", Products.add_weight_gradient)
         stack.enter_context(patch.object(Products, "add_weight_gradient", product))
