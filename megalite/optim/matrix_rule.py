@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, all_gather
+from megalite.comm import Axis, Statistic, all_gather
 from megalite.config import OptimizerConfig
 from megalite.inventory import DEALT, ParameterPlacement
 from megalite.optim.adamw import AdamW
@@ -46,6 +46,36 @@ class MatrixRule(AdamW):
 
     def foresees(self, group: ParamGroup) -> bool:
         return not group["whole"]  # a matrix would have to be gathered and worked out once more
+
+
+class TwoSidedRule(MatrixRule):
+    """A rule that keeps something of both sides of a matrix: named tuples of `dim` (-2 rows, -1 columns) and tensors.
+    `whole` groups have `pieces` for `statistics`."""
+
+    sides: dict[Tensor, list[Any]]
+
+    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
+        super().__init__(groups, settings)
+        self.args, self.sides = settings.args, {}
+        for group in self.param_groups:
+            for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
+                self.sides[p] = self.sides_of(p, placement)
+
+    def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Any]:
+        """What is kept of a matrix, before its first gradient."""
+        raise NotImplementedError
+
+    def statistics(self) -> Iterator[Statistic]:
+        """What is kept of sides: whole on every rank that holds a part of the matrix."""
+        for group in self.param_groups:
+            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
+            for p, pieces, placement in members if group["whole"] else ():
+                for side in self.sides[p]:
+                    name = "left" if side.dim == -2 else "right"
+                    kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
+                    for label, values in zip(side._fields[1:], side[1:], strict=True):
+                        dealt, width = placement.sharded & DEALT, values.shape[-1]
+                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, True, width)
 
 
 def gather_matrix(

@@ -23,11 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.comm import Statistic
-from megalite.config import OptimizerConfig
-from megalite.inventory import DEALT, ParameterPlacement
+from megalite.inventory import ParameterPlacement
 from megalite.optim.adamw import MOMENTS
-from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
+from megalite.optim.matrix_rule import TwoSidedRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
 
@@ -74,30 +72,20 @@ class Side(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
-class Shampoo(MatrixRule):
+class Shampoo(TwoSidedRule):
     """Shampoo for groups with `whole` (which have `pieces` for `statistics`), AdamW for the others."""
 
     matrix_moments = MOMENTS
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
-        super().__init__(groups, settings)
-        self.args = args = settings.args
-        self.sides: dict[Tensor, list[Side]] = {}
-        for group in self.param_groups:
-            for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
-                self.sides[p] = _sides(p, placement, args.shampoo_max_precond_dim)
+    sides: dict[Tensor, list[Side]]
 
-    def statistics(self) -> Iterator[Statistic]:
-        """Preconditioners and roots: whole on every rank that holds a part of the matrix."""
-        for group in self.param_groups:
-            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
-            for p, pieces, placement in members if group["whole"] else ():
-                for side in self.sides[p]:
-                    name = "left" if side.dim == -2 else "right"
-                    kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
-                    for label, values in (("preconditioner", side.preconditioner), ("root", side.root)):
-                        dealt, width = placement.sharded & DEALT, values.shape[-1]
-                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, True, width)
+    def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Side]:
+        sides = []
+        for dim in (-2, -1):
+            n = placement.global_shape[dim]
+            zeros = p.new_zeros(*p.shape[:-2], n, min(n, self.args.shampoo_max_precond_dim))
+            sides.append(Side(dim, zeros, zeros.clone()))
+        return sides
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         steps, args, state = self.steps, self.args, self.state[p]
@@ -131,12 +119,3 @@ class Shampoo(MatrixRule):
 def _norm(x: Tensor) -> Tensor:
     """Of each matrix of a stack, `[..., 1, 1]`; a sum in a tree, which loses no digits with length."""
     return x.square().sum((-2, -1), keepdim=True).sqrt()
-
-
-def _sides(p: Tensor, placement: ParameterPlacement, most: int) -> list[Side]:
-    sides = []
-    for dim in (-2, -1):
-        n = placement.global_shape[dim]
-        zeros = p.new_zeros(*p.shape[:-2], n, min(n, most))
-        sides.append(Side(dim, zeros, zeros.clone()))
-    return sides

@@ -19,17 +19,15 @@ router. A matrix that the first batch has not used (of an expert without tokens)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Statistic
-from megalite.config import OptimizerConfig
-from megalite.inventory import DEALT, ParameterPlacement
+from megalite.inventory import ParameterPlacement
 from megalite.optim.adamw import MOMENTS
-from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
+from megalite.optim.matrix_rule import TwoSidedRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
 
@@ -92,7 +90,7 @@ class Side(NamedTuple):
         return x.gather(self.dim, order.unsqueeze(-1 if self.dim == -2 else -2).expand_as(x))
 
 
-class Soap(MatrixRule):
+class Soap(TwoSidedRule):
     """SOAP for groups with `whole` (which have `pieces` for `statistics`), AdamW for the others.
 
     A side that is longer than `soap_max_precond_dim` keeps its own coordinates: with the other alone SOAP is one-sided.
@@ -100,25 +98,15 @@ class Soap(MatrixRule):
 
     matrix_moments = MOMENTS
 
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
-        super().__init__(groups, settings)
-        self.args = args = settings.args
-        self.sides: dict[Tensor, list[Side]] = {}
-        for group in self.param_groups:
-            for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
-                self.sides[p] = _sides(p, placement, args.soap_max_precond_dim)
+    sides: dict[Tensor, list[Side]]
 
-    def statistics(self) -> Iterator[Statistic]:
-        """Preconditioners and bases: whole on every rank that holds a part of the matrix."""
-        for group in self.param_groups:
-            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
-            for p, pieces, placement in members if group["whole"] else ():
-                for side in self.sides[p]:
-                    name = "left" if side.dim == -2 else "right"
-                    kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
-                    for label, values in (("preconditioner", side.preconditioner), ("basis", side.basis)):
-                        dealt = placement.sharded & DEALT
-                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, whole=True)
+    def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Side]:
+        sides = []
+        for dim in (-2, -1):
+            if (n := placement.global_shape[dim]) <= self.args.soap_max_precond_dim:
+                basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*p.shape[:-2], n, n).contiguous()
+                sides.append(Side(dim, torch.zeros_like(basis), basis))
+        return sides
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         state = self.state[p]
@@ -174,15 +162,6 @@ def _adding_nothing(columns: Tensor, least: Tensor) -> Tensor:
 def _taken(columns: Tensor, order: Tensor) -> Tensor:
     """The columns of `[..., n, n]` in the order `[..., n]`."""
     return columns.gather(-1, order.unsqueeze(-2).expand_as(columns))
-
-
-def _sides(p: Tensor, placement: ParameterPlacement, max_dim: int) -> list[Side]:
-    sides = []
-    for dim in (-2, -1):
-        if (n := placement.global_shape[dim]) <= max_dim:
-            basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*p.shape[:-2], n, n).contiguous()
-            sides.append(Side(dim, torch.zeros_like(basis), basis))
-    return sides
 
 
 def in_general_position(like: Tensor) -> Tensor:
