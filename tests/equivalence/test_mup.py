@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -226,3 +227,14 @@ def test_activations_do_not_grow_with_the_width() -> None:
     standard, *scaled = run_single(slopes).values()
     assert all(rise < 0.1 for found in scaled for rise in found.values()), scaled
     assert all(standard[name] > 0.5 for name in ("layers.1", "logits")), standard
+
+
+@pytest.mark.parametrize("factor", ["nn.head.width_ratio", "nn.block.depth_ratio", "config.mup.width_ratio"])
+def test_a_factor_that_is_left_out_is_seen(factor: str) -> None:
+    """That of the logits, of branches, of deviations and rates."""
+    with patch(f"megalite.{factor}", lambda model: 1.0), pytest.raises(AssertionError):
+        if "config" in factor:
+            test_rates_and_deviations_are_the_tables()
+        test_the_factors_could_stand_in_the_weights(
+            (*COMPLETE, "--mup-base-head-dim", "2"), "--norm-placement sandwich"
+        )
