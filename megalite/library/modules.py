@@ -26,6 +26,7 @@ from megalite.gradient import WeightGradQueue, sink_of, sum_widened
 from megalite.library.cutting import Boundary, Tensors, call
 from megalite.library.traced_layer import Product, product
 from megalite.microbatch import Microbatch
+from megalite.nn import Uncompiled
 from megalite.parallel.pipeline import repeated
 from megalite.parallel.tensor import Products, product_dtype, weight_gradients
 
@@ -196,7 +197,7 @@ class _SplitTurned(Function):
         return dx, dweight, dbias, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
+@Uncompiled
 def _split_product(
     layer: _WholeLinear, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False
 ) -> Tensor:
@@ -208,7 +209,7 @@ def _split_product(
     return _SplitLinear.apply(x, weight, bias, layer)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
+@Uncompiled
 def _split_linear(module: nn.Linear, layer: _WholeLinear, x: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type) or x.dtype != module.weight.dtype:  # torch's own rules hold
         return F.linear(x, module.weight, module.bias)
@@ -224,6 +225,7 @@ def count_calls(layers: Iterable[nn.Module], calls: Counter[int]) -> list[Remova
 def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.device, calls: Counter[int]) -> None:
     """The stage's linear layers put their weight gradients into the queue; not those that share their weight, or
     that a micro-batch calls more than once."""
+    Uncompiled.settle()  # the user's module may be compiled at any time
     owners = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
     for module in stage.modules():
         if isinstance(module, Product):

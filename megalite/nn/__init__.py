@@ -38,3 +38,4 @@ from megalite.nn.mtp import FurtherPredictions
 from megalite.nn.rope import Rotary
 from megalite.nn.router import NamedBias, expert_biases
 from megalite.nn.stack import LayerStack
+from megalite.nn.uncompiled import Uncompiled

@@ -35,6 +35,7 @@ from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment, chained
+from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.tensor import LayerContext, Message, add_adapters
 
 Mixer = Attention | LatentAttention | GatedDeltaNet
@@ -147,6 +148,7 @@ class Block(nn.Module):
             *([(self, "after_mlp")] if self.mlp_dropout.p > 0 or self.post_mlp_norm is not None else []),
             *((layer, "sum_tokens") for layer in linears),
         )
+        Uncompiled.settle()
         for owner, name in places:
             setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
         if mlp is not None:

@@ -75,6 +75,7 @@ class _Rendezvous:
         self.done: set[tuple[str, int, int, int]] = set()
         self.arrived: set[tuple[int, Action]] = set()
         self.queues: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
+        self.queues_of: dict[int, set[tuple[int, Hashable]]] = defaultdict(set)
 
     def run(self) -> list[MessageFault]:
         todo = set(range(len(self.lists)))
@@ -105,7 +106,9 @@ class _Rendezvous:
             return False
         action = self.lists[rank][self.position[rank]]
         if action.kind in SEND_KINDS or action.kind in RECV_KINDS:
-            self.queues[self._queue(rank, action)].append(action)
+            key = self._queue(rank, action)
+            self.queues[key].append(action)
+            self.queues_of[rank].add(key)
         elif action.is_compute:
             place = self.position[rank]
             if self.needs[rank][0] != place:
@@ -121,7 +124,7 @@ class _Rendezvous:
     def _deliver(self, rank: int) -> set[int]:
         """Completes all messages that are at the head of both their queues, beginning with those of `rank`."""
         touched: set[int] = set()
-        check = [key for key, queue in self.queues.items() if key[0] == rank and queue]
+        check = [key for key in self.queues_of[rank] if self.queues[key]]
         while check:
             key = check.pop()
             queue = self.queues[key]

@@ -20,9 +20,9 @@ Each pass takes a Program and returns a Program, so its result can be drawn, pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import (
@@ -209,6 +209,11 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
     placement = program.placement
     program = program.with_order(lru_cache(maxsize=16)(program.order))  # asked for by a rank and by its neighbours
 
+    @lru_cache(maxsize=16)
+    def sent(rank: int, batch: BatchRange) -> list[list[Action]]:
+        """What each action of a rank sends."""
+        return [sends(action, placement) for action in program.order(rank, batch)]
+
     def posted_before(rank: int, batch: BatchRange) -> list[Action]:
         """The receives of the first computation of `batch`, if the iteration before is to post them."""
         continued = batch._replace(next_size=batch.size, first=False)
@@ -229,14 +234,15 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
         if program.asynchronous and batch.next_size:
             needed += [(len(computations), recv) for recv in posted_before(rank, batch.following)]
         wanted = [_Receive(recv, (max(user - ahead, 0), number)) for number, (user, recv) in enumerate(needed)]
-        before = _place_receives(program, rank, batch, wanted)
+        sent_by = partial(sent, batch=batch)
+        before = _place_receives(rank, wanted, sent_by, in_turn=program.asynchronous)
         out: list[Action] = []
         index = 0
-        for action in actions:
+        for action, leaving in zip(actions, sent(rank, batch), strict=True):
             if action.is_compute:
                 out += before.get(index, [])
                 out.append(action)
-                out += sends(action, placement)
+                out += leaving
                 index += 1
             else:
                 out.append(action)
@@ -245,16 +251,19 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
     return replace(program, order=order, has_communication=True)
 
 
-def _place_receives(program: Program, rank: int, batch: BatchRange, wanted: list[_Receive]) -> dict[int, list[Action]]:
-    """Index of a computation -> receives to post before it, those from each rank in the order in which it sends."""
+def _place_receives(
+    rank: int, wanted: list[_Receive], sent_by: Callable[[int], list[list[Action]]], *, in_turn: bool
+) -> dict[int, list[Action]]:
+    """Index of a computation -> receives to post before it, those from each rank in the order in which it sends, or in
+    that of the micro-batches."""
     placed: list[tuple[tuple[int, int], Action]] = []
     for source in sorted({message.recv.peer for message in wanted}):
         messages = [message for message in wanted if message.recv.peer == source]
-        if program.asynchronous:
+        if in_turn:
             # Some were sent in the iteration before; from each rank they come in the order of the micro-batches.
             messages.sort(key=lambda message: message.recv.microbatch)
         else:
-            sent = (send for action in program.order(source, batch) for send in sends(action, program.placement))
+            sent = (send for sends_of_one in sent_by(source) for send in sends_of_one)
             place = {matching_recv(send, source): number for number, send in enumerate(sent) if send.peer == rank}
             # What is never sent (a schedule file may forget a computation) comes last: the validator names it.
             messages.sort(key=lambda message: place.get(message.recv, len(place)))

@@ -167,7 +167,9 @@ def tokenizer_text(config: Config, tokenizer: Tokenizer) -> str:
 def drawn(program: Program, short: list[int] | None) -> list[str]:
     """The lines of the drawing: of one batch, two of an asynchronous program. short: sizes to draw in place of long
     batches."""
-    count = 2 if program.asynchronous else 1
+    count, turn = 2 if program.asynchronous else 1, program.num_ranks * program.placement.round
+    fit = -(-max(2 * turn, WIDEST) // turn) * turn  # micro-batches that fill the width
+    short = short and [min(size, fit) for size in short]
     drawing = render_text(simulate(program, batches=short[:count] if short else count))
     whole = drawing.splitlines()
     lines = [line[:WIDEST].rstrip() for line in whole]

@@ -84,7 +84,9 @@ class ProgramCache:
 
     def _validate(self, program: Program) -> None:
         shown = self.short_run(program)
-        validate(program, shown * 2 if shown and not program.asynchronous else shown)
+        if shown and not program.asynchronous:  # a second one begins as the first did
+            shown = [*shown, 2 * program.num_ranks * program.placement.round]
+        validate(program, shown)
 
     def short_run(self, program: Program) -> list[int] | None:
         """Micro-batches of the batches that show what a program does: of one, of five if it is asynchronous. None:

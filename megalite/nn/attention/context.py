@@ -14,6 +14,7 @@ from megalite.nn.attention.choose import FLASH, TILED, Need, choose
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.tiles import TileKernel, WeightDropout, sinks_by_query
+from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.context import (
     gathered_attention,
     ring_attention,
@@ -24,7 +25,7 @@ from megalite.parallel.context import (
 from megalite.visibility import Visibility
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
+@Uncompiled
 def context_attention(
     core: AttentionCore,
     q: Tensor,

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.nn.uncompiled import Uncompiled
 from megalite.visibility import Visibility
 
 Attend = Callable[..., Tensor]
@@ -25,7 +26,7 @@ BLOCK = 128
 """Queries and keys of a block of flex attention."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
+@Uncompiled
 def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     """Every document a sequence: a query's distance to the first that it sees is told by documents or the window."""
     from torch.nn.attention.varlen import varlen_attn
@@ -58,7 +59,7 @@ def _flex() -> tuple[Any, Any]:
     return torch.compile(flex_attention), torch.compile(seen_blocks)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
+@Uncompiled
 def _flexible(
     q: Tensor, k: Tensor, v: Tensor, sight: Visibility, softcap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megalite.comm import Axis
 from megalite.nn.dropout import keyed_dropout
+from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.context import Operands, ring_attention
 from megalite.visibility import Visibility
 
@@ -251,7 +252,7 @@ def sinks_by_query(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     return wide.view(1, g, 1, r).expand(b, g, s, r).reshape(b * g, s * r)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's has no type
+@Uncompiled
 def tiled_attention(
     q: Tensor,
     k: Tensor,
