@@ -142,9 +142,9 @@ POINTS = {
     "save.shard_written": False,
     "replica.half_sent": False,
     "replica.arrived": False,
-    "save.before_manifest": False,
-    "save.before_rename": False,
-    "save.after_rename": None,  # newer on this host alone, or on several
+    "save.before_manifest": None,  # newer on the other hosts, if they have committed by then
+    "save.before_rename": None,
+    "save.after_rename": None,
     "local.committed": True,
     "local.gc": True,
 }
