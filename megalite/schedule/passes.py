@@ -183,11 +183,8 @@ def matching_recv(send: Action, sender: int) -> Action:
 
 @dataclass(frozen=True)
 class _Receive:
-    """A message that a rank needs.
-
-    recv: the action that posts it.
-    due: (index of the computation before which it is best posted, its number among all receives of the iteration).
-    """
+    """A message that a rank needs. recv: the action that posts it. due: (index of the computation before which it is
+    best posted, its number among all receives of the iteration)."""
 
     recv: Action
     due: tuple[int, int]
@@ -210,8 +207,7 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
     program = program.with_order(lru_cache(maxsize=16)(program.order))  # asked for by a rank and by its neighbours
 
     @lru_cache(maxsize=16)
-    def sent(rank: int, batch: BatchRange) -> list[list[Action]]:
-        """What each action of a rank sends."""
+    def sent(rank: int, batch: BatchRange) -> list[list[Action]]:  # by each action of a rank
         return [sends(action, placement) for action in program.order(rank, batch)]
 
     def posted_before(rank: int, batch: BatchRange) -> list[Action]:
@@ -234,18 +230,13 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
         if program.asynchronous and batch.next_size:
             needed += [(len(computations), recv) for recv in posted_before(rank, batch.following)]
         wanted = [_Receive(recv, (max(user - ahead, 0), number)) for number, (user, recv) in enumerate(needed)]
-        sent_by = partial(sent, batch=batch)
-        before = _place_receives(rank, wanted, sent_by, in_turn=program.asynchronous)
-        out: list[Action] = []
-        index = 0
+        before = _place_receives(rank, wanted, partial(sent, batch=batch), in_turn=program.asynchronous)
+        out, index = list[Action](), 0
         for action, leaving in zip(actions, sent(rank, batch), strict=True):
             if action.is_compute:
                 out += before.get(index, [])
-                out.append(action)
-                out += leaving
                 index += 1
-            else:
-                out.append(action)
+            out += [action, *leaving]
         return out if index else out + before.get(0, [])
 
     return replace(program, order=order, has_communication=True)
@@ -254,8 +245,7 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
 def _place_receives(
     rank: int, wanted: list[_Receive], sent_by: Callable[[int], list[list[Action]]], *, in_turn: bool
 ) -> dict[int, list[Action]]:
-    """Index of a computation -> receives to post before it, those from each rank in the order in which it sends, or in
-    that of the micro-batches."""
+    """Index of a computation -> receives to post before it: of each rank as it sends them, or by micro-batch."""
     placed: list[tuple[tuple[int, int], Action]] = []
     for source in sorted({message.recv.peer for message in wanted}):
         messages = [message for message in wanted if message.recv.peer == source]

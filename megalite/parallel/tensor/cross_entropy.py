@@ -40,8 +40,7 @@ from megalite.parallel.tensor.products import product_dtype
 class VocabShard:
     """This rank's rows of the vocabulary: they begin at `start`, and the first `valid` of them are true tokens.
 
-    kernels: compiled kernels for what lies between the GEMMs; None: eager operations. z_loss: its coefficient. softcap:
-    c; 0: none.
+    kernels: compiled ones for what lies between the GEMMs; None: eager ones. z_loss: its coefficient. softcap: c.
     """
 
     axis: Axis
