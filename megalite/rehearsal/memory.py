@@ -181,8 +181,10 @@ def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Insta
         known = seen.get(does)
         if not known:
             continue
-        at = 0 if counts[does] == 1 else len(known) - 1 if counts[does] == totals[does] else min(1, len(known) - 1)
-        recorded, told = known[at]
+        # What repeats is the one that frees most of what others have left: near the end of a pipeline only the last
+        # forward comes after a backward.
+        steady = max(known[1:] or known, key=lambda each: sum(e[0] == "free" for e, _ in each[1]))
+        recorded, told = known[0] if counts[does] == 1 else known[-1] if counts[does] == totals[does] else steady
         for (kind, memory, nbytes, stream, place), made in told:
             if made is None:
                 yield kind, memory, nbytes, stream, place

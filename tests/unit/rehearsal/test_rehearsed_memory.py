@@ -81,6 +81,17 @@ def test_what_the_next_action_frees_is_freed_in_every_replay() -> None:
     assert (alive, most) == (1, 1)
 
 
+def test_what_only_the_last_forward_frees_every_one_frees() -> None:
+    """Near the end of a pipeline the first two forwards come before all backwards."""
+    received: list[Event] = [("alloc", n, 512, 0, "received") for n in (1, 2, 3)]
+    seen = [(("forward", n), [event]) for n, event in zip((0, 1, 3), received, strict=True)]
+    seen[2][1].append(("free", 1, 0, 0, ""))
+    alive = 0
+    for kind, *_ in room._replayed(seen, [("forward", n) for n in range(100)]):
+        alive += 1 if kind == "alloc" else -1
+    assert alive == 1
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_batch_keeps_its_ends_and_one_that_repeats(size: int) -> None:
     """Without a pipeline, too."""
