@@ -195,7 +195,7 @@ def test_a_correction_is_told_as_what_it_amounts_to() -> None:
     assert not changes(unset, 1, aloud, 1)
     told = changes(unset, 1, none, 1)
     assert [*told] == ["layout:"]
-    assert told["layout:"][0].endswith("correction predict (2 steps ahead for each of delay)")
+    assert told["layout:"][0].endswith("correction predict (weights 2 updates ahead for each update of delay)")
     assert told["layout:"][1].endswith("correction none")
 
 
