@@ -31,7 +31,7 @@ HOST_WAITS = {
     "_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", 
     "unique_dim", "equal", "is_nonzero",
 }  # fmt: skip
-MADE_INSIDE = {"scalar_tensor", "zeros", "ones"}
+MADE_INSIDE = {"scalar_tensor", "zeros", "ones", "new_empty_strided"}
 """Factories that torch calls by itself with the true device of a tensor of ours."""
 SYNC_NAMES = {"_local_scalar_dense": "item()", "item": "item()"}
 aten = torch.ops.aten
