@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,19 +19,26 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from command_line import ToolParser, name_ignored, run_tool, say
-from megalite.config import VOCABULARIES, Config, StageLayout, dump_yaml, ids_of_files, parse, read_unjudged
+from megalite.config import (
+    USUAL_VOCABULARIES,
+    VOCABULARIES,
+    Config,
+    StageLayout,
+    dump_yaml,
+    ids_of_files,
+    parse,
+    read_unjudged,
+)
 from megalite.errors import ConfigError, flag_of
 from megalite.planner import (
     SEARCHED,
     DeviceClass,
     Hardware,
-    Prediction,
     Roofline,
     SearchResult,
     TimeSource,
     as_json,
     available,
-    best_unlike,
     block_text,
     closed_form,
     explain_terms,
@@ -50,6 +56,7 @@ from megalite.progress import ProgressBar
 from plan_fit import explain, remedy
 from plan_plot import check, draw
 from plan_sweep import OF_HARDWARE, OF_LAYOUT, Point, best_at, check_out, draw_sweep, grid, line_of, write_csv
+from plan_unlike import unlike_lines
 from what_if import QUESTIONS, refuse_if_nothing_fits, sweep, table
 
 MOST_DEVICES = 1_000_000
@@ -64,8 +71,6 @@ SIZES = (
 )
 MARGIN = 0.1
 """Of a GPU's memory: fragmentation and what libraries take beyond what the hardware's file reserves."""
-WORTH_IT = 1.03
-"""Stages that differ are named as the better choice where a batch is so much faster."""
 FARTHEST = 1024
 """Another number of devices is proposed if it is no farther away."""
 
@@ -139,7 +144,11 @@ def resolve(rest: list[str], free: str, num_devices: int) -> tuple[Config, froze
     given = frozenset(name for name in SEARCHED if name in origins) - freed
     config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
-        size = ids_of_files(config.data) or VOCABULARIES.get(config.data.tokenizer_type or "")
+        kind = config.data.tokenizer_type or ("HuggingFaceTokenizer" if config.data.tokenizer_model else "")
+        size, whose = ids_of_files(config.data) or VOCABULARIES.get(kind), ""
+        if size is None and kind in USUAL_VOCABULARIES:  # as a dry run does
+            size, whose = USUAL_VOCABULARIES[kind]
+            print(f"{size:,} tokens are assumed, {whose} number: --vocab-size gives another", file=sys.stderr)
         if size is None:
             raise ConfigError(
                 "--vocab-size: not given, and no tokenizer.json is named (--tokenizer-model) in which its tokens could "
@@ -242,40 +251,6 @@ def _less(hardware: Hardware, margin: float) -> Hardware:
     return replace(hardware, reserved_bytes=hardware.reserved_bytes + margin * hardware.usable_bytes)
 
 
-def unlike_lines(alike: Prediction, cluster: Sequence[DeviceClass], stale: bool) -> Iterator[str]:
-    """What stages that differ are worth beside the best layout whose stages are alike, and the flags to paste."""
-    found = best_unlike(alike.config, cluster, stale=stale)
-    if found is None:
-        yield "stages that differ: none of several stages fits and beats a single one; plain replicas do as well"
-        return
-    ratio = alike.step_time / found.seconds
-    yield f"stages that differ: {found.seconds:.4g} s a batch, {ratio:.2f} x the speed of the best layout of equal ones"
-    rank = 0
-    yield f"  layers {found.config.parallel.stage_layout.pipeline_model_parallel_layout}"
-    for number, stage in enumerate(found.stages.stages):
-        ranks = f"ranks {rank} to {rank + stage.mesh.size - 1}"
-        kind = cluster[found.kinds[number]].hardware.name if len(cluster) > 1 else ""
-        yield f"  stage {number}: tp {stage.mesh.tp} x {stage.mesh.dp} replicas, {ranks}{kind and ' of ' + kind}"
-        rank += stage.mesh.size
-    if len({stage.mesh for stage in found.stages.stages}) == 1:
-        yield "  its stages are alike after all: plain replicas and an uneven cut do as well"
-    elif ratio < 1:
-        yield "  that is slower: plain replicas or an uneven cut do better"
-    elif ratio < WORTH_IT:
-        yield "  that is within the error of the plan: plain replicas or an uneven cut do as well"
-    yield f"  to run it, add: {flags_of(found.config)}"
-
-
-def flags_of(config: Config) -> str:
-    """What makes a layout of stages that differ, to be pasted behind a launch."""
-    parallel, training = config.parallel, config.training
-    words = [f"--stage-meshes {parallel.stage_meshes}", f"--pipeline-schedule {parallel.schedule}"]
-    words += [f"--pipeline-model-parallel-layout '{parallel.stage_layout.pipeline_model_parallel_layout}'"]
-    words += [f"--micro-batch-size {training.micro_batch_size} --global-batch-size {training.global_batch_size}"]
-    words += [f"--zero-stage {parallel.zero_stage}"] * (parallel.zero_stage > 0)
-    return " ".join([*words, *["--sequence-parallel"] * parallel.sequence_parallel])
-
-
 def _check(args: argparse.Namespace) -> None:
     """The tool's own flags, before anything is worked out."""
     if args.num_devices < 1 or args.top < 1:
@@ -318,6 +293,7 @@ def _answer(
     with ProgressBar("planning", "clusters") as bar:
         asked = (args.what_if, config, args.num_devices, hardware, source, given)
         answer = sweep(*asked, stale=args.allow_2bw, on_progress=bar)
+    say(f"vocabulary of {config.model.vocab_size:,} tokens (--vocab-size, or the file of --tokenizer-model)")
     say(table(answer))
     if args.plot is not None:
         draw(answer, args.plot)

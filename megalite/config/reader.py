@@ -176,7 +176,8 @@ class Reader:
         if self._takes_many(target) and not self._is_negation(name):
             return texts
         if self._is_switch(name) or self._is_negation(name):
-            self._unexpected(values)
+            opposite = "" if name.startswith("no_") else f"; --no-{name} says the opposite".replace("_", "-")
+            self._unexpected(values, f"--{name.replace('_', '-')} takes no value{opposite}")
             return attached
         if target is not None and target in self.options and self.options[target].facts.get("words"):
             return [" ".join(texts)] if texts else []
@@ -270,10 +271,10 @@ class Reader:
         if target is not None:
             self.broken.add(target)
 
-    def _unexpected(self, values: list[str]) -> None:
+    def _unexpected(self, values: list[str], why_not: str = "flags begin with --") -> None:
         for value in values:
             quoted = value[:1] in ("'", '"', "\u2018", "\u201c")
-            why = "its quotation marks are part of it; leave them out" if quoted else "flags begin with --"
+            why = "its quotation marks are part of it; leave them out" if quoted else why_not
             self.problems.append(f"unexpected argument {value if quoted else repr(value)}; {why}")
 
     def _ignore(self, typed: _Typed, texts: list[str]) -> bool:

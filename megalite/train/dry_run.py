@@ -113,7 +113,10 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
     but = " but for what the lines above leave open" if unsure else ""
     if not here and any(TOO_SMALL in text for _, text in table):
         but += ", and devices that are too small (room)"
-    return "\n".join([*parts, "", f" No problem found{but}: the same command without `dry_run` starts the run."])
+    start = "the same command without `dry_run` starts the run"
+    if not here:  # one command starts the ranks of one host
+        start = "on its hosts the same flags without `dry_run` and `nprocs` are the run's (docs/launch.md)"
+    return "\n".join([*parts, "", f" No problem found{but}: {start}."])
 
 
 def time_text(config: Config, world_size: int, device_name: str, *, here: bool = True) -> str:

@@ -64,15 +64,16 @@ def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
             if value not in (None, 1):
                 yield f"{flag}={value}: needs `num_experts`"
         return
+    stage = world_size // parallel.pipeline_model_parallel_size
     if number % ep:
-        yield f"{EP}={ep}: does not divide `num_experts`={number}; legal: {listed(divisors(number))}"
+        legal = [size for size in divisors(number) if stage % (etp * size) == 0]
+        yield f"{EP}={ep}: does not divide `num_experts`={number}; legal: {listed(legal or [1])}"
     if etp not in (1, tp):
         yield f"{ETP}={etp}: must be 1 or {TP}={tp}"
     elif etp < tp and not parallel.sequence_parallel:
         yield (
             f"{ETP}={etp}: with {TP}={tp} each rank must have tokens of its own; add `sequence_parallel`, or {ETP}={tp}"
         )
-    stage = world_size // parallel.pipeline_model_parallel_size
     if world_size % parallel.model_parallel_size == 0 and stage % (etp * ep):
         yield (
             f"{EP}={ep}: the {stage} ranks of a pipeline stage cannot be dealt out to {ETP}={etp} x {EP}={ep} = "

@@ -266,7 +266,7 @@ ONE_LINE = [
         "--local-rank: ranks are read from the launcher's environment; start them by torchrun",
     ),
     ("stray", 1, "unexpected argument 'stray'; flags begin with --"),
-    ("--bf16 yes", 1, "unexpected argument 'yes'; flags begin with --"),
+    ("--bf16 yes", 1, "unexpected argument 'yes'; --bf16 takes no value; --no-bf16 says the opposite"),
     ("--bf16=maybe", 1, "--bf16: expected true/false, got text 'maybe'"),
     ("--save d --save-interval 0", 1, "--save-interval=0: must be >= 1; leave it out to save only at the end"),
     ("--ckpt-step 5", 1, "--ckpt-step=5: needs --load"),

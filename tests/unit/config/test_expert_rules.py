@@ -59,7 +59,7 @@ ONE_LINE = [
         1,
         "--moe-router-topk=2: --moe-router-group-topk=1 groups have 1 experts",
     ),
-    (f"--num-experts 6 {EP} 4", 4, f"{EP}=4: does not divide --num-experts=6; legal: 1,2,3,6"),
+    (f"--num-experts 6 {EP} 4", 4, f"{EP}=4: does not divide --num-experts=6; legal: 1,2"),
     (
         f"--num-experts 4 {EP} 4",
         2,

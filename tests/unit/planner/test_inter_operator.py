@@ -18,7 +18,7 @@ from megalite.planner.hardware import load_cluster, load_hardware
 from megalite.planner.inter_operator import Cost, StageCost, StagePlan, plan_stages
 from megalite.planner.search import search
 from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike
-from plan import flags_of, unlike_lines
+from plan_unlike import flags_of, unlike_lines
 
 MESHES = [StageMesh(1, 1), StageMesh(1, 2), StageMesh(2, 1), StageMesh(1, 3), StageMesh(2, 2), StageMesh(1, 4)]
 
@@ -101,10 +101,9 @@ def test_what_is_planned_can_be_pasted_into_a_launch() -> None:
 
 
 def test_where_it_helps_little_the_plan_says_so() -> None:
-    """Eight devices of one kind: one stage is best. Six do not divide the batch, and unlike stages gain: what is
-    said depends on what equal ones take."""
+    """Eight devices of one kind: one stage is best. On six, what is said depends on what equal stages take."""
     config, kind = parse(BASE.split(), world_size=1, check_files=False), load_hardware("a100-80gb")
-    for devices, factor, doubt in ((8, 1.0, True), (6, 1.0, False), (6, 0.93, True), (6, 0.5, True)):
+    for devices, factor, doubt in ((8, 1.0, True), (6, 1.1, False), (6, 1.03, True), (6, 0.5, True)):
         alike = search(config, devices, kind, Roofline(kind), top=1).predictions[0]
         alike = replace(alike, step_time=factor * alike.step_time)
         said = "\n".join(unlike_lines(alike, [DeviceClass(devices, kind, Roofline(kind))], False))
