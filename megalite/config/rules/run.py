@@ -199,7 +199,7 @@ def _in_samples(config: Config, world_size: int) -> Iterator[str]:
     units = {"iters": warmup.lr_warmup_iters, "samples": warmup.lr_warmup_samples}
     for unit, given in units.items():
         alike = getattr(settings.lr_decay, f"lr_decay_{unit}"), getattr(length, f"train_{unit}")
-        told = given >= min((end for end in alike if end is not None), default=given + 1)
+        told = all(units.values()) or given >= min((end for end in alike if end is not None), default=given + 1)
         samples = given * (batch if unit == "iters" else 1)
         if given and not told and samples >= decay:
             yield f"`lr_warmup_{unit}`={given}: {samples:,} samples, not below {whole}; warm up less, or train longer"
