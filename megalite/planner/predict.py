@@ -212,7 +212,7 @@ def steady_state(config: Config, program: Program, costs: Costs, plan: MemoryPla
     p, m = program.num_ranks, program.num_microbatches
     each = 3 * program.num_stages * (max(map(len, program.chunks.sizes)) if program.chunks is not None else 1)
     actions = m * each
-    unit = p if m % p == 0 else 1
+    unit = next(size for size in (2 * p, p, 1) if m % size == 0)  # what schedules divide a batch into
     unit = unit * 2 if unit % 2 and m % 2 == 0 else unit
     fewer = max(3 * p, SIMULATED_ACTIONS // each)
     skipped = (m - fewer) // unit * unit
