@@ -14,6 +14,19 @@ SERVED = ("s3", "gs", "memory")
 _SERVED = re.compile(r"(s3|gs|memory)://([\w][\w.-]*)((?:/[^/\s?#*\\]+)*)/?")
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_FILE = re.compile(r".*\.(json|jsonl|model|txt|yaml)")
+
+
+def hub_advice(path: str) -> str:
+    """What stands after `--flag=path: no such file; ` where the path looks like the name of a model on the Hub
+    (ORG/NAME, and no folder ORG here); empty for any other."""
+    if not _HUB_NAME.fullmatch(path) or _FILE.fullmatch(path) or os.path.lexists(path.partition("/")[0]):
+        return ""
+    command = "hf download ORG/NAME --local-dir DIR".replace("ORG/NAME", path)
+    return f"looks like a name on the Hub; nothing is downloaded here: run {command}, and give DIR"
+
+
 def served_url(text: str) -> tuple[str, str, str] | None:
     """Scheme, bucket and key of a URL that a store serves; None for any other text."""
     found = _SERVED.fullmatch(text)

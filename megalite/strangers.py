@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from megalite.errors import ConfigError, DataError
 from megalite.extras import optional_package
+from megalite.files import hub_advice
 
 #: Where transformers looks for programs, and what stands there.
 PROGRAMS = "auto_map"
@@ -91,7 +92,8 @@ def read_limited(path: str | Path, flag: str, most: int) -> bytes:
         with open(path, "rb") as file:
             content = file.read(most + 1)
     except FileNotFoundError:
-        raise DataError(f"{flag}={path}: no such file") from None
+        advice = hub_advice(str(path))
+        raise DataError(f"{flag}={path}: no such file{f'; {advice}' * bool(advice)}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{flag}={path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if len(content) > most:

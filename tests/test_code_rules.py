@@ -62,7 +62,7 @@ FACES = (
     "scripts",
     "pretrain_gpt",
 )
-COMMAND = re.compile(r"(?:tools/\w+\.py|pretrain_gpt\.py)(?: [^\s;,)]+)*")
+COMMAND = re.compile(r"(?:tools/\w+\.py|pretrain_gpt\.py|hf download)(?: [^\s;,)]+)*")
 UNSAFE_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 UNSAFE_CALLS = re.compile(
     r"eval|exec|torch\.(load|save)|(\w+\.)*\w+_object(_list)?|yaml\.(load|unsafe_load)|os\.system"

@@ -21,6 +21,7 @@ from megalite.checkpoint.storage import fsync_directory
 from megalite.config import as_it_is_there
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.files import hub_advice
 from megalite.stores import Place, StoreUrl, place
 
 logger = logging.getLogger(__name__)
@@ -136,9 +137,8 @@ def _check_folder(root: Path, load: Place | str, flag: str, advice: str) -> None
         is_folder = stat.S_ISDIR(os.stat(root).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         near = as_it_is_there(str(root))
-        raise CheckpointError(
-            f"{flag}{load}: no such directory; {f'did you mean {near}?' * bool(near) or advice}"
-        ) from None
+        what = f"did you mean {near}?" if near else hub_advice(str(load)) or advice
+        raise CheckpointError(f"{flag}{load}: no such directory; {what}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{flag}{load}: cannot be read ({getattr(error, 'strerror', error)})") from None
     if not is_folder:

@@ -40,6 +40,7 @@ from megalite.config.values import as_typed, show
 from megalite.config.worked_out import other_defaults, without_a_checkpoint, work_out, work_out_level
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
+from megalite.files import hub_advice
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,9 @@ def _with_offer(
         offer = read_offer(load, value.get("ckpt_step"), trusted, value.get("vocab_size"))
         if offer is None and (must_be_there or not may_be_empty):
             needs = "`exit_on_missing_checkpoint`" if must_be_there else "`use_checkpoint_args`"
-            raise ConfigError(f"`load`={load}: no committed checkpoint; {needs} needs one")
+            hub = hub_advice(load)  # the words of the check of files, which are said once
+            what = f"no such directory; {hub}" if hub else f"no committed checkpoint; {needs} needs one"
+            raise ConfigError(f"`load`={load}: {what}")
     except MegaliteError as error:
         if asked or read_offer is not None:
             reader.problems += error.text.split("\n")

@@ -17,7 +17,7 @@ from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ConfigError, ScheduleError
 from megalite.extras import EXTRA_OF, install_command, lacks
-from megalite.files import input_problem, served_url, url_problem
+from megalite.files import hub_advice, input_problem, served_url, url_problem
 from megalite.schedule import load_program
 
 MAX_WORDS_BYTES = 1 << 20
@@ -204,9 +204,8 @@ def _instead(name: str, path: str) -> str:
         return (
             f"; {folder or '.'} holds tokenizer.json: `tokenizer_type` HuggingFaceTokenizer, `tokenizer_model` {folder}"
         )
-    if name == "tokenizer_model" and path.count("/") == 1 and path[0] not in "./~" and not os.path.isdir(folder):
-        return "; names on the Hub are not read: download its tokenizer.json and give the folder"
-    return f"; did you mean {near}?" if near else ""
+    advice = f"did you mean {near}?" if near else hub_advice(path) if name == "tokenizer_model" else ""
+    return f"; {advice}" if advice else ""
 
 
 def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
@@ -275,7 +274,8 @@ def _other_files(config: Config) -> Iterator[str]:
         load is not None and not is_save and served_url(load) is None and not os.path.lexists(load)
     ):  # a file has a message of its own
         near = as_it_is_there(load)
-        yield f"`load`={load}: no such directory; {f'did you mean {near}?' if near else 'omit `load` to start fresh'}"
+        advice = f"did you mean {near}?" if near else hub_advice(load) or "omit `load` to start fresh"
+        yield f"`load`={load}: no such directory; {advice}"
     folder = config.checkpoint.run_folder
     if save is not None and folder is not None:
         place = os.path.abspath(folder)

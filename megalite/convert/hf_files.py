@@ -32,6 +32,7 @@ from megalite.convert.registry import config_of_weights, read_model
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
+from megalite.files import hub_advice
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class HuggingFaceSource:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
+        if not self.directory.exists() and (advice := hub_advice(str(directory))):
+            raise CheckpointError(f"{directory}: no such directory; {advice}")
         raw = read_json(self.directory / CONFIG)
         self.family, self.model = read_model(raw, CONFIG)
         generation = self.directory / GENERATION

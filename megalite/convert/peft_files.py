@@ -23,6 +23,7 @@ from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError
+from megalite.files import hub_advice
 from megalite.stores import Place
 
 UNSET: tuple[Any, ...] = (None, False, [], {})
@@ -56,8 +57,9 @@ class PeftSource(HuggingFaceSource):
         if base is None:
             raise ConfigError(f"`load`={adapters}: adapters of peft without their model; name it by `base` DIR")
         if not is_huggingface(base):
+            fix = hub_advice(str(base)) or "name its folder"
             raise ConfigError(
-                f"`base`={base}: no Hugging Face model (no {CONFIG}), which adapters of peft belong to; name its folder"
+                f"`base`={base}: no Hugging Face model (no {CONFIG}), which adapters of peft belong to; {fix}"
             )
         settings = read_json(self._adapters / PEFT_CONFIG)
         for name, plain in PLAIN.items():

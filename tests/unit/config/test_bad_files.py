@@ -9,8 +9,15 @@ from config_arguments import argv, problems_of
 
 from megalite.checkpoint import resolve_checkpoint
 from megalite.config import parse
-from megalite.errors import CheckpointError
+from megalite.convert import HuggingFaceSource
+from megalite.data import HuggingFaceTokenizer
+from megalite.errors import CheckpointError, ConfigError, MegaliteError
+from megalite.files import hub_advice
 
+HUB = (
+    "looks like a name on the Hub; nothing is downloaded here: "
+    "run hf download org/Model-1B --local-dir DIR, and give DIR"
+)
 PATHS = [
     ("--data-path corpus.bin", "--data-path=corpus.bin: give the prefix, 'corpus'"),
     (
@@ -31,6 +38,11 @@ PATHS = [
         "--tokenizer-model=tok.json: no such file",
     ),
     ("--mock-data --load nowhere", "--load=nowhere: no such directory; omit --load to start fresh"),
+    ("--mock-data --load org/Model-1B", f"--load=org/Model-1B: no such directory; {HUB}"),
+    (
+        "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model org/Model-1B",
+        f"--tokenizer-model=org/Model-1B: no such file; {HUB}",
+    ),
     ("--mock-data --data-path x.bin", "--mock-data: contradicts --data-path=x.bin; give one of them"),
 ]
 
@@ -190,3 +202,36 @@ def test_masters_go_into_a_folder(tmp_path: Path) -> None:
     for path, what in {**given, tmp_path / "none": "no such folder"}.items():
         (line,) = problems_of(argv(f"--optimizer-offload-path {path}"))
         assert line.startswith(f"--optimizer-offload-path={path}: {what}; ")
+
+
+def test_a_name_on_the_hub_is_told_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in (
+        "gpt2",
+        "runs/a",
+        "a/b/c",
+        "./a/b",
+        "~/a",
+        "/a/b",
+        "../b",
+        "org/tokenizer.json",
+        "org/x.model",
+        "a b/c",
+    ):
+        assert hub_advice(path) == "", path
+    assert hub_advice("org/Model-1B") == HUB
+    given = argv("--mock-data --load org/Model-1B --use-checkpoint-args")
+    with pytest.raises(ConfigError) as refused:
+        parse(given, read_offer=lambda *_: None)
+    (line,) = refused.value.problems
+    assert line == f"--load=org/Model-1B: no such directory; {HUB}"
+    ways = {
+        "`load`=org/Model-1B: no such directory": lambda: resolve_checkpoint("org/Model-1B"),
+        "org/Model-1B: no such directory": lambda: HuggingFaceSource("org/Model-1B"),
+        "`tokenizer_model`=org/Model-1B: no such file": lambda: HuggingFaceTokenizer.from_path("org/Model-1B"),
+    }
+    for begin, act in ways.items():
+        with pytest.raises(MegaliteError) as caught:
+            act()
+        assert caught.value.text == f"{begin}; {HUB}"

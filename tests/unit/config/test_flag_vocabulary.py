@@ -30,6 +30,7 @@ OTHERS = {
     "no-build-isolation config-settings build-option cpp_ext cuda_ext no-input "
     "disable-pip-version-check clear no-deps wheel-dir ignore",
     "unshare, mount": "uts ipc mount pid fork mount-proc bind",
+    "hf": "local-dir",
     "coverage, pre-commit": "coverage data-file source skip-covered sort force-exclude",
     "scripts/missing_packages.py": "incomplete",
     "the peer-benchmark lab": "extra",
