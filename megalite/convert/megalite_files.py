@@ -48,6 +48,12 @@ class CheckpointSource:
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
         config = from_dict(meta["config"], str(self._reader.path))
         self.model: ModelConfig = config.model
+        if self.model.is_foreign:
+            name, weights = self.model.module.model_module, f"megalite.read_weights({str(self.path)!r})"
+            raise CheckpointError(
+                f"{self.path}: holds a `model_module` ({name}), which its own code converts; give it its weights: "
+                f"model.load_state_dict({weights})"
+            )
         self.facts = TrainingFacts.of(self._reader.manifest, config, str(self._reader.path))
         check_tensors(self.model, self._reader.manifest.tensors, str(self._reader.path))
         self.origin = Origin.from_meta(meta.get(ORIGIN_META))

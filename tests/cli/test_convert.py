@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -14,9 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+import megalite
 from megalite import strangers
-from megalite.checkpoint import CheckpointReader, resolve_checkpoint
+from megalite.checkpoint import Checkpointer, CheckpointReader, resolve_checkpoint
+from megalite.comm import Axis, TensorShard
+from megalite.config import to_dict
+from megalite.config.foreign import ForeignModule
 from megalite.convert import AdaptedSource, hf_files
+from megalite.convert.registry import config_around
 from megalite.data import ByteTokenizer, NullTokenizer, make_tokenizer
 from megalite.errors import ConfigError
 from megalite.inference.loaded_model import load_for_inference
@@ -307,3 +313,24 @@ def test_a_hugging_face_model_is_not_taken_for_a_checkpoint(convert: Convert, tm
 def test_errors_are_one_line(flags: str, line: str, convert: Convert) -> None:
     status, out, error = convert(*flags.split())
     assert status == 2 and line in error and error.count("\n") == 1 and not out
+
+
+def test_of_a_module_of_the_users_own_the_way_out_is_named(convert: Convert, tmp_path: Path) -> None:
+    module = ForeignModule(model_module="mine.py:make")
+    config = config_around(dataclasses.replace(tiny_model_config(), module=module))
+    weight = torch.arange(6.0).view(2, 3)
+    shard = TensorShard("linear.weight", (2, 3), (0, 0), weight)
+    meta = {"config": to_dict(config), "iteration": 1, "consumed_samples": 2}
+    Checkpointer(tmp_path / "run", world=Axis.single("world")).save(1, [shard], meta, {})
+    path = resolve_checkpoint(tmp_path / "run")
+    for target in ("hf", "megatron", "dcp", "megalite"):
+        status, out, error = convert(
+            "--from", "megalite", "--to", target, "--load", path.parent, "--save", tmp_path / "x"
+        )
+        assert (status, out) == (2, ""), error
+        assert error.startswith(f"error: {path}: holds a --model-module (mine.py:make), which its own code converts")
+        way_out = error.strip().rpartition("give it its weights: ")[2]
+        assert way_out == f"model.load_state_dict(megalite.read_weights('{path}'))"
+    model = torch.nn.ModuleDict({"linear": torch.nn.Linear(3, 2, bias=False)})
+    model.load_state_dict(megalite.read_weights(str(path)))
+    assert torch.equal(model.state_dict()["linear.weight"], weight)
