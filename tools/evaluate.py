@@ -118,7 +118,7 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
 def show(record: Record) -> None:
     """Prints how it was measured, and what."""
     if "window" in record:
-        print(f" {'scored':<18} {manner(record)}")
+        print(f" {'scored':<18} {manner(record)}{of_split(record)}")
     for key, name, form in SHOWN:
         if key in record:
             huge = form != ",d" and record[key] >= LONGEST  # of a model that has learnt little: digits say nothing
@@ -134,6 +134,14 @@ def manner(record: Record) -> str:
     if "apart" not in record:
         return said
     return f"{said}, documents {'apart, as the run was trained' if record['apart'] else 'of a window see each other'}"
+
+
+def of_split(record: Record) -> str:
+    """Which part of the data was scored, where it was one."""
+    if "split" not in record:
+        return ""
+    default = " (default; give --split A,B,C, whose second part is scored)" if record["default_split"] else ""
+    return f"; part {record['part']} of split {record['split']}{default}"
 
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = no_progress) -> Record:
@@ -153,7 +161,7 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProg
         source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)
         size = flags.micro_batch_size
         score = score_source(loaded, source, micro_batch_size=size, on_progress=on_progress)
-        return score.record() | how_scored(loaded, source)
+        return score.record() | how_scored(loaded, source, flags.split)
     path = Path(flags.text_file)
     if flags.task == "lambada":
         return last_word_accuracy(loaded, read_passages(path), on_progress=on_progress)

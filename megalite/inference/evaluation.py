@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.comm import all_reduce_, patiently
+from megalite.config import DataConfig
 from megalite.data import (
     MARKS,
     BatchLoader,
@@ -46,6 +47,7 @@ from megalite.nn import Head
 from megalite.observe import Record, perplexity
 from megalite.progress import OnProgress, no_progress
 
+PARTS = ("train", "valid", "test")
 FEW = 16
 """Tokens that a split of conversations has at least."""
 
@@ -200,7 +202,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     Raises DataError where the data are missing, damaged, empty or of another tokenizer.
     """
     config = loaded.config
-    name = split if split in ("train", "valid", "test") else "valid"
+    name = split if split in PARTS else "valid"
     section = dataclasses.replace(
         config.data,
         data_path=() if split is None else (path,),
@@ -214,7 +216,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         mock_data=False,
         split=split if split is not None and split != name else config.data.split,
     )
-    wanted = {part: None if part == name else 0 for part in ("train", "valid", "test")}  # None: once, 0: not at all
+    wanted = {part: None if part == name else 0 for part in PARTS}  # None: once, 0: not at all
     # conversations are cut below, so a split of few must not be refused for a window that is long
     marked = Path(f"{strip_suffix(path)}{MARKS}.idx").is_file()
     unusable = f"`split`={split}: that part of {path} is empty or shorter than one sample; choose another"
@@ -247,13 +249,20 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     return cast(SampleSource, dataset.sequential())
 
 
-def how_scored(loaded: LoadedModel, source: SampleSource | None) -> Record:
+def how_scored(loaded: LoadedModel, source: SampleSource | None, split: str | None = None) -> Record:
     """What a score depends on beside the weights: `window`, the most tokens of context; `apart`, whether a document
-    sees only itself; of conversations `num_conversations`, and how many are longer than the window and `cut` there.
+    sees only itself; of conversations `num_conversations`, and how many are longer than the window and `cut` there; of
+    a part of the data its name, `part`, the weights that cut it, `split`, and whether these are the default since the
+    model brings none (`default_split`).
 
-    source: None for running text.
+    source: None for running text. split: as `open_data_path` has it.
     """
     said: Record = {"window": loaded.config.model.seq_length}
+    if split is not None:
+        data = loaded.config.data
+        known = split not in PARTS or data.split != DataConfig().split or bool(data.data_path or data.lists)
+        named = (split, data.split) if split in PARTS else ("valid", split)
+        said |= dict(zip(("part", "split"), named, strict=True)) | {"default_split": not known}
     if isinstance(source, Conversations):
         return said | {"apart": True, "num_conversations": source.number, "cut": source.cut}
     return said | ({} if source is None else {"apart": loaded.config.data.reset_attention_mask})

@@ -121,6 +121,9 @@ def test_a_hugging_face_folder_is_like_the_checkpoint_that_it_was(call: Call, ru
     assert theirs["loss"] == ours["loss"] and (ours["iteration"], theirs["iteration"]) == (7, None)
     said = call("evaluate.py", "--load", export, "--text-file", str(file)).stdout
     assert said.splitlines()[0] == f" {export}"
+    by_path = ("--data-path", str(file), "--data-cache-path", str(tmp_path / "cache"))
+    said = call("evaluate.py", "--load", export, *by_path, "--split", "train").stdout
+    assert "; part train of split 969,30,1 (default; give --split A,B,C" in said.splitlines()[1]
     flags = ("--prompt", "Hi", "--max-new-tokens", "8", "--seed", "2")
     texts = [call("generate_text.py", "--load", where, *flags).stdout for where in (str(run_dir), export)]
     assert texts[0] == texts[1] and texts[0].startswith("Hi")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from megalite.inference.evaluation import how_scored, open_data_path, score_sour
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from megalite.inference.tasks import detokenize_wikitext, last_word_accuracy, score_continuations
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, tiny_model_config, write_checkpoint
-from tools.evaluate import manner
+from tools.evaluate import manner, of_split
 
 LONG = 16  # the model's sequence length
 
@@ -162,6 +163,23 @@ def test_the_manner_of_text_is_said(loaded: tuple, tmp_path: Path) -> None:
     apart = replace(model.config.data, reset_attention_mask=True)
     model = replace(model, config=replace(model.config, data=apart))
     assert manner(how_scored(model, source)) == "in windows of 16 tokens, documents apart, as the run was trained"
+
+
+def test_the_split_is_said(loaded: tuple) -> None:
+    model, _ = loaded
+    default = " (default; give --split A,B,C, whose second part is scored)"
+
+    def said(asked: str | None, **data: Any) -> str:
+        changed = replace(model, config=replace(model.config, data=replace(model.config.data, **data)))
+        return of_split(how_scored(changed, None, asked))
+
+    assert said(None) == ""
+    for part in ("train", "valid", "test"):
+        assert said(part) == f"; part {part} of split 50,50,0"  # the run's own
+        assert said(part, split="969,30,1") == f"; part {part} of split 969,30,1{default}"  # of a Hugging Face folder
+        assert said(part, split="969,30,1", data_path=("a",)) == f"; part {part} of split 969,30,1"
+        assert said(part, split="969,30,1", train_data_path=("a",)).endswith(default)
+    assert said("25,75,0", split="969,30,1") == "; part valid of split 25,75,0"
 
 
 def test_data_path_may_be_text(loaded: tuple, tmp_path: Path) -> None:
