@@ -167,6 +167,7 @@ def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architectu
     elif architecture:
         values = {name: flat(offer.model)[name] for name in (*effective(offer.model), *TAKEN_FREELY)}
         values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
+        values["max_position_embeddings"] = offer.model.max_positions
     if not any(name in given and given[name].value is not None for name in TOKENIZER):
         values |= offer.tokenizer
     return {name: GivenOption(name, name, value, offer.where) for name, value in values.items()}
@@ -199,6 +200,18 @@ def contradictions(
             yield f"{flag}: {offer.where} has {_text(theirs)}; drop the flag, or `use_checkpoint_args`"
         elif not architecture and name in known:
             yield f"{flag}: {offer.where} has {_text(theirs)}; give that, or `use_checkpoint_args`"
+
+
+def new_positions(offer: Offer | None, model: ModelConfig) -> Iterator[str]:
+    """A line where sequences are longer than those that the model, the offered one or as flags describe it, is for."""
+    known = [positions] if (positions := model.max_position_embeddings) is not None else []
+    if offer is not None and not model.is_foreign:
+        known.append(offer.model.max_positions)
+    if known and model.seq_length > min(known):
+        yield (
+            f"`seq_length`={model.seq_length}: the model is for {min(known)} positions (`max_position_embeddings`); "
+            "further ones are new to it"
+        )
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megalite.config.architecture import TOKENIZER, Offer, ReadOffer, contradictions, is_left_open, offered_values
+from megalite.config.architecture import (
+    TOKENIZER,
+    Offer,
+    ReadOffer,
+    contradictions,
+    is_left_open,
+    new_positions,
+    offered_values,
+)
 from megalite.config.data import WITHOUT_FILE
 from megalite.config.elastic import elastic_problems, elastic_warnings, training_ranks
 from megalite.config.files import (
@@ -125,6 +133,7 @@ def parse_with_origins(
         origins.setdefault(name, "default")
     other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
     other += without_a_checkpoint(config, merged)
+    other += new_positions(None if offered is None else offered.offer, config.model)
     warned = [*config_warnings(config, world), *elastic_warnings(config, world), *other]
     doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)

@@ -66,7 +66,7 @@ class ModelConfig:
     kv_channels: int | None = option(None, "width d of one attention head; unset: h / a", ge=1)
     seq_length: int = required("tokens s of a training sample", ge=1)
     max_position_embeddings: int | None = option(
-        None, "longest sequence the model can represent; unset: `seq_length`", ge=1
+        None, "longest sequence the model can represent; unset, or with rope below it: `seq_length`", ge=1
     )
     position_embedding_type: str = option(
         "learned_absolute", "how positions enter the model", choices=("learned_absolute", "rope", "none")
@@ -308,8 +308,9 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """Longest sequence: rows P of the learned position table."""
-        return self.max_position_embeddings if self.max_position_embeddings is not None else self.seq_length
+        """Longest sequence: rows P of the learned position table; else what is trained on counts too."""
+        stated = self.max_position_embeddings or self.seq_length
+        return stated if self.position_embedding_type == "learned_absolute" else max(stated, self.seq_length)
 
     @property
     def adapted_parts(self) -> tuple[str, ...]:

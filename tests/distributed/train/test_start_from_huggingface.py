@@ -15,7 +15,7 @@ from megalite.checkpoint import CheckpointReader, latest
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.config import parse
-from megalite.convert import CheckpointSource, HuggingFaceSource
+from megalite.convert import CheckpointSource, HuggingFaceSource, write_huggingface
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
@@ -145,6 +145,26 @@ def test_the_run_that_begins_is_a_run_of_its_own(models: Path, tmp_path: Path, c
 
     assert pretrain(command(model, save, "--use-checkpoint-args")) == 2
     assert f"--save={save}: holds another run (newest iter_0000002)" in capsys.readouterr().err
+
+
+def test_positions_that_are_new_to_the_model_are_told_and_exported(models: Path, tmp_path: Path, capsys: Any) -> None:
+    def said(*more: str) -> str:
+        assert pretrain([*FLAGS, "--use-checkpoint-args", *more]) == 0
+        shown = capsys.readouterr()
+        return shown.out + shown.err
+
+    model, save = models / "Llama", tmp_path / "run"
+    line = f"the model is for {S} positions (--max-position-embeddings); further ones are new to it"
+    assert "positions (--max" not in said("--load", str(model), "--dry-run")
+    longer = ("--load", str(model), "--save", str(save), "--seq-length", str(2 * S))
+    assert f"--seq-length={2 * S}: {line}" in said(*longer, "--dry-run")
+    assert said(*longer).count(line) == 1
+    for number, more in enumerate(((), ("--seq-length", str(S)))):  # what it has seen it keeps, whatever comes next
+        folder = tmp_path / str(number)
+        assert line not in said("--load", str(save), "--save", str(folder), "--finetune", *more)
+        write_huggingface(CheckpointSource(folder), tmp_path / f"export{number}")
+        written = json.loads((tmp_path / f"export{number}" / "config.json").read_text())
+        assert written["max_position_embeddings"] == 2 * S
 
 
 def test_one_command_begins_with_the_model_and_goes_on_when_requeued(models: Path, tmp_path: Path, capsys: Any) -> None:

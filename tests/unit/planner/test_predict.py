@@ -80,7 +80,7 @@ def test_a_published_iteration_time_is_within_a_quarter() -> None:
     assert found.hardware_tflops_per_device * found.step_time == pytest.approx(138 * 32, rel=0.05)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "chimera-doubling"])
 def test_a_long_batch_is_continued_exactly(schedule: str) -> None:
     chunks = "--virtual-pipeline-model-parallel-size 2" if schedule == "interleaved" else ""
     extra = f"--micro-batch-size 1 --pipeline-schedule {schedule} {chunks}"
