@@ -52,7 +52,9 @@ HOST_WAITS = (
         "offload",
         "the gradients and their norm, with `offload` optimizer or params",
         "the update is computed by the host",
-        r"zero/(host_optimizer|host_gradient|delayed_optimizer)\.py|zero/sharded_optimizer\.py:\d+ squares"
+        r"zero/(host_(optimizer|gradient|exchange|weights)|delayed_optimizer)\.py"
+        r"|zero/sharded_optimizer\.py:\d+ squares"
+        r"|zero/sub_optimizers\.py:\d+ _gradient"
         r"|optim/adafactor\.py:\d+ all_reduce_on_axis|tiers/mover\.py:\d+ run$",
     ),
     HostWait(
