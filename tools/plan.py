@@ -144,9 +144,9 @@ def resolve(rest: list[str], free: str, num_devices: int) -> tuple[Config, froze
     given = frozenset(name for name in SEARCHED if name in origins) - freed
     config = _forget(config, freed, given)
     if config.model.vocab_size == 0:
-        kind = config.data.tokenizer_type or ("HuggingFaceTokenizer" if config.data.tokenizer_model else "")
+        kind = config.data.tokenizer_type or ""
         size, whose = ids_of_files(config.data) or VOCABULARIES.get(kind), ""
-        if size is None and kind in USUAL_VOCABULARIES:  # as a dry run does
+        if size is None and kind == "SentencePieceTokenizer":  # of Megatron-LM's scripts; a dry run assumes it, too
             size, whose = USUAL_VOCABULARIES[kind]
             print(f"{size:,} tokens are assumed, {whose} number: --vocab-size gives another", file=sys.stderr)
         if size is None:
