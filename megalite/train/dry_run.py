@@ -115,7 +115,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         but += ", and devices that are too small (room)"
     start = "the same command without `dry_run` starts the run"
     if not here:  # one command starts the ranks of one host
-        start = "on its hosts the same flags without `dry_run` and `nprocs` are the run's (docs/launch.md)"
+        start = "the same flags without `dry_run` and `nprocs` start it on its hosts (docs/launch.md)"
     return "\n".join([*parts, "", f" No problem found{but}: {start}."])
 
 
