@@ -14,18 +14,15 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-from torch import Tensor, nn
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-from megalite.config import ModelConfig, parse
-from megalite.inventory import model_layers
-from megalite.microbatch import Microbatch
-from megalite.models import build_stack, layer_specs
-from megalite.parallel.tensor import LayerContext
+    from megalite.config import ModelConfig
 
 ALL = (
     "--num-layers 1 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data --vocab-size 64 --model-type llama "
@@ -49,8 +46,14 @@ class Timed:
     """A block, its input, and what a pass over it takes."""
 
     def __init__(self, model: ModelConfig) -> None:
+        import torch
+
+        from megalite.microbatch import Microbatch
+        from megalite.models import build_stack, layer_specs
+        from megalite.parallel.tensor import LayerContext
+
         self.block: nn.Module = build_stack(model, layer_specs(model)[1:2], LayerContext(), init_seed=1)
-        self.flops, self.times = model_layers(model)[1].flops() * model.seq_length, list[float]()
+        self.flops, self.times = flops_of(model) * model.seq_length, list[float]()
         s = model.seq_length
         self.x, nothing = torch.randn(s, 1, model.hidden_size), torch.zeros(1, s, dtype=torch.long)
         at, ones = torch.arange(s)[None], torch.ones(1, s)
@@ -65,14 +68,23 @@ class Timed:
         self.times.append(time.process_time() - begin)
 
 
+def flops_of(model: ModelConfig) -> float:
+    """Of the first block, for each token."""
+    from megalite.inventory import model_layers
+
+    return model_layers(model)[1].flops()
+
+
 def model_of(flags: str, ffn: int) -> ModelConfig:
     """The model of `flags` with an MLP of width `ffn`."""
+    from megalite.config import parse
+
     return parse([*flags.split(), "--ffn-hidden-size", str(ffn)], world_size=1).model
 
 
-def equal_width(flags: str, flops: int, ffn: int) -> int:
+def equal_width(flags: str, flops: float, ffn: int) -> int:
     """The multiple of 8 with which the block's FLOPs are nearest to `flops`; ffn: where to begin."""
-    base, more = (model_layers(model_of(flags, width))[1].flops() for width in (ffn, ffn + 8))
+    base, more = (flops_of(model_of(flags, width)) for width in (ffn, ffn + 8))
     return ffn + 8 * round((flops - base) / (more - base))
 
 
@@ -81,11 +93,13 @@ def main(argv: list[str]) -> int:
     p.add_argument("pair", choices=tuple(PAIRS))
     p.add_argument("--rounds", type=int, default=9)
     args = p.parse_args(argv)
+    import torch
+
     torch.set_num_threads(1)
     flags, ffn = PAIRS[args.pair], 1408
     theirs = model_of(flags[0], ffn)
     if args.pair == "latent":
-        ffn = equal_width(flags[1], model_layers(theirs)[1].flops(), ffn)
+        ffn = equal_width(flags[1], flops_of(theirs), ffn)
     both = Timed(theirs), Timed(model_of(flags[1], ffn))
     for number in range(args.rounds + 1):
         for each in both if number % 2 else both[::-1]:
