@@ -75,6 +75,7 @@ SHORTER = (
     (r"--vocab-size (4096|2048)", "--vocab-size 300"),
     (r"--iteration 1730", "--iteration 3"),
     (r"--num-devices 64$", "--num-devices 2"),
+    (r"--partial-backprop-groups 4", "--partial-backprop-groups 2"),
     (r" --profile profile.json", ""),
     (r"--nprocs 8$", "--nprocs 2"),
     (r"--save runs/continued", "--finetune --save runs/continued"),  # else after two iterations nothing is left to do
