@@ -97,6 +97,10 @@ class Piece:
         return self.clock[self.line.number]
 
 
+SHAPED_BY_VALUES = ("repeat_interleave",)
+"""Kernels that cannot run, not even for a shape, before their values are there."""
+
+
 class Late(Computed):
     """Kernels on real values. wrong: what went wrong where no value tells."""
 
@@ -119,7 +123,8 @@ class Late(Computed):
         line = self._gpu.current.line
         if there and not function.is_view and name not in ALLOCATE:
             seeded = torch.Tag.nondeterministic_seeded in function.tags
-            if self.is_late(line) and not seeded and not waits_for_values(name, args, kwargs):
+            waits = name in SHAPED_BY_VALUES or waits_for_values(name, args, kwargs)
+            if self.is_late(line) and not seeded and not waits:
                 out = written_first(function, args, kwargs) if function._schema.is_mutable else None
                 if out is not MISSING:
                     self._gpu.local.job = self._held(function, name, args, kwargs)
