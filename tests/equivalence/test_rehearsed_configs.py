@@ -9,6 +9,7 @@ import pytest
 from source_tree import ROOT
 from unit.config.test_shipped_configs import WORLDS
 
+from megalite.config import read_unjudged
 from megalite.rehearsal import Fault, rehearse_run, rehearsed
 
 DEAR = {"gpt2_345m", "gpt_oss_20b", "llama_7b", "olmo3_7b", "qwen3_30b_a3b", "qwen3_next_80b_a3b"}
@@ -51,7 +52,9 @@ def passes(name: str, *more: str) -> None:
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_shipped_file_passes(name: str) -> None:
     own = name.removesuffix(".yaml")
-    one_each = ["--global-batch-size", str(WORLDS[name][0])] if own in DEAR else []
+    config, _ = read_unjudged(["--config", str(ROOT / "configs" / name)])
+    batch = WORLDS[name][0] * config.training.micro_batch_size
+    one_each = ["--global-batch-size", str(batch)] if own in DEAR else []
     passes(name, *one_each, *DEAREST.get(own, []))
 
 

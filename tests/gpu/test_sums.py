@@ -90,7 +90,7 @@ def test_the_loss_of_many_tokens(gradient: bool, device: str) -> None:
 def test_the_loss_of_many_micro_batches() -> None:
     """The mean of 4,096 equal losses is that loss, in fp32 too."""
     share = torch.tensor(1 / 4096)
-    reader = SimpleNamespace(share_of_loss=lambda number: (7, share), part_names=())
+    reader = SimpleNamespace(share_of_loss=lambda number: (7, share), part_names=(), more=0)
     trainer = SimpleNamespace(_losses={}, batch_reader=reader)
     Trainer._add_losses(trainer, {number: torch.tensor(10.8257) for number in range(4096)})
     assert float(trainer._losses[7]) == pytest.approx(float(torch.tensor(10.8257)), rel=1e-12)
