@@ -30,7 +30,7 @@ SMALL = 1 << 14
 FEW = 64
 """Bytes of real numbers that are taken to be known where they are not: norms, sums, scales."""
 LARGE = 1 << 20
-"""Bytes from which the host computes nothing either."""
+"""Bytes from which the host computes nothing either, but indices: of where documents begin shapes are made."""
 aten = torch.ops.aten
 
 
@@ -61,7 +61,7 @@ class Shapes(Computed):
         given = tensors_in((args, kwargs))
         if there:
             return self._device(function, name, args, kwargs)
-        large = sum(x.nbytes for x in given) > LARGE and not any(x.is_meta for x in given)
+        large = sum(x.nbytes for x in given) > LARGE and not any(x.is_meta or x.dtype == torch.int64 for x in given)
         return self._unchanged(function, args, kwargs) if large else function(*args, **kwargs)
 
     @staticmethod

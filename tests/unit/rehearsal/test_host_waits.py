@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
+import torch
 from equivalence.layouts import TINY
 
 from megalite import host_waits
 from megalite.errors import flag_of, spelled
 from megalite.host_waits import HOST_WAITS, allowed_wait
 from megalite.rehearsal import rehearse_run, rehearsed
+from megalite.rehearsal.values import Shapes
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpus.md"
 SMALL = [*TINY, "--num-layers", "1", "--micro-batch-size", "2", "--global-batch-size", "4"]
@@ -65,3 +68,12 @@ def test_the_host_knows_where_documents_begin(more: str) -> None:
     flags = f"--reset-attention-mask --no-fp64 --bf16 {more}".split()
     report = rehearse_run(rehearsed([*SMALL, *flags], 2 if more else 1), [0])
     assert not any("masked.py" in text for kind, _, _, _, text in report.records[0].log if kind == "sync")
+
+
+def test_the_host_copies_indices_of_any_size() -> None:
+    """What says where documents begin is page-locked by a copy, and kernels' shapes are made of it."""
+    shapes, indices = Shapes(cast(Any, None)), torch.arange(1 << 18)
+    for values, copied in ((indices, True), (indices.float(), False)):
+        into = torch.zeros_like(values)
+        shapes(torch.ops.aten.copy_.default, "copy_", [into, values], {}, there=False)
+        assert torch.equal(into, values) is copied
