@@ -21,19 +21,19 @@ from typing import Any
 
 SECONDS = 10.0
 """After which a command is ended."""
-_LOGGER = "megalite.events.told"
 
 logger = logging.getLogger(__name__)
+_told = logging.getLogger("megalite.events.told")
 
 
 def tell_event(event: str, **facts: Any) -> None:
     """Tells whoever listens on this rank."""
-    logging.getLogger(_LOGGER).debug(event, extra={"facts": facts})
+    _told.debug(event, extra={"facts": facts})
 
 
 def share_facts(**facts: Any) -> None:
     """Adds facts that all events of this process have from now on."""
-    for handler in logging.getLogger(_LOGGER).handlers:
+    for handler in _told.handlers:
         assert isinstance(handler, EventHandler)
         handler.facts.update(facts)
 
@@ -50,17 +50,15 @@ class EventHandler(logging.Handler):
         self._warned = False
 
     def __enter__(self) -> EventHandler:
-        told = logging.getLogger(_LOGGER)
-        told.setLevel(logging.DEBUG)
-        told.propagate = False
-        told.addHandler(self)
+        _told.setLevel(logging.DEBUG)
+        _told.propagate = False
+        _told.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        told = logging.getLogger(_LOGGER)
-        told.removeHandler(self)
-        told.setLevel(logging.NOTSET)
-        told.propagate = True
+        _told.removeHandler(self)
+        _told.setLevel(logging.NOTSET)
+        _told.propagate = True
 
     def emit(self, record: logging.LogRecord) -> None:
         time = datetime.now().astimezone().isoformat(timespec="microseconds")
@@ -74,19 +72,17 @@ class EventHandler(logging.Handler):
             started.stdin.close()
         except OSError as error:
             self._warn(f"{error.strerror}")
-            return
-        threading.Thread(target=self._watch, args=(started,), daemon=True).start()
+        else:
+            threading.Thread(target=self._watch, args=(started,), daemon=True).start()
 
     def _watch(self, started: Popen[bytes]) -> None:
         try:
-            status = started.wait(self._seconds)
+            if status := started.wait(self._seconds):
+                self._warn(f"ended with status {status}")
         except TimeoutExpired:
             started.kill()
             started.wait()
             self._warn(f"took more than {self._seconds:g} s and was ended")
-        else:
-            if status:
-                self._warn(f"ended with status {status}")
 
     def _warn(self, what: str) -> None:
         """Once: a command that is broken is so at every event."""

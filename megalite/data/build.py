@@ -173,6 +173,7 @@ class _Opener:
         self._stores: dict[str, IndexedDataset] = {}
         self._corpora: dict[str, TextCorpus] = {}
         self._used: dict[str, dict[str, TokenStore]] = {}
+        self._surveys: dict[int, Survey] = {}
         self.talks = (0, 0)
         self._phase = 0  # of the training data that are being opened
 
@@ -186,24 +187,24 @@ class _Opener:
 
     def surveys(self) -> dict[str, list[Survey]]:
         """Surveys the stores of every split that was opened, in the order of the blend."""
-        known: dict[int, Survey] = {}
+        known = self._surveys
         for stores in self._used.values():
             for source, store in stores.items():
-                known.setdefault(id(store), survey(store, source))
+                if id(store) not in known:
+                    known[id(store)] = survey(store, source)
         return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
 
     def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
         """Training data of `--data-schedule` for `samples` samples. earlier: requests of the phases that have begun."""
-        steps, sources, made, requests = self.cfg.phases(self.seq_length), phase_sources(self.cfg), [], []
-        for self._phase, asked in enumerate(asked_of(steps, samples)):
-            before = earlier[self._phase] if self._phase < len(earlier) else ()
-            requests.append(_with_request(before, asked))
-            made.append((steps[self._phase][0], self.split("train", requests[-1], sources[self._phase])))
-        self._phase, surveys, phases = 0, self.surveys(), []
-        for number, ((first, name), source) in enumerate(zip(steps, sources, strict=True)):
+        steps, made, phases = self.cfg.phases(self.seq_length), [], []
+        planned = zip(steps, asked_of(steps, samples), phase_sources(self.cfg), strict=True)
+        for self._phase, ((first, name), asked, source) in enumerate(planned):
+            requests = _with_request(earlier[self._phase] if self._phase < len(earlier) else (), asked)
+            made.append((first, self.split("train", requests, source)))
             weights = parse_blend(source.words, source.flag)[1]
-            own = tuple(surveys[f"train {number}" if number else "train"])
-            phases.append(Phase(first, name, tuple(normalise(weights)) if weights else (), requests[number], own))
+            own = tuple(self.surveys()[f"train {self._phase}" if self._phase else "train"])
+            phases.append(Phase(first, name, tuple(normalise(weights)) if weights else (), requests, own))
+        self._phase = 0
         return PhasedDataset(made), tuple(phases)
 
     def warn_of_documents(self) -> None:

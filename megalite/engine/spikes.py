@@ -36,9 +36,8 @@ class SpikeGuard:
 
     def __init__(self, settings: Spikes, device: torch.device, *, max_skipped: int, speaks: bool) -> None:
         self._settings, self._max_skipped, self._speaks = settings, max_skipped, speaks
-        self._norms = torch.zeros(settings.spike_window, dtype=torch.float64, device=device)
-        self._places = torch.arange(settings.spike_window, device=device)
-        self._entered = torch.zeros((), dtype=torch.int64, device=device)
+        # The latest at the end; not a number where there was none yet.
+        self._norms = torch.full((settings.spike_window,), math.nan, dtype=torch.float64, device=device)
         self.in_a_row = 0
         self.rolls_back: int | None = None
 
@@ -50,17 +49,12 @@ class SpikeGuard:
     def limit(self, norm: Tensor) -> Tensor:
         """What the norm of this update may be, infinite before half of the window is there; then takes the norm into
         the window. norm: 0-dim fp64; one that is not finite does not enter."""
-        window = len(self._norms)
-        held = self._entered.clamp(max=window)
-        known = self._places < held
-        count = held.clamp(min=1)
-        mean = self._norms.where(known, 0.0).sum() / count
-        deviation = ((self._norms - mean).where(known, 0.0).square().sum() / count).sqrt()
+        mean = self._norms.nanmean()
+        deviation = (self._norms - mean).square().nanmean().sqrt()
         limit = mean + self._settings.spike_sigma * torch.maximum(deviation, _LEAST_DEVIATION * mean)
-        limit = torch.where(2 * held >= window, limit, math.inf)
-        here = (self._places == self._entered % window) & norm.isfinite()
-        self._norms = torch.where(here, torch.minimum(norm, limit), self._norms)
-        self._entered = self._entered + norm.isfinite()
+        limit = torch.where(2 * self._norms.isfinite().sum() >= len(self._norms), limit, math.inf)
+        entered = torch.cat([self._norms[1:], torch.minimum(norm, limit)[None]])
+        self._norms = torch.where(norm.isfinite(), entered, self._norms)
         return limit
 
     def resolve(self, update: int, norm: float, limit: float, *, iteration: int = 0) -> bool:
@@ -94,14 +88,10 @@ class SpikeGuard:
 
     def window(self) -> list[float]:
         """The norms in the window, oldest first."""
-        entered, norms = int(self._entered), self._norms.tolist()
-        start = entered % len(norms) if entered > len(norms) else 0
-        return (norms[start:] + norms[:start])[: min(entered, len(norms))]
+        return [norm for norm in self._norms.tolist() if math.isfinite(norm)]
 
     def restore(self, norms: Sequence[float], in_a_row: int) -> None:
         """Continues with the window of a run before, or the newest of it that fit, and its spikes in a row."""
-        newest = norms[-len(self._norms) :]
-        self._norms.zero_()
-        self._norms[: len(newest)] = torch.tensor(newest, dtype=torch.float64)
-        self._entered.fill_(len(newest))
+        held = ([math.nan] * len(self._norms) + [*norms])[-len(self._norms) :]
+        self._norms.copy_(torch.tensor(held, dtype=torch.float64))
         self.in_a_row = in_a_row

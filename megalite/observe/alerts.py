@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,18 @@ class PrometheusHook(Hook):
 
     def __init__(self, run: str, file: Path | str | None, port: int | None) -> None:
         self._run, self._file, self._port = run, None if file is None else Path(file), port
-        self._values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._made: dict[str, Any] = {}
         self.client: Any = None
         self.server: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
         self.client = optional_package("`prometheus_port`, `prometheus_file`", "prometheus_client")
         self.registry = self.client.CollectorRegistry()
-        self.registry.register(self)
         if self._port is not None:
             self.server, _ = self.client.start_http_server(self._port, "127.0.0.1", self.registry)
         self._set(running=1, train_iters=trainer.train_iters, world_size=trainer.mesh.size("world"))
-        self._count(**dict.fromkeys((*COUNTED, "saves", "rollbacks"), 0))
+        for name in (*COUNTED, "saves", "rollbacks"):
+            self._metric(name, "Counter")
         self._write()
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
@@ -50,14 +49,16 @@ class PrometheusHook(Hook):
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         prefix = "" if (kind := record["kind"]) == "train" else f"{kind}_"
-        labels: Record = {key: str(record[key]) for key in ("set", "task") if key in record}
+        labels = {key: str(record[key]) for key in ("set", "task") if key in record}
         for name, value in {**record, "timestamp_seconds": time.time()}.items():
-            if isinstance(value, int | float) and name not in COUNTED:
-                self._set(labels, **{prefix + name.removeprefix(prefix): value})
+            if name in COUNTED:
+                self._metric(name, "Counter").inc(value)
+            elif isinstance(value, int | float):
+                self._metric(prefix + name.removeprefix(prefix), **labels).set(value)
         for part, loss in record.get("lm_loss_by_part", {}).items():
-            self._set({"part": part}, lm_loss_by_part=loss)
-        self._count(**{name: record[name] for name in COUNTED if name in record})
-        self._count(**({f"{kind}s": 1} if kind in ("save", "rollback") else {}))
+            self._metric("lm_loss_by_part", part=part).set(loss)
+        if kind in ("save", "rollback"):
+            self._metric(f"{kind}s", "Counter").inc()
         self._write()
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
@@ -67,23 +68,16 @@ class PrometheusHook(Hook):
             self.server.shutdown()
             self.server.server_close()
 
-    def collect(self) -> Iterable[Any]:
-        """What the client asks for: the families of numbers."""
-        families: dict[str, Any] = {}
-        for (name, labels), value in self._values.copy().items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            family = families.setdefault(name, self.client.Metric(name.removesuffix("_total"), name, kind))
-            family.add_sample(name, {"run": self._run, **dict(labels)}, value)
-        return families.values()
+    def _metric(self, name: str, kind: str = "Gauge", **labels: str) -> Any:
+        """What holds this number, made when it is first asked for."""
+        name = "megalite_" + re.sub(r"\W", "_", name)
+        if name not in self._made:
+            self._made[name] = getattr(self.client, kind)(name, name, ["run", *labels], registry=self.registry)
+        return self._made[name].labels(run=self._run, **labels)
 
-    def _set(self, labels: Record | None = None, **numbers: float) -> None:
+    def _set(self, **numbers: float) -> None:
         for name, value in numbers.items():
-            self._values["megalite_" + re.sub(r"\W", "_", name), tuple((labels or {}).items())] = float(value)
-
-    def _count(self, **numbers: float) -> None:
-        for name, value in numbers.items():
-            key = f"megalite_{name}_total", ()
-            self._values[key] = self._values.get(key, 0.0) + value
+            self._metric(name).set(value)
 
     def _write(self) -> None:
         if self._file is not None:

@@ -46,8 +46,8 @@ def series(records: Sequence[Record], kind: str, key: str) -> dict[str | None, l
     return found
 
 
-def render_chart(curves: Sequence[Curve]) -> str:
-    """An SVG with axes; curves share them. A single point is a dot."""
+def render_chart(curves: Sequence[Curve], head: str = "") -> str:
+    """An SVG with axes; curves share them. A single point is a dot. head: SVG below all."""
     points = [point for curve in curves for point in curve.points]
     x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points))
     y_ticks = ticks(min(y for _, y in points), max(y for _, y in points))
@@ -57,7 +57,7 @@ def render_chart(curves: Sequence[Curve]) -> str:
         y = (point[1] - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
         return MARGIN + x * (WIDTH - MARGIN - 12), HEIGHT - 24 - y * (HEIGHT - 36)
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{head}']
     for value in y_ticks:
         _, y = place((x_ticks[0], value))
         parts.append(f'<line class="grid" x1="{MARGIN}" x2="{WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -104,5 +104,5 @@ def loss_picture(title: str, records: Sequence[Record]) -> str | None:
         for number, (curve, color) in enumerate(zip(curves, COLORS, strict=False))
     )
     head = f'<title>{html.escape(title)}</title><style>{STYLE}</style><rect width="100%" height="100%" fill="white"/>'
-    opening, _, drawn = render_chart(curves).partition(">")
-    return opening.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"') + f">{head}{legend}{drawn}\n"
+    picture = render_chart(curves, head + legend)
+    return picture.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + "\n"

@@ -7,7 +7,7 @@ run begins with stands in the last record of its metrics.jsonl.
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -49,9 +49,7 @@ class PaceHook(Hook):
 
 def last_device_hours(metrics: Path) -> float:
     """The last `device_hours` in a metrics.jsonl; 0 where there is none."""
-    found = 0.0
-    with suppress(OSError), metrics.open("rb") as lines:
-        for line in lines:
-            with suppress(ValueError, KeyError, TypeError):
-                found = float(json.loads(line)["device_hours"])
-    return found
+    found: list[str] = []
+    with suppress(OSError):
+        found = re.findall(r'"device_hours": ([\d.]+(?:e[+-]?\d+)?)', metrics.read_text(errors="replace"))
+    return float(found[-1]) if found else 0.0

@@ -46,16 +46,6 @@ class SampleRange:
     until: int
     rollbacks: int = 0
 
-    def meets(self, other: SampleRange) -> bool:
-        """Whether they overlap, or are both a flag's and touch."""
-        overlap = min(self.last, other.last) - max(self.first, other.first)
-        return overlap > 0 or (overlap == 0 and not self.rollbacks and not other.rollbacks)
-
-    def with_other(self, other: SampleRange) -> SampleRange:
-        """One that holds both."""
-        pairs = zip((min, max, min, max, max), astuple(self), astuple(other), strict=True)
-        return SampleRange(*(of(mine, theirs) for of, mine, theirs in pairs))
-
 
 @dataclass
 class PassedOver(Container[int]):
@@ -72,15 +62,14 @@ class PassedOver(Container[int]):
         return iteration in self.flags or any(each.first <= sample < each.last for each in self.ranges)
 
     def add(self, new: SampleRange) -> None:
-        """Joins it with those that it meets."""
-        for other in [each for each in self.ranges if each.meets(new)]:
-            self.ranges.remove(other)
-            new = new.with_other(other)
+        """Joins it with those that it overlaps, and a flag's with a flag's that it touches."""
+        for other in [*self.ranges]:
+            overlap = min(new.last, other.last) - max(new.first, other.first)
+            if overlap > 0 or (overlap == 0 and not new.rollbacks and not other.rollbacks):
+                self.ranges.remove(other)
+                pairs = zip((min, max, min, max, max), astuple(new), astuple(other), strict=True)
+                new = SampleRange(*(of(mine, theirs) for of, mine, theirs in pairs))
         self.ranges = sorted([*self.ranges, new], key=lambda each: each.first)
-
-    def by_rollback(self, iteration: int) -> SampleRange | None:
-        """The range of a rollback that ends at this iteration or later."""
-        return next((each for each in self.ranges if each.rollbacks and each.until >= iteration), None)
 
     def take_up(self, meta: Meta, key: str) -> None:
         """Adds what a checkpoint holds. Raises CheckpointError."""
@@ -114,7 +103,8 @@ class Rollback:
         RuntimeFailure where there was no progress too many times."""
         begin = max(0, spike - self.settings.rollback_iters)
         rollbacks = 1
-        if (earlier := self.passed.by_rollback(begin + 1)) is not None:
+        behind = (each for each in self.passed.ranges if each.rollbacks and each.until > begin)
+        if (earlier := next(behind, None)) is not None:
             begin, rollbacks = min(begin, earlier.after), earlier.rollbacks + 1
             if rollbacks > self.settings.rollback_limit:
                 raise RuntimeFailure(

@@ -68,23 +68,20 @@ class RunData:
     def evaluation(self, dataset: Dataset, length: int) -> Iterable[list[Microbatch]]:
         """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same tokens,
         in sequences of `length`. Of a number that nobody gave, a small split is read once and not several times."""
-        samples, number = self.config.global_batch_size(self.mesh.size("world")), self._partial(dataset)
+        samples = self.config.global_batch_size(self.mesh.size("world"))
         pieces = self.config.model.seq_length // length
-        if number is None:
+        if self._reads_whole(dataset):
             return self._loader(dataset.sequential(), 0, lambda _: pieces, threads=False).full_pass(samples)
-        return islice(self._batches(dataset, samples, pieces), number)
+        return islice(self._batches(dataset, samples, pieces), self.config.training.most_eval_iters)
 
     def evaluation_batches(self, dataset: Dataset) -> int:
         """How many these are."""
-        return self._partial(dataset) or self._whole(dataset)
+        return self._whole(dataset) if self._reads_whole(dataset) else self.config.training.most_eval_iters
 
-    def _partial(self, dataset: Dataset) -> int | None:
-        """Batches of an evaluation that does not read the whole split."""
+    def _reads_whole(self, dataset: Dataset) -> bool:
         training = self.config.training
-        whole = training.full_validation or (
-            training.eval_iters is None and self._whole(dataset) <= training.most_eval_iters
-        )
-        return None if whole else training.most_eval_iters
+        small = training.eval_iters is None and self._whole(dataset) <= training.most_eval_iters
+        return training.full_validation or small
 
     def _whole(self, dataset: Dataset) -> int:
         return -(-len(dataset.sequential()) // self.config.global_batch_size(self.mesh.size("world")))
