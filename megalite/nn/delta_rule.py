@@ -13,9 +13,12 @@ It keeps T, W, N and the states. On a CPU a few chunks at a time, so that what i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -50,7 +53,7 @@ def gated_delta(
 
 
 class _Gates(NamedTuple):
-    """What decays within chunks, `[b, H, r, N, C]` and decay `[..., C, C]`; last: of whole chunks `[..., 1, 1]`."""
+    """What decays within chunks, `[N, b, H, r, C]` and decay `[..., C, C]`; last: of whole chunks `[..., 1, 1]`."""
 
     decay: Tensor
     from_state: Tensor
@@ -59,17 +62,17 @@ class _Gates(NamedTuple):
 
     @classmethod
     def of(cls, g: Tensor, begin: int, starts: Tensor | None) -> _Gates:
-        """g: `[b, H, r, N, C]`, of tokens from `begin` on. starts: `[b, N * C]`."""
-        count, size = g.shape[-2:]
+        """g: `[N, b, H, r, C]`, of tokens from `begin` on. starts: `[b, N * C]`."""
+        count, size = len(g), g.shape[-1]
         total = g.cumsum(-1)
         later = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
-        decay = (total[..., :, None] - total[..., None, :]).masked_fill_(later, -torch.inf).exp_()
-        from_state, to_state = total.exp(), (total[..., -1:] - total).exp_()
+        decay = _decayed((total[..., :, None] - total[..., None, :]).masked_fill_(later, -torch.inf))
+        from_state, to_state = _decayed(total.clone()), _decayed(total[..., -1:] - total)
         if starts is not None:
-            starts = starts.view(-1, 1, 1, count, size)
-            at = torch.arange(begin, begin + count * size, device=g.device).view(count, size)
-            decay *= at[:, None] >= starts[..., None]
-            from_state *= starts < at[:, :1]
+            starts = starts.unflatten(1, (count, size)).transpose(0, 1)[:, :, None, None]
+            at = torch.arange(begin, begin + count * size, device=g.device).view(count, 1, 1, 1, size)
+            decay *= at[..., None, :] >= starts[..., None]
+            from_state *= starts < at[..., :1]
             to_state *= at >= starts[..., -1:]
         return cls(decay, from_state, to_state, from_state[..., -1:, None])
 
@@ -89,41 +92,44 @@ class _GatedDelta(Node):
         starts: Tensor | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.size, ctx.starts = min(chunk, len(q)), starts
-        o, kept = torch.empty(v.shape, dtype=v.dtype, device=v.device), []
-        for begin, end in _groups(v, ctx.size):
+        size = min(chunk, len(q))
+        ctx.size, ctx.starts = size, starts
+        o, kept = _empty(v, size), list[Tensor]()
+        states = state.new_empty(len(o) // size + 1, *state.shape)
+        states[0] = state
+        for begin, end in _groups(v, size):
             (query, key, value), (b, gates) = _part(ctx, (q, k, v), beta, g, begin, end)
             inner = (key @ key.mT) * gates.decay
-            eye = torch.eye(ctx.size, dtype=q.dtype, device=q.device).expand(inner.shape)
+            eye = torch.eye(size, dtype=q.dtype, device=q.device).expand(inner.shape)
             solved = torch.linalg.solve_triangular(inner.mul_(b), eye, upper=False, unitriangular=True)
+            solved = F.hardshrink(solved, _negligible(solved))
             reads = solved @ (key * (b * gates.from_state[..., None]))
             new, written = solved @ (value * b), (key * gates.to_state[..., None]).mT
-            seen = new.new_empty(*new.shape[:4], *state.shape[-2:])
+            seen = _seen(states, begin, len(new), size)
             line = (_line(x) for x in (seen, new, reads, written, gates.last))
-            for before, values, read, write, last in zip(*line, strict=True):
-                before.copy_(state.flatten(0, 2))
+            for before, after, values, read, write, last in _steps(*line):
                 values.baddbmm_(read, before, alpha=-1)
-                state = torch.baddbmm(before * last, write, values).view(state.shape)
-            out = (query * gates.from_state[..., None]) @ seen
-            out += (query @ key.mT * gates.decay) @ new
-            o[begin:end] = _tokens(out, end - begin)
-            kept += [solved, reads, new, seen]
-        ctx.save_for_backward(q, k, v, beta, g, *kept)
-        return o, state
+                torch.mul(before, last, out=after).baddbmm_(write, values)
+            out = (query * gates.from_state[..., None]) @ seen[:-1]
+            _put(o, begin, _plus(out, query @ key.mT * gates.decay, new))
+            kept += [solved, reads, new]
+        ctx.save_for_backward(q, k, v, beta, g, states, *kept)
+        return o[: len(v)], states[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> Any:
-        q, k, v, beta, g, *kept = ctx.saved_tensors
-        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, beta, g)]
+        q, k, v, beta, g, states, *kept = ctx.saved_tensors
+        grads = [_empty(x, ctx.size) for x in (q, k, v, beta, g)]
         for begin, end in reversed(_groups(v, ctx.size)):
             (query, key, value, dmade), (b, gates) = _part(ctx, (q, k, v, do), beta, g, begin, end)
-            solved, reads, new, seen = kept[-4:]
-            del kept[-4:]
+            solved, reads, new = kept[-3:]
+            del kept[-3:]
+            seen = _seen(states, begin, len(new), ctx.size)[:-1]
             made, dstate = _gradients(query, key, value, b, gates, solved, reads, new, seen, dmade, dstate)
             for grad, part in zip(grads, made, strict=True):
-                grad[begin:end] = _tokens(part, end - begin).view(end - begin, *grad.shape[1:])
-        return *grads, dstate, None, None
+                _put(grad, begin, part)
+        return *(grad[: len(v)] for grad in grads), dstate, None, None
 
 
 def _gradients(
@@ -142,13 +148,13 @@ def _gradients(
     """(Gradients of q, k, v, beta and g of some chunks, that of the state before them)."""
     decay, from_state, to_state = gates.decay, gates.from_state[..., None], gates.to_state[..., None]
     scores, alike = (x @ k.mT * decay for x in (q, k))
-    dnew, dseen, written = scores.mT @ do, (q * from_state).mT @ do, k * to_state
-    after = torch.empty_like(seen)
-    line = (_line(x)[::-1] for x in (after, dseen, dnew, written, reads.mT, gates.last))
-    for behind, query, dvalues, write, read, last in zip(*line, strict=True):
-        behind.copy_(dstate.flatten(0, 2))
+    dnew, written = scores.mT @ do, k * to_state
+    dstates = torch.cat(((q * from_state).mT @ do, dstate[None]))  # before each chunk, behind the last
+    line = (_line(x) for x in (dstates, dnew, reads.mT, written, gates.last))
+    for before, behind, dvalues, read, write, last in reversed(list(_steps(*line))):
         dvalues.baddbmm_(write, behind)
-        dstate = query.addcmul_(behind, last).baddbmm_(read, dvalues, alpha=-1).view(dstate.shape)
+        before.addcmul_(behind, last).baddbmm_(read, dvalues, alpha=-1)
+    after = dstates[1:]
     dx = solved.mT @ dnew
     dq, dk_read, dk_write = do @ seen.mT, dx @ seen.mT, new @ after.mT
     asked, read, wrote = (_rows(a, b) for a, b in ((q, dq), (k, dk_read), (k, dk_write)))
@@ -160,19 +166,42 @@ def _gradients(
     dscores *= decay
     dq, dk = dq.mul_(from_state), dk_write.mul_(to_state) - dk_read.mul_(beta * from_state)
     dq, dk, dinner, dscores = (_over_group(x) for x in (dq, dk, dinner, dscores))
-    dq += dscores @ k
-    dk += (dinner + dinner.mT) @ k + dscores.mT @ q
+    dq, dk = _plus(dq, dscores, k), _plus(_plus(dk, dinner + dinner.mT, k), dscores.mT, q)
     wrote *= to_state
     dtotal = flow.sum(-1, keepdim=True) - flow.sum(-2)[..., None] + (asked - beta * read) * from_state - wrote
-    dtotal[..., -1:, :] += wrote.sum(-2, keepdim=True) + gates.last * (after * seen).sum((-2, -1))[..., None, None]
+    kept = _rows(after.flatten(-2), seen.flatten(-2))[..., None]
+    dtotal[..., -1:, :] += wrote.sum(-2, keepdim=True) + gates.last * kept
     dg = dtotal.flip(-2).cumsum(-2).flip(-2)
-    return (dq, dk, dx * beta, dbeta, dg), dstate
+    return (dq, dk, dx * beta, dbeta, dg), dstates[0]
+
+
+def _negligible(x: Tensor) -> float:
+    """The square of the rounding error. What is smaller is 0 where decays multiply each other: products of them would
+    soon be denormal numbers, each of which takes a CPU as long as a hundred others."""
+    return float(torch.finfo(x.dtype).eps ** 2)
+
+
+def _decayed(x: Tensor) -> Tensor:
+    """e^x in place, 0 where that is negligible."""
+    kept: Tensor = torch.threshold_(x, math.log(_negligible(x)), -torch.inf)
+    return kept.exp_()
 
 
 def _line(x: Tensor) -> tuple[Tensor, ...]:
-    """The chunks of all heads, `[b, H, r, N, ...]` -> N of `[b * H * r, ...]`."""
-    parts: tuple[Tensor, ...] = x.flatten(0, 2).unbind(1)
+    """The chunks of all heads, `[N, b, H, r, ...]` -> N of `[b * H * r, ...]`."""
+    parts: tuple[Tensor, ...] = x.flatten(1, 3).unbind()
     return parts
+
+
+def _steps(states: tuple[Tensor, ...], *others: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """For each chunk the state before it, that behind it, and the others."""
+    return zip(states[:-1], states[1:], *others, strict=True)
+
+
+def _plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x + a @ b, in place."""
+    x.view(-1, *x.shape[4:]).baddbmm_(a.flatten(0, 3), b.flatten(0, 3))
+    return x
 
 
 def _rows(a: Tensor, b: Tensor) -> Tensor:
@@ -182,7 +211,7 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 
 def _over_group(x: Tensor) -> Tensor:
     """The sum over value heads of a key head."""
-    return x if x.shape[2] == 1 else x.sum(2, keepdim=True)
+    return x if x.shape[3] == 1 else x.sum(3, keepdim=True)
 
 
 def _groups(v: Tensor, size: int) -> list[tuple[int, int]]:
@@ -195,25 +224,36 @@ def _groups(v: Tensor, size: int) -> list[tuple[int, int]]:
 def _part(
     ctx: Any, tensors: tuple[Tensor, ...], beta: Tensor, g: Tensor, begin: int, end: int
 ) -> tuple[list[Tensor], tuple[Tensor, _Gates]]:
-    """Those tokens in chunks, `[b, H, r or 1, N, C, d]`; beta `[..., 1]` and what g makes."""
+    """Those tokens in chunks, `[N, b, H, r or 1, C, d]`; beta `[..., 1]` and what g makes."""
     found = [_chunks((x if x.dim() == 5 else x[:, :, :, None])[begin:end], ctx.size) for x in tensors]
     beta, g = (_chunks(x[begin:end, ..., None], ctx.size) for x in (beta, g))
     starts: Tensor | None = ctx.starts
     if starts is not None:
         starts = starts[:, begin:end]
-        starts = torch.cat((starts, starts[:, -1:].expand(-1, g[0, 0, 0].numel() - starts.shape[1])), 1)
+        starts = torch.cat((starts, starts[:, -1:].expand(-1, len(g) * ctx.size - starts.shape[1])), 1)
     return found, (beta, _Gates.of(g[..., 0], begin, starts))
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """`[n, b, H, r, d]` -> `[b, H, r, N, C, d]`, zeros behind the last token."""
-    n, missing = len(x), -len(x) % size
+    """`[n, b, H, r, d]` -> `[N, b, H, r, C, d]`, zeros behind the last token."""
+    missing = -len(x) % size
     if missing:
         x = torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
-    parts: Tensor = x.movedim(0, -2).unflatten(-2, ((n + missing) // size, size)).contiguous()
+    parts: Tensor = x.unflatten(0, (-1, size)).movedim(1, -2).contiguous()
     return parts
 
 
-def _tokens(x: Tensor, n: int) -> Tensor:
-    """Back: `[b, H, r, N, C, d]` -> `[n, b, H, r, d]`."""
-    return x.flatten(3, 4)[:, :, :, :n].movedim(3, 0)
+def _empty(x: Tensor, size: int) -> Tensor:
+    """For results of whole chunks: `[N * C, ...]`."""
+    return torch.empty((-(-len(x) // size) * size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+
+def _put(whole: Tensor, begin: int, x: Tensor) -> None:
+    """Writes results of chunks `[N, b, H, r, C, d]` into `[N * C, b, H, ...]`, from token `begin` on."""
+    tokens = x.movedim(-2, 1)
+    whole[begin : begin + tokens[..., 0, 0, 0, 0].numel()].view(tokens.shape).copy_(tokens)
+
+
+def _seen(states: Tensor, begin: int, count: int, size: int) -> Tensor:
+    """The states before and behind `count` chunks from token `begin` on, `[N + 1, b, H, r, dk, dv]`."""
+    return states[begin // size : begin // size + count + 1]

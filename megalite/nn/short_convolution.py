@@ -44,8 +44,9 @@ class _Convolved(Node):
         ctx.key_size, ctx.starts = key_size, starts
         sizes = (key_size, key_size, x.shape[-1] - 2 * key_size)
         outs = tuple(torch.empty((*x.shape[:-1], size), dtype=_wide(x), device=x.device) for size in sizes)
+        filters = _filters(weight)
         for begin, end in _blocks(x):
-            y, _ = _filtered(x, before, weight, starts, begin, end)
+            y, _ = _filtered(x, before, filters, starts, begin, end)
             parts = F.silu(y, inplace=True).split(sizes, -1)
             for out, part, scale in zip(outs[:2], parts, (key_size**-0.5, 1.0), strict=False):
                 torch.mul(part, _inverse(part, scale), out=out[begin:end])
@@ -60,8 +61,9 @@ class _Convolved(Node):
         # sums over tokens come last: one pass a tap instead of two
         sums = torch.zeros((reach + 1, _step(x), *x.shape[1:]), dtype=_wide(x), device=x.device)
         dline = torch.zeros((reach + len(x), *x.shape[1:]), dtype=_wide(x), device=x.device)
+        filters = _filters(weight)
         for begin, end in _blocks(x):
-            y, taps = _filtered(x, before, weight, ctx.starts, begin, end)
+            y, taps = _filtered(x, before, filters, ctx.starts, begin, end)
             made = F.silu(y)
             dy = torch.empty_like(y)
             dy[..., 2 * dk :] = dmade[2][begin:end]
@@ -80,13 +82,13 @@ class _Convolved(Node):
 
 
 def _filtered(
-    x: Tensor, before: Tensor, weight: Tensor, starts: Tensor | None, begin: int, end: int
+    x: Tensor, before: Tensor, filters: Tensor, starts: Tensor | None, begin: int, end: int
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
     """(Convolution at those tokens; for each lag what it reads, its tap, whether a token sees it)."""
     reach = len(before)
     first = begin - reach
     line = x[first:end] if first >= 0 else torch.cat((before[first:], x[:end]))
-    line, filters = widened(line), widened(weight.movedim(-1, 0)).contiguous()
+    line = widened(line)
     taps: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for lag in range(reach + 1):
         seen = None
@@ -98,6 +100,11 @@ def _filtered(
     for read, tap, seen in taps[1:]:
         y.addcmul_(read if seen is None else read * seen, tap)
     return y, taps
+
+
+def _filters(weight: Tensor) -> Tensor:
+    """Tap by tap, `[t, H, c]`."""
+    return widened(weight.movedim(-1, 0)).contiguous()
 
 
 def _inverse(x: Tensor, scale: float) -> Tensor:
