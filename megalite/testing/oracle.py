@@ -10,7 +10,8 @@ No executor, no schedule, no flat buffer, no process group: what every layout mu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -35,6 +36,18 @@ from megalite.testing.preconditioned import RULES
 from megalite.testing.rates import decay_of, factors_of, learning_rates
 from megalite.train.build import parameter_dtype
 from megalite.train.run_data import open_data, resolve_tokenizer
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As a rank of the tests computes: how many threads a normalisation's backward has decides in which order it adds up
+    the gradients of its weight and bias."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,7 @@ class Pupil:
             self.logical(name, found[name]).copy_(halves_away_from_zero(master) if away else master)
         return found | self.biases | self.scales
 
+    @one_thread()
     def gradients(self, weights: dict[str, Tensor], samples: Sequence[Microbatch]) -> tuple[float, dict[str, Tensor]]:
         """The mean loss of the samples (over samples, or over tokens), and its gradient: what one update is made of."""
         used = {name: self._leaf(name, weights[name]) for name in self.parameters}

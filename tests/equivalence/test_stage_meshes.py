@@ -110,6 +110,18 @@ def test_2bw_is_bitwise_the_delayed_reference(meshes: str) -> None:
         assert torch.equal(found.tensors[name], value), f"{name}; replay: {case.command}"
 
 
+def test_the_oracle_does_not_know_how_many_threads_there_are() -> None:
+    """The backward of a normalisation adds up the gradients of its weight thread by thread; a rank has one thread."""
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(reference.__wrapped__((*TINY, "--num-layers", "1", "--micro-batch-size", "1"), 2).tensors)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+
+
 SPELLED = {"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2": "--stage-meshes 2x1,2x1"}
 """A layout -> the same by the meshes of its stages."""
 
