@@ -133,10 +133,11 @@ def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | Non
             rows = yaml.safe_load(path.read_text(encoding="utf-8"))["classes"]
     if rows is None:
         return [(devices, load_hardware(name_or_file, devices_per_node=devices_per_node))]
-    shaped = isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)
-    if shaped:
-        shaped = all(set(row) == {"hardware", "devices"} and type(n := row["devices"]) is int and n > 0 for row in rows)
-    if not shaped:
+    right = [
+        isinstance(row, dict) and set(row) == {"hardware", "devices"} and type(n := row["devices"]) is int and n > 0
+        for row in (rows if isinstance(rows, list) else ())
+    ]
+    if not right or not all(right):
         raise ConfigError(f"`hardware`={name_or_file}: classes: expected a list of {{hardware: NAME, devices: N}}")
     total = sum(row["devices"] for row in rows)
     if total != devices:

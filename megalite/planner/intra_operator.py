@@ -15,7 +15,7 @@ sequence parallelism. Norms count by what they keep; their time goes with the pr
 Alpa.
 
 Of all ways the engine runs two chains, of columns and rows with a stream that is whole or lies by tokens. The search
-for layouts tries both, so the choice among these (`runnable`) is the search's (`tests/unit/planner`).
+for layouts tries both, so the choice among these is the search's (`tests/unit/planner`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from megalite.planner.hardware import Hardware
 
 WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
 BISECTIONS = 40
-RUNNABLE = {"qkv": "column", "core": "heads", "proj": "row", "fc1": "column", "fc2": "row"}
-"""The ways that the engine runs; columns of gathered input where the stream lies by tokens."""
 MESSAGES = {
     (SUMS, WHOLE): ("all_reduce", ""),
     (TOKENS, WHOLE): ("gather", ""),
@@ -90,13 +88,8 @@ class BlockPlan(NamedTuple):
         return f"{how}; messages forward: {sent}"
 
 
-def plan_block(
-    config: Config, layer: Layer, hardware: Hardware, room: float, in_flight: int = 1, *, runnable: bool = False
-) -> BlockPlan | None:
-    """The fastest ways of a dense block at the configuration's tensor-parallel size that keep at most `room` bytes a
-    rank for `in_flight` micro-batches; None: none does. runnable: of those that the engine has."""
-    group = CommGroup(hardware, config.parallel.tensor_model_parallel_size)
-    chains = [block_chain(config, layer, hardware, stream, in_flight, runnable=runnable) for stream in (WHOLE, TOKENS)]
+def plan_block(chains: Sequence[Sequence[Operation]], group: CommGroup, room: float) -> BlockPlan | None:
+    """The fastest ways of a dense block, of these chains, that keep at most `room` bytes a rank; None: none does."""
 
     def at(price: float) -> BlockPlan:
         found = [cheapest(chain, group, price) for chain in chains]
@@ -113,10 +106,9 @@ def plan_block(
     return plan if plan.kept <= room else None
 
 
-def block_chain(
-    config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int, *, runnable: bool = False
-) -> list[Operation]:
-    """The operations of a block whose residual stream lies as `stream`, with their ways."""
+def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int) -> list[Operation]:
+    """The operations of a block whose residual stream lies as `stream`, with their ways, at the configuration's
+    tensor-parallel size; memory is counted for `in_flight` micro-batches."""
     model, t, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
     tokens, e, rate = micro_tokens(config), size.compute, hardware.matrix_flops[precision_name(config)]
     speed, states = rate * hardware.matrix_efficiency, size.compute + size.gradient + 3.0 * size.wide
@@ -153,10 +145,6 @@ def block_chain(
         **{"norm of the MLP": norm(), "fc1": matrix("fc1"), "fc2": matrix("fc2")},
         "stream": [Way(stream, stream, stream, 0.0, 0.0)],
     }
-    if runnable:
-        for name, kind in RUNNABLE.items():
-            full = "column of gathered" if kind == "column" and stream == TOKENS else kind
-            ways[name] = [way for way in ways[name] if way.name == full]
     width = {"core": model.query_size + 2 * model.kv_size, "proj": model.query_size, "fc2": model.ffn_size}
     return [Operation(name, tokens * width.get(name, model.hidden_size) * e, its) for name, its in ways.items()]
 
@@ -211,5 +199,7 @@ def block_text(config: Config, world_size: int, hardware: Hardware) -> str:
     if parallel.tensor_model_parallel_size == 1 or not blocks:
         return ""
     room = hardware.usable_bytes * stages / config.model.num_layers
-    found = plan_block(config, blocks[0], hardware, room, min(stages, config.num_microbatches(world_size)))
+    flying = min(stages, config.num_microbatches(world_size))
+    chains = [block_chain(config, blocks[0], hardware, stream, flying) for stream in (WHOLE, TOKENS)]
+    found = plan_block(chains, CommGroup(hardware, parallel.tensor_model_parallel_size), room)
     return f"inside a block: {found or 'no way of its operations fits by itself'}"

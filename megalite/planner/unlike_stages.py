@@ -2,7 +2,7 @@
 size, with memory for the micro-batches in flight; the best ones are then simulated as the programs that would run.
 
 How the ranks of a stage share a block is chosen with it: its tensor-parallel size by the dynamic programme, column and
-row with two all-reduces or sequence parallelism by trying both, all that the engine runs (`intra_operator.RUNNABLE`).
+row with two all-reduces or sequence parallelism by trying both, all that the engine runs.
 
 Devices are in the order of ranks. Where a cluster has nodes of several kinds (`classes`), a stage lies on one kind.
 """

@@ -40,8 +40,8 @@ from megalite.train.run_data import open_data, resolve_tokenizer
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """As a rank of the tests computes: how many threads a normalisation's backward has decides in which order it adds up
-    the gradients of its weight and bias."""
+    """As a rank of the tests computes: how many threads a normalisation's backward has decides in which order it adds
+    up the gradients of its weight and bias."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megalite import schedule as schedules
 from megalite.config.batch_size import parse_step_schedule
@@ -12,6 +12,7 @@ from megalite.config.rules.context import context_warnings
 from megalite.config.rules.idle import idle_settings
 from megalite.config.rules.lora import lora_warnings
 from megalite.config.rules.text import CP, PP, TP, VPP, divisors, listed, multiples_around
+from megalite.config.stage_meshes import StageMesh, nearest_meshes
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.values import show
 from megalite.errors import ScheduleError
@@ -151,7 +152,8 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
         return
     for micro_batches, samples in batches_in_micro_batches(config, world_size):
         for reason in parallel.schedule_problems(micro_batches):
-            yield reason + _enough_samples(parallel, micro_batches, samples)
+            legal = meshes_near(config, parallel.meshes, world_size) if reason.startswith("`stage_meshes`") else ""
+            yield reason + _enough_samples(parallel, micro_batches, samples) + (legal and f"; nearest: {legal}")
     schedule = schedules.find_schedule(name)
     if parallel.pipedream_vertical_sync and not schedule.update_per_microbatch:
         yield f"`pipedream_vertical_sync`: {name} uses one version on all stages anyway; drop it, or use pipedream"
@@ -202,6 +204,13 @@ def batches_in_micro_batches(config: Config, world_size: int) -> list[tuple[int,
     except ValueError:
         return []
     return [(size // unit, size) for size in dict.fromkeys(sizes) if size % unit == 0 and size >= unit]
+
+
+def meshes_near(config: Config, meshes: Sequence[StageMesh], world_size: int) -> str:
+    """The legal meshes of stages that are nearest to these; empty where there are none."""
+    batches = [count for count, _ in batches_in_micro_batches(config, world_size)]
+    tensor = [size for size in divisors(config.model.num_attention_heads) if config.model.legal_tensor_size(size)]
+    return "; ".join(nearest_meshes(meshes, world_size, batches, tensor))
 
 
 def _enough_samples(parallel: ParallelConfig, micro_batches: int, samples: int) -> str:

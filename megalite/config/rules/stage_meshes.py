@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules.layout import batches_in_micro_batches
-from megalite.config.rules.text import CP, EP, VPP, divisors
-from megalite.config.stage_meshes import nearest_meshes, parse_meshes
+from megalite.config.rules.layout import meshes_near
+from megalite.config.rules.text import CP, EP, VPP
+from megalite.config.stage_meshes import parse_meshes
 from megalite.errors import ConfigError
 
 ALIKE = "drop it, or give stages of one size"
@@ -25,11 +25,8 @@ def stage_meshes(config: Config, world_size: int) -> Iterator[str]:
         return
     flag, total = f"`stage_meshes`={given}", sum(mesh.size for mesh in meshes)
     if total != world_size:
-        batches = [count for count, _ in batches_in_micro_batches(config, world_size)]
-        model = config.model
-        tensor = [size for size in divisors(model.num_attention_heads) if model.legal_tensor_size(size)]
-        legal = nearest_meshes(meshes, world_size, batches, tensor)
-        near = f", or one of {'; '.join(legal)}" if legal else ""
+        legal = meshes_near(config, meshes, world_size)
+        near = f", or one of {legal}" if legal else ""
         yield f"{flag}: {total} ranks in all, the world has {world_size}; use `nprocs` {total}{near}"
     sizes = {
         CP: parallel.context.context_parallel_size,

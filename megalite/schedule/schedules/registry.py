@@ -70,18 +70,10 @@ def resolve_chunks(name: str, num_chunks: int | None) -> int:
 
 
 def shape_of(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int | None = None,
-    *,
-    num_pairs: int = 1,
-    workers: tuple[int, ...] = (),
-    vertical_sync: bool = False,
+    name: str, p: int, m: int, num_chunks: int | None = None, num_pairs: int = 1, **more: Any
 ) -> ScheduleShape:
     """The numbers that a schedule is built for, its own chunks filled in."""
-    chunks = resolve_chunks(name, num_chunks)
-    return ScheduleShape(num_ranks, num_microbatches, chunks, num_pairs, workers, vertical_sync)
+    return ScheduleShape(p, m, resolve_chunks(name, num_chunks), num_pairs, **more)
 
 
 def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:

@@ -46,7 +46,8 @@ def test_stages_that_differ() -> None:
             f"{MESHES} 1x4,1x1 --global-batch-size 6",
             5,
             f"{MESHES}: 4 replicas of a stage do not divide m = 6 micro-batches per batch; make m a multiple of 4 by "
-            "--global-batch-size, or choose replicas that divide 6 (legal: --global-batch-size=8)",
+            "--global-batch-size, or choose replicas that divide 6 (legal: --global-batch-size=8); nearest: 1x3,1x2; "
+            "1x3,2x1; 1x2,1x3",
         ),
         (
             f"{MESHES} 3x1,1x1",

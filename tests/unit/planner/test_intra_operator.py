@@ -21,6 +21,7 @@ from megalite.planner.intra_operator import (
     TOKENS,
     WHOLE,
     BlockPlan,
+    Operation,
     block_chain,
     block_text,
     cheapest,
@@ -44,8 +45,27 @@ def of(more: str = "") -> Config:
     return parse([*flags.split(), *tp.split()], world_size=4, check_files=False)
 
 
+RUNNABLE = {"qkv": "column", "core": "heads", "proj": "row", "fc1": "column", "fc2": "row"}
+"""The ways that the engine runs; columns of gathered input where the stream lies by tokens."""
+
+
 def planned(config: Config, room: float, in_flight: int = 8) -> BlockPlan | None:
-    return plan_block(config, model_layers(config.model)[1], A100, room, in_flight)
+    chains = [block_chain(config, model_layers(config.model)[1], A100, stream, in_flight) for stream in (WHOLE, TOKENS)]
+    return plan_block(chains, CommGroup(A100, 4), room)
+
+
+def run_chain(config: Config, hardware: Hardware, stream: str) -> list[Operation]:
+    """The chain of such a stream that the engine runs."""
+    chain = block_chain(config, model_layers(config.model)[1], hardware, stream, 1)
+    kinds = {
+        name: "column of gathered" if kind == "column" and stream == TOKENS else kind for name, kind in RUNNABLE.items()
+    }
+    return [one._replace(ways=[way for way in one.ways if way.name == kinds.get(one.name, way.name)]) for one in chain]
+
+
+def run_best(config: Config, hardware: Hardware, room: float) -> BlockPlan | None:
+    chains = [run_chain(config, hardware, stream) for stream in (WHOLE, TOKENS)]
+    return plan_block(chains, CommGroup(hardware, config.parallel.tensor_model_parallel_size), room)
 
 
 @pytest.mark.parametrize("more", ["", "--swiglu", "--num-query-groups 8"])
@@ -102,7 +122,7 @@ class BlockTimes:
     def layers(self, config: Config) -> Sequence[LayerTimes]:
         layers, group = model_layers(config.model), CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)
         stream = TOKENS if config.parallel.sequence_parallel else WHOLE
-        chain = block_chain(config, layers[1], self.hardware, stream, 1, runnable=True)
+        chain = run_chain(config, self.hardware, stream)
         assert all(len(operation.ways) == 1 for operation in chain)
         block = LayerTimes(forward=cheapest(chain, group, 0.0).seconds)
         return [block if layer.is_block else LayerTimes() for layer in layers]
@@ -145,8 +165,7 @@ def test_the_search_finds_the_best_of_what_the_engine_runs() -> None:
         times = {}
         for tp in legal:
             parallel = replace(config.parallel, tensor_model_parallel_size=tp)
-            layer = model_layers(config.model)[1]
-            best = plan_block(replace(config, parallel=parallel), layer, hardware, 1e15, runnable=True)
+            best = run_best(replace(config, parallel=parallel), hardware, 1e15)
             assert best is not None
             times[tp] = best
         expected = min(
@@ -178,16 +197,15 @@ def test_under_a_cap_search_and_chain_take_sequence_parallelism() -> None:
         for stream in (TOKENS, WHOLE):
             parallel = replace(config.parallel, tensor_model_parallel_size=4, pipeline_model_parallel_size=2)
             parallel = replace(parallel, sequence_parallel=stream == TOKENS, zero_stage=1)
-            one, layer = replace(config, parallel=parallel), model_layers(config.model)[1]
+            one = replace(config, parallel=parallel)
             program, cuts = program_of(one, 8), range(1, layers + 2)
             memory = [pipeline_memory(one, 8, program, [range(cut), range(cut, layers + 2)]) for cut in cuts]
             needs[stream] = min(max(rank.total for rank in ranks) for ranks in memory)
-            chain = block_chain(one, layer, hardware, stream, 1, runnable=True)
-            kept[stream] = cheapest(chain, CommGroup(hardware, 4), 0.0).kept
+            kept[stream] = cheapest(run_chain(one, hardware, stream), CommGroup(hardware, 4), 0.0).kept
         assert needs[TOKENS] < 0.97 * needs[WHOLE] and kept[TOKENS] < 0.97 * kept[WHOLE]
         for times in (0.97, 4.0):
             cap, room = times * needs[WHOLE], times * kept[WHOLE]
-            asked = plan_block(one, layer, hardware, room, runnable=True)
+            asked = run_best(one, hardware, room)
             small = replace(hardware, memory_bytes=cap + hardware.reserved_bytes)
             with patch.object(unlike_stages._Problem, "meshes", [StageMesh(4, 1)]):
                 found = best_unlike(config, [DeviceClass(8, small, BlockTimes(small))])
