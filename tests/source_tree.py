@@ -42,6 +42,7 @@ FLOORS = {
     "megalite.launch": 5,
     "megalite.parallel.context": 5,
     "megalite.parallel.expert": 5,
+    "megalite.parallel.grid": 5,
     "megalite.parallel.pipeline": 5,
     "megalite.parallel.rows": 5,
     "megalite.parallel.tensor": 5,

@@ -10,6 +10,7 @@ from megalite import schedule as schedules
 from megalite.config.restarts import Restarts
 from megalite.config.schema import OneOf, Spelled, option
 from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
+from megalite.config.tensor_grid import GridShape, TensorGrid
 from megalite.config.zero_plus_plus import ZeroPlusPlus
 from megalite.errors import ConfigError
 
@@ -110,6 +111,7 @@ class ParallelConfig:
     then those that share a sequence, then data-parallel ones, then the pipeline's."""
 
     tensor_model_parallel_size: int = option(1, "ranks that share each layer", ge=1)
+    tensor_grid: TensorGrid = TensorGrid()
     pipeline_model_parallel_size: int = option(1, "pipeline ranks p", ge=1)
     stage_meshes: str | None = option(
         None,
@@ -192,6 +194,12 @@ class ParallelConfig:
         if not self.meshes:
             return self
         return replace(self, stage_meshes=None, tensor_model_parallel_size=self.meshes[stage].tp)
+
+    @property
+    def grid(self) -> GridShape | None:
+        """Sides X, Y, Z of the grid of tensor-parallel ranks; None where each layer is cut along one side."""
+        given = self.tensor_grid
+        return given.shape(self.tensor_model_parallel_size) if given.is_grid else None
 
     @property
     def model_parallel_size(self) -> int:

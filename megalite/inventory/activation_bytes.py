@@ -55,8 +55,12 @@ def _residual_bytes(config: Config) -> int:
 
 
 def boundary_shape(config: Config) -> tuple[int, int, int]:
-    """What crosses between stages: `[s, b, h]` of the tokens of a rank, `[s/t, b, h]` under sequence parallelism."""
+    """What crosses between stages: `[s, b, h]` of the tokens of a rank, `[s/t, b, h]` under sequence parallelism, in a
+    grid of X x Y x Z ranks `[s, b/Z, h/XY]`."""
     parallel, model = config.parallel, config.model
+    if parallel.grid is not None:
+        x, y, z = parallel.grid
+        return model.seq_length, config.training.micro_batch_size // z, model.hidden_size // (x * y)
     split = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     split *= parallel.context.context_parallel_size
     return model.seq_length // split, config.training.micro_batch_size, model.hidden_size

@@ -22,7 +22,7 @@ from megalite.nn import (
     Rotary,
     initialize,
 )
-from megalite.parallel.tensor import LayerContext
+from megalite.parallel.tensor import LayerContext, make_layer
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
         blocks.append(LayerSpec(f"layers.{i}", partial(_block, own, i, rotary=turned)))
     own = block_models(config)[-1]
     turned = rotaries.get((own.rotary_base, own.rope_scaling)) if own.position_embedding_type == "rope" else None
-    head = partial(_head, config, own, turned) if config.further.depth else partial(Head, config)
+    head = partial(_head, config, own, turned) if config.further.depth else partial(make_layer, "head", Head, config)
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", head)]
 
 
@@ -84,7 +84,7 @@ def build_stack(
     if ctx.halves:
         stack: LayerStack = HalvedStack(config, layers, recompute, crossing=ctx.halves == "stage")
     else:
-        stack = LayerStack(config, layers, recompute)
+        stack = (LayerStack if ctx.grid is None else ctx.grid.stack)(config, layers, recompute)
     for parameter in stack.parameters() if config.adapted_parts else ():  # beside adapters all is frozen
         parameter.requires_grad_(placement_of(parameter).family == "adapter")
     if init_seed is not None:

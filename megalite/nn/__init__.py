@@ -16,6 +16,7 @@ only embedding and head transpose.
     rope.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
     segment.py, halves.py  pieces of a block between messages; a stage in which two half-batches take turns at them
+    grid.py                layers whose tensor-parallel ranks form a grid
     kv_cache.py            keys and values of generation
 
 A layer gets everything about the run from its `LayerContext` (`parallel.tensor`), calls collectives only through it,
@@ -30,6 +31,7 @@ from megalite.nn.attention.newer import use_newer_kernel
 from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding
+from megalite.nn.grid import GridLayers, on_grid
 from megalite.nn.halves import HalvedBlock, HalvedStack
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize

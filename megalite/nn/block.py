@@ -28,7 +28,7 @@ from megalite.nn.attention.blocked import register_operator
 from megalite.nn.attention.latent import LatentAttention
 from megalite.nn.attention.layer import Attention
 from megalite.nn.delta import GatedDeltaNet
-from megalite.nn.dropout import HiddenDropout, site_key
+from megalite.nn.dropout import HiddenDropout
 from megalite.nn.experts import MoE
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
@@ -36,7 +36,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment, chained
 from megalite.nn.uncompiled import Uncompiled
-from megalite.parallel.tensor import LayerContext, Message, add_adapters
+from megalite.parallel.tensor import LayerContext, Message, add_adapters, make_layer
 
 Mixer = Attention | LatentAttention | GatedDeltaNet
 """What lets tokens see each other: `segments`, from a normalised x to what is added to it; `linears` and `attend`, what
@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.dtype, self.branch = ctx.dtype, 1 / depth_ratio(config)
 
         def norm(*, there: bool) -> Norm | None:
-            return Norm(config.hidden_size, config, ctx, split_input=split) if there else None
+            return make_layer("norm", Norm, config.hidden_size, config, ctx=ctx, split_input=split) if there else None
 
         before, behind = config.norm_placement != "post", config.norm_placement != "pre"
         self.input_norm = norm(there=before)
@@ -70,12 +70,7 @@ class Block(nn.Module):
         if config.adapted_parts:
             add_adapters(self, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
-            HiddenDropout(
-                config.hidden_dropout,
-                key=site_key(ctx.seed, "layers", index, site),
-                part=ctx.tp.rank if split else 0,
-            )
-            for site in ("after_attention", "after_mlp")
+            HiddenDropout.of(config, ctx, "layers", index, site) for site in ("after_attention", "after_mlp")
         )
 
     def forward(self, x: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:

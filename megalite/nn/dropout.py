@@ -15,6 +15,9 @@ import hashlib
 import torch
 from torch import Tensor
 
+from megalite.config import ModelConfig
+from megalite.parallel.tensor import LayerContext
+
 MASK = 0xFFFFFFFF
 
 
@@ -61,9 +64,17 @@ def keyed_dropout(x: Tensor, p: float, keys: Tensor, channels: Tensor) -> Tensor
 class HiddenDropout:
     """Dropout of one site of the residual stream, `[s, b, h]` or this rank's `[s/t, b, h]`. Costs nothing at p = 0."""
 
-    def __init__(self, p: float, *, key: Tensor, part: int) -> None:
-        """part: which piece of the sequence `x` is (the rank under sequence parallelism, else 0)."""
-        self.p, self.key, self.part = p, key, part
+    def __init__(self, p: float, *, key: Tensor, part: int, first_channel: int = 0) -> None:
+        """part: which piece of the sequence `x` is (the rank under sequence parallelism, else 0). first_channel: the
+        logical number of its first channel."""
+        self.p, self.key, self.part, self.first_channel = p, key, part, first_channel
+
+    @classmethod
+    def of(cls, config: ModelConfig, ctx: LayerContext, *site: int | str) -> HiddenDropout:
+        """That of a site of a model on this rank."""
+        part = ctx.tp.rank if ctx.sequence_split else 0
+        first = 0 if ctx.grid is None else ctx.grid.first_channel(config.hidden_size)
+        return cls(config.hidden_dropout, key=site_key(ctx.seed, *site), part=part, first_channel=first)
 
     def __call__(self, x: Tensor, sample_ids: Tensor, places: Tensor | None = None, *, training: bool) -> Tensor:
         """places: int64, positions in the sample of the tokens of which x is a piece; None: 0, 1, 2 ..."""
@@ -72,4 +83,5 @@ class HiddenDropout:
         own = slice(self.part * x.shape[0], (self.part + 1) * x.shape[0])
         places = torch.arange(own.stop, device=x.device) if places is None else places
         keys = token_keys(self.key, sample_ids, places[own])
-        return keyed_dropout(x, self.p, keys, torch.arange(x.shape[-1], device=x.device))
+        channels = torch.arange(self.first_channel, self.first_channel + x.shape[-1], device=x.device)
+        return keyed_dropout(x, self.p, keys, channels)

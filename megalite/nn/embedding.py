@@ -9,8 +9,8 @@ from megalite.comm import own_slice
 from megalite.config import ModelConfig
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
-from megalite.nn.dropout import HiddenDropout, site_key
-from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, new_parameter
+from megalite.nn.dropout import HiddenDropout
+from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, make_layer, new_parameter
 
 
 class PositionEmbedding(nn.Module):
@@ -40,20 +40,16 @@ class Embedding(nn.Module):
         sizes = config.vocab_size, config.padded_vocab_size(ctx.tp.size), config.hidden_size
         self.on_host = ctx.host_embedding is not None
         self.word_embeddings = (
-            VocabParallelEmbedding(*sizes, init_std=config.init_method_std, ctx=ctx)
+            make_layer("words", VocabParallelEmbedding, *sizes, init_std=config.init_method_std, ctx=ctx)
             if ctx.host_embedding is None
             else ctx.host_embedding(ctx)
         )
         learned = config.position_embedding_type == "learned_absolute"
-        self.position_embeddings = PositionEmbedding(config, ctx) if learned else None
+        self.position_embeddings = make_layer("positions", PositionEmbedding, config, ctx) if learned else None
         multiplier = config.embedding_multiplier
         self.multiplier = None if multiplier is None else float(torch.tensor(multiplier, dtype=ctx.dtype))
         self.dtype = ctx.wide_dtype if config.fp32_residual_connection else ctx.dtype
-        self.dropout = HiddenDropout(
-            config.hidden_dropout,
-            key=site_key(ctx.seed, "embedding"),
-            part=ctx.tp.rank if ctx.sequence_split else 0,
-        )
+        self.dropout = HiddenDropout.of(config, ctx, "embedding")
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         x = self.word_embeddings(microbatch if self.on_host else microbatch.tokens.t())

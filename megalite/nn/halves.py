@@ -175,16 +175,17 @@ def split(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
     """(The first half of the samples, the second)."""
     middle = microbatch.shape[0] // 2
 
-    share = None if microbatch.share is None else microbatch.share / 2
+    half = replace(microbatch, share=None if microbatch.share is None else microbatch.share / 2)
+    return of_samples(half, slice(middle)), of_samples(half, slice(middle, None))
 
-    def part(samples: slice) -> Microbatch:
-        values = {name: getattr(microbatch, name) for name in _PER_SAMPLE}
-        own = {name: value[samples] for name, value in values.items() if value is not None}
-        whole, starts = microbatch.documents, microbatch.document_starts
-        documents = None if whole is None or starts is None else whole.part(samples, starts.shape[1])
-        return replace(microbatch, share=share, documents=documents, **own)
 
-    return part(slice(middle)), part(slice(middle, None))
+def of_samples(microbatch: Microbatch, samples: slice) -> Microbatch:
+    """Some of the samples (views)."""
+    values = {name: getattr(microbatch, name) for name in _PER_SAMPLE}
+    own = {name: value[samples] for name, value in values.items() if value is not None}
+    whole, starts = microbatch.documents, microbatch.document_starts
+    documents = None if whole is None or starts is None else whole.part(samples, starts.shape[1])
+    return replace(microbatch, documents=documents, **own)
 
 
 def run_halves(

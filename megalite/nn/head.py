@@ -61,6 +61,11 @@ class Head(nn.Module):
             self.output.weight.sink_uses = uses  # type: ignore[attr-defined]  # ours: contributions per micro-batch
             self.copies.append(further.word_embeddings)
 
+    @property
+    def weight(self) -> Tensor:
+        """Of the products: rows of the vocabulary."""
+        return self.output.weight
+
     def compile_loss(self, backend: str) -> None:
         """`torch.compile` for what the loss computes between its GEMMs. (On a CPU the eager operations are faster.)"""
         self.kernels = LossKernels.compiled(backend)
@@ -79,7 +84,7 @@ class Head(nn.Module):
 
     def loss_of(self, x: Tensor, labels: Tensor, weights: Tensor, token_losses_to: Tensor | None = None) -> Tensor:
         """The same of a normalised x and labels and weights `[b, s]`. token_losses_to: `[s, b]`."""
-        weight = self.output.weight
+        weight = self.weight
         return fused_cross_entropy(
             self._narrowed(x).flatten(0, 1),
             weight,
@@ -94,7 +99,7 @@ class Head(nn.Module):
     @torch.no_grad()
     def token_losses(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The cross entropy of every token, unweighted, `[b, s]` in fp32 or wider; no gradient."""
-        weight = self.output.weight
+        weight = self.weight
         x = self._normalised(x)
         losses = token_losses(x.flatten(0, 1), weight, microbatch.labels.t().reshape(-1), shard=self._shard(weight))
         return losses.view(x.shape[0], x.shape[1]).t()
@@ -110,7 +115,7 @@ class Head(nn.Module):
     @torch.no_grad()
     def local_logits(self, x: Tensor) -> Tensor:
         """Logits of this rank's part of the padded vocabulary, `[s, b, V_padded/t]`, from id rank * V_padded/t on."""
-        weight = self.output.weight
+        weight = self.weight
         x = self._normalised(x)
         dtype = product_dtype(x.dtype, x.device.type)
         local = torch.matmul(x.to(dtype), weight.to(dtype).t())

@@ -8,7 +8,7 @@ from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import activation_of
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Message, RowParallelLinear
+from megalite.parallel.tensor import LayerContext, Message, column_linear, row_linear
 
 
 class MLP(nn.Module):
@@ -21,8 +21,8 @@ class MLP(nn.Module):
         h, f, bias = config.hidden_size, config.ffn_size if width is None else width, config.add_bias_linear
         parts = 2 if config.gated else 1
         activation, gradient = activation_of(config)
-        self.fc1 = ColumnParallelLinear(h, f, parts=parts, bias=bias, init_std=hidden_std(config), ctx=ctx)
-        self.fc2 = RowParallelLinear(
+        self.fc1 = column_linear(h, f, parts=parts, bias=bias, init_std=hidden_std(config), ctx=ctx)
+        self.fc2 = row_linear(
             f,
             h,
             bias=bias,

@@ -210,6 +210,10 @@ def describe_layout(config: Config, world_size: int) -> str:
         "ep": parallel.experts.expert_model_parallel_size,
     }
     parts = [" x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"]
+    if parallel.grid is not None:
+        parts.append(
+            f"tp as a {parallel.tensor_grid.tensor_parallel_mode} grid of {' x '.join(map(str, parallel.grid))}"
+        )
     if parallel.meshes:
         parts = [f"pp{sizes['pp']} of {parallel.stage_meshes} (tp x replicas)"]
     if sizes["pp"] > 1:

@@ -32,7 +32,7 @@ from megalite.gradient import WeightGradQueue
 from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, boundary_shape, given_plan
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
-from megalite.nn import LayerStack, fill
+from megalite.nn import LayerStack, fill, on_grid
 from megalite.optim import Delay
 from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
@@ -245,6 +245,8 @@ def _build_module(
         host_embedding=None if rows is None else layer_of(rows),
         deferred=True,
     )
+    grid = config.parallel.grid
+    context = context if grid is None else on_grid(context, mesh, grid, config.padded_vocab_size())
     stack = build_stack(config.model, specs, context, recompute=recompute)
     if config.gathers_float8:
         gather_rounded(stack)

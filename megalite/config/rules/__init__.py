@@ -45,6 +45,7 @@ from megalite.config.rules.run import (
 )
 from megalite.config.rules.shape import model_shape, recompute
 from megalite.config.rules.stage_meshes import stage_meshes, training_stage_meshes
+from megalite.config.rules.tensor_grid import tensor_grid
 from megalite.config.rules.zero_plus_plus import zero_plus_plus
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
@@ -91,6 +92,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     param_offload,
     zero_plus_plus,
     partial_backprop,
+    tensor_grid,
     data,
     checkpoint,
     from_checkpoint,

@@ -25,7 +25,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, Linear, Message, RowParallelLinear
+from megalite.parallel.tensor import LayerContext, Linear, Message, column_linear, row_linear
 
 
 class Attention(nn.Module):
@@ -39,14 +39,14 @@ class Attention(nn.Module):
         self.sharers = ctx.sharers
         assert self.sharers.size == max(1, ctx.tp.size // g), "ranks that share a key have to be known"
         self.query_multiplier, self.gated = config.query_multiplier, config.attention_output_gate
-        self.qkv = ColumnParallelLinear(
+        self.qkv = column_linear(
             h,
             config.qkv_size,
             bias=config.has_qkv_bias,
             init_std=hidden_std(config),
             ctx=ctx,
         )
-        self.proj = RowParallelLinear(
+        self.proj = row_linear(
             config.query_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
         self.q_norm = head_norm(config.query_size, config, ctx) if config.qk_layernorm else None

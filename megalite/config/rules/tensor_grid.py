@@ -1,0 +1,99 @@
+"""Rules of tensor parallelism over grids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megalite.config.root import Config
+from megalite.config.rules.text import TP, divisors, listed, multiples_around
+from megalite.config.tensor_grid import grids_of
+from megalite.config.update_rules import OPTIMIZER_SPECS
+
+
+def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
+    """Do the ranks make such a grid, and does it divide the model? What has no place in one."""
+    given, ranks = config.parallel.tensor_grid, config.parallel.tensor_model_parallel_size
+    mode, sides = given.tensor_parallel_mode, given.tensor_parallel_grid
+    flag = f"`tensor_parallel_mode`={mode}"
+    if sides is not None and mode != "4d":
+        yield f"`tensor_parallel_grid`={','.join(map(str, sides))}: {flag} has a grid of its own; use 4d, or drop it"
+    if not given.is_grid:
+        return
+    yield from _left_out(config, flag)
+    x, y, z = given.shape(ranks)
+    if not x:
+        if mode == "4d" and (sides is None or len(sides) != 3):
+            yield f"{flag}: needs `tensor_parallel_grid` with three numbers, such as 1 2 {max(1, ranks // 2)}"
+        elif mode == "4d":
+            product = " x ".join(map(str, sides or ()))
+            yield f"`tensor_parallel_grid`: {product} = {math.prod(sides or ())} ranks, not {TP}={ranks}; use as many"
+        else:
+            legal = listed(sorted({math.prod(shape) for shape in grids_of(mode, max(64, 2 * ranks))}))
+            yield f"{TP}={ranks}: {flag} has grids of {legal} ranks; use one of them, or 4d with a grid of your own"
+        return
+    yield from _divides(config, flag, (x, y, z))
+
+
+def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator[str]:
+    model, samples = config.model, config.training.micro_batch_size
+    x, y, z = shape
+    wide, grid = x * y, f"a grid of {x} x {y} x {z}"
+    if wide == 1:
+        yield f"{flag}: {grid} cuts no features, as data parallelism does; drop it for `zero_stage`, or widen the grid"
+    if model.query_groups % wide:
+        legal = listed(divisors(model.query_groups))
+        yield (
+            f"{flag}: {grid} shares heads over {wide}, which does not divide {model.query_groups} groups of queries; "
+            f"legal: {legal}"
+        )
+    if samples % z:
+        yield (
+            f"`micro_batch_size`={samples}: not divisible by the {z} ranks of {grid} that share samples; use "
+            f"{multiples_around(samples, z)}"
+        )
+    if model.seq_length % (wide * z):
+        near = multiples_around(model.seq_length, wide * z)
+        yield f"`seq_length`={model.seq_length}: not divisible by the {wide * z} ranks of {grid}; use {near}"
+    for name, size in (("hidden_size", model.hidden_size), ("ffn_hidden_size", model.ffn_size)):
+        if size % (wide * z):
+            near = multiples_around(size, wide * z)
+            yield f"`{name}`={size}: not divisible by the {wide * z} ranks of {grid}; use {near}"
+
+
+def _left_out(config: Config, flag: str) -> Iterator[str]:
+    """What is defined for tensor parallelism of one dimension alone."""
+    model, parallel, training = config.model, config.parallel, config.training
+    offload = config.optimizer.offload
+    one, state = "which is cut along one side", "whose layers are cut along one side"
+    reasons = {
+        "sequence_parallel": (parallel.sequence_parallel, "a grid splits all activations already"),
+        "tp_comm_overlap": (parallel.tp_comm_overlap, "whose halves wait for other messages"),
+        "context_parallel_size": (parallel.context.context_parallel_size > 1, "which cuts sequences"),
+        "stage_meshes": (parallel.stage_meshes, "whose stages are cut along one side"),
+        "num_experts": (model.experts.num_experts is not None, "whose tokens travel"),
+        "model_module": (model.is_foreign, "whose layers are its own"),
+        "multi_latent_attention": (model.mixer == "latent", state),
+        "experimental_attention_variant": (model.mixer == "delta", state),
+        "softmax_type": (model.softmax_type == "learnable", "whose sinks are cut along one side"),
+        "qk_layernorm_across_heads": (model.qk_layernorm_across_heads, one),
+        "qk_clip": (model.clip.qk_clip, "which looks at all queries"),
+        "mtp_num_layers": (model.further.mtp_num_layers, state),
+        "lora_rank": (model.lora.lora_rank, state),
+        "fp8_format": (training.float8.fp8_format, "whose scales are of matrices cut along one side"),
+        "compile": (training.compile, "whose norms send nothing"),
+        "partial_backprop_groups": (training.partial_backprop_groups > 1, "which counts whole micro-batches"),
+        "embedding_offload": (offload.embedding_offload, "whose rows are on one host"),
+        "loss_by_part": (config.data.loss_by_part, "which looks at all tokens of a micro-batch"),
+        "sample_interval": (config.logging.samples.sample_interval, "which generates with layers cut along one side"),
+        "eval_tasks_interval": (
+            config.logging.eval_tasks.eval_tasks_interval,
+            "which scores with layers cut along one side",
+        ),
+    }
+    spec = OPTIMIZER_SPECS[config.optimizer.optimizer]
+    if spec.whole or spec.statistics:
+        yield f"{flag}: not with `optimizer`={config.optimizer.optimizer}, which needs whole rows; use adam or sgd"
+    for name, (there, why) in reasons.items():
+        if there:
+            yield f"{flag}: not with `{name}`, {why}; drop one"

@@ -1,0 +1,198 @@
+"""The layers of a model whose tensor-parallel ranks form a grid (`parallel.grid`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalite.comm import Axis, ParallelMesh, reduce_from_axis
+from megalite.config import GridShape, ModelConfig
+from megalite.inventory import ParameterPlacement, placement_of
+from megalite.microbatch import Microbatch
+from megalite.nn.embedding import PositionEmbedding
+from megalite.nn.halves import of_samples
+from megalite.nn.head import Head, OutputLayer
+from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.norm import Norm, widened
+from megalite.nn.stack import LayerStack
+from megalite.parallel.grid import (
+    Grid,
+    Sides,
+    features_to_tokens,
+    gather_parameter,
+    grid_norm,
+    grid_product,
+    sum_to_features,
+)
+from megalite.parallel.tensor import (
+    WORD_EMBEDDINGS,
+    LayerContext,
+    LayerMakers,
+    Message,
+    lookup,
+    new_parameter,
+    product_dtype,
+    vocab_parameter,
+)
+
+TENSOR = frozenset({"tp"})
+
+
+class GridLayers(LayerMakers):
+    """Makes the layers of one grid (`LayerContext.grid`); each takes what the layer takes in whose place it is."""
+
+    def __init__(self, grid: Grid, padded_vocabulary: int) -> None:
+        self.column = partial(GridLinear, grid, True)
+        self.row = partial(GridLinear, grid, False)
+        self.norm = partial(GridNorm, grid)
+        self.words = partial(GridWords, grid, padded_vocabulary)
+        self.positions = partial(GridPositions, grid)
+        self.head = partial(GridHead, grid)
+        self.stack = partial(GridStack, grid)
+        self._grid = grid
+
+    def first_channel(self, hidden_size: int) -> int:
+        """Number of this rank's first feature of the residual stream."""
+        begin: int = self._grid.features(hidden_size).start
+        return begin
+
+
+def on_grid(ctx: LayerContext, mesh: ParallelMesh, shape: GridShape, padded_vocabulary: int) -> LayerContext:
+    """The context in which the ranks of the tensor axis form a grid of this shape. Collective at first use."""
+    grid = Grid.of(mesh, shape)
+    return replace(ctx, tp=grid.columns, sharers=Axis.single("keys"), grid=GridLayers(grid, padded_vocabulary))
+
+
+class GridLinear(nn.Module):
+    """y = x A^T + b, `[s, b/Z, in/P]` -> `[s, b/Z, parts * out/P]` with P = X Y; the arguments of
+    `ColumnParallelLinear` and `RowParallelLinear`."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        column: bool,
+        in_features: int,
+        out_features: int,
+        *,
+        parts: int = 1,
+        bias: bool,
+        init_std: float,
+        ctx: LayerContext,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self.activation_gradient = activation, activation_gradient
+        self.weight_grads = ctx.weight_grads
+        out, inner = (grid.outer, grid.inner) if column else (grid.inner, grid.outer)
+        self.sides = Sides(out, inner, grid.tokens, parts, product_dtype(ctx.dtype, torch.device(ctx.device).type))
+        stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
+        rows, width = out_features // (out.size * grid.tokens.size), in_features // inner.size
+        begin = (out.rank * grid.tokens.size + grid.tokens.rank) * rows
+        offset = (*origin, begin, inner.rank * width)
+        place = ParameterPlacement((*stack, out_features, in_features), offset, TENSOR, init_std=init_std)
+        self.weight = new_parameter((*stack, rows, width), place, ctx)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            own = out_features // grid.ranks.size
+            part = (out.rank * inner.size + inner.rank) * grid.tokens.size + grid.tokens.rank
+            place = ParameterPlacement((*stack, out_features), (*origin, part * own), TENSOR, decay=False)
+            self.bias = new_parameter((*stack, own), place, ctx)
+
+    def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
+        """Its messages go at once."""
+        y = grid_product(x, self.weight, self.sides, self.weight_grads, self.activation, self.activation_gradient)
+        return y if self.bias is None else y + gather_parameter(self.bias, self.sides.tokens, -1).flatten()
+
+
+class GridNorm(Norm):
+    """A norm of the residual stream, `[s, b/Z, h/P]`. Every rank has all weights and uses those of its features."""
+
+    def __init__(self, grid: Grid, size: int, config: ModelConfig, ctx: LayerContext, *, split_input: bool) -> None:
+        super().__init__(size, config, ctx, split_input=True)
+        self.axis, self.own = grid.columns, grid.features(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight[self.own]
+        bias = None if self.bias is None else self.bias[self.own]
+        factor = 1.0 + widened(weight) if self.plus_one else weight
+        return grid_norm(x, factor, bias, self.axis, self.epsilon).to(weight.dtype)
+
+
+class GridWords(nn.Module):
+    """The word embedding, padded to `rows`: ranks with the same samples share the vocabulary.
+
+    `[s, b/Z]` -> `[s, b/Z, h/P]`.
+    """
+
+    def __init__(
+        self, grid: Grid, rows: int, vocab_size: int, _: int, hidden_size: int, *, init_std: float, ctx: LayerContext
+    ) -> None:
+        super().__init__()
+        self.grid, self.weight_grads = grid, ctx.weight_grads
+        self.weight = vocab_parameter(vocab_size, rows, hidden_size, init_std=init_std, ctx=replace(ctx, tp=grid.ranks))
+        self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]  # ours, on a tensor of torch's
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = gather_parameter(self.weight, self.grid.tokens, -2)
+        ids = ids - self.grid.columns.rank * len(weight)
+        own = (ids >= 0) & (ids < len(weight))
+        x = lookup(ids.clamp(0, len(weight) - 1), weight, self.weight_grads)
+        return sum_to_features(x * own[..., None], self.grid)
+
+
+class GridPositions(PositionEmbedding):
+    """Learned positions, of which each rank has all and uses its features."""
+
+    def __init__(self, grid: Grid, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__(config, ctx)
+        self.own = grid.features(config.hidden_size)
+        place = replace(placement_of(self.weight), partial=TENSOR)
+        self.weight.placement = place  # type: ignore[attr-defined]  # ours, on a tensor of torch's
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """int64 `[s, b/Z]` -> `[s, b/Z, h/P]`."""
+        return super().forward(positions)[..., self.own]
+
+
+class GridHead(Head):
+    """The head of the samples of a rank: it gets all features of a part of the sequence, as under sequence parallelism,
+    and its loss is the sum over all samples of the micro-batch."""
+
+    def __init__(self, grid: Grid, config: ModelConfig, ctx: LayerContext) -> None:
+        super().__init__(config, replace(ctx, sequence_parallel=True))
+        self.grid, self.output = grid, OutputLayer(config, replace(ctx, tp=grid.ranks))
+        self.copies = [self.output] if self.copies else []
+
+    @property
+    def weight(self) -> Tensor:
+        """Rows of the vocabulary, those of the ranks with other samples, too."""
+        return gather_parameter(self.output.weight, self.grid.tokens, -2)
+
+    def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
+        """`[s, b/Z, h/P]` -> the loss of all Z parts of the micro-batch."""
+        return reduce_from_axis(super().forward(features_to_tokens(x, self.grid), microbatch), self.grid.tokens)
+
+
+class GridStack(LayerStack):
+    """A stage that works on this rank's samples of each micro-batch."""
+
+    def __init__(self, grid: Grid, *given: Any) -> None:
+        super().__init__(*given)
+        self.grid = grid
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        return super().forward(*self._own(x, microbatch))
+
+    def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
+        return super().body(*self._own(x, microbatch), cache)
+
+    def _own(self, x: Tensor | None, microbatch: Microbatch) -> tuple[Tensor | None, Microbatch]:
+        count = microbatch.shape[0] // self.grid.tokens.size
+        own = of_samples(microbatch, slice(self.grid.tokens.rank * count, (self.grid.tokens.rank + 1) * count))
+        return None if x is None else x.reshape(-1, count, x.shape[-1]), own

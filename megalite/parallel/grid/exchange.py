@@ -1,0 +1,104 @@
+"""What ranks of a grid send one another: parts of features, of weights and of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.comm import Axis, all_gather, all_to_all, reduce_scatter
+from megalite.gradient import Node, sink_of
+from megalite.parallel.grid.axes import Grid
+
+
+def gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' x one after the other along `dim` (negative)."""
+    if axis.size == 1:
+        return x
+    return all_gather(x[None], axis).movedim(0, dim - 1).flatten(dim - 1, dim)
+
+
+def summed(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's part along `dim` (negative) of the sum of the ranks' x."""
+    if axis.size == 1:
+        return x
+    return reduce_scatter(x.unflatten(dim, (axis.size, -1)).movedim(dim - 1, 0).contiguous(), axis)[0]
+
+
+def gather_parameter(parameter: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The parts of a parameter along `dim` (negative) together; its gradient, summed over the axis, goes to its
+    sink."""
+    return _GatherParameter.apply(parameter, axis, dim)
+
+
+class _GatherParameter(Node):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim, ctx.sink = axis, dim, sink_of(parameter)
+        return parameter.view_as(parameter) if axis.size == 1 else gathered(parameter, axis, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = summed(dy, ctx.axis, ctx.dim)
+        if ctx.sink is None:
+            return gradient, None, None
+        ctx.sink.add(gradient.contiguous())
+        return None, None, None
+
+
+def features_to_tokens(x: Tensor, grid: Grid) -> Tensor:
+    """The residual stream with all features of a part of the sequence: `[s, b, h/XY]` -> `[s/XY, b, h]`."""
+    return _Reordered.apply(x, grid, _to_tokens, _to_features)
+
+
+def sum_to_features(x: Tensor, grid: Grid) -> Tensor:
+    """`[s, b, h]`, of which each of X Y ranks has an addend -> its features of the sum, `[s, b, h/XY]`."""
+    return _Reordered.apply(x, grid, _sum_features, _all_features)
+
+
+class _Reordered(Node):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, grid: Grid, there: Callable[[Tensor, Grid], Tensor], back: Callable[[Tensor, Grid], Tensor]
+    ) -> Tensor:
+        ctx.grid, ctx.back = grid, back
+        y: Tensor = there(x, grid)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(dy, ctx.grid), None, None, None
+
+
+def _joined(parts: Tensor, grid: Grid) -> Tensor:
+    """Features `[XY, ..., n]` of ranks in the order of `columns` -> `[..., X Y n]`, in that of the residual stream."""
+    split = parts.unflatten(0, (grid.outer.size, grid.inner.size))
+    joined: Tensor = split.movedim((1, 0), (-3, -2)).flatten(-3)
+    return joined
+
+
+def _parted(x: Tensor, grid: Grid) -> Tensor:
+    """The reverse."""
+    split = x.unflatten(-1, (grid.inner.size, grid.outer.size, -1))
+    parted: Tensor = split.movedim((-3, -2), (1, 0)).flatten(0, 1).contiguous()
+    return parted
+
+
+def _to_tokens(x: Tensor, grid: Grid) -> Tensor:
+    return _joined(all_to_all(x.unflatten(0, (grid.columns.size, -1)), grid.columns), grid)
+
+
+def _to_features(x: Tensor, grid: Grid) -> Tensor:
+    return all_to_all(_parted(x, grid), grid.columns).flatten(0, 1)
+
+
+def _sum_features(x: Tensor, grid: Grid) -> Tensor:
+    return reduce_scatter(_parted(x, grid), grid.columns)[0]
+
+
+def _all_features(x: Tensor, grid: Grid) -> Tensor:
+    return _joined(all_gather(x[None], grid.columns), grid)
