@@ -189,6 +189,7 @@ def _storage(gpu: Gpu) -> dict[str, Any]:
 
     return {
         "resize_": resized,
+        "data_ptr": lambda storage: _address(gpu, storage),
         "is_cuda": property(there),
         "device": property(lambda x: DEVICE if there(x) else device_of(x) if gpu.true_device else torch.device("cpu")),
     }

@@ -12,7 +12,7 @@ from megalite.rehearsal.memory import of_log
 from megalite.rehearsal.pieces import Piece
 from megalite.rehearsal.rank import and_the_first, record_rank
 from megalite.rehearsal.record import Communicators
-from megalite.rehearsal.report import Report, judged
+from megalite.rehearsal.report import Report, judged, recorded
 from megalite.rehearsal.streams import Gpu
 
 TEXT = 1 << 14
@@ -46,5 +46,5 @@ def rehearse(function: Callable[[World], object], nprocs: int, *, ranks: Sequenc
         return ()
 
     known, chosen = Communicators(), and_the_first(range(nprocs) if ranks is None else ranks, nprocs)
-    records = {rank: record_rank(trains, rank, nprocs, known) for rank in chosen}
+    records = recorded(chosen, lambda rank: record_rank(trains, rank, nprocs, known))
     return judged(records, nprocs, lambda: [of_log(record, record.log, None) for record in records.values()])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +82,8 @@ class Held:
 
 @dataclass(eq=False)
 class Piece:
-    """A piece of work that waits. begin: what can be seen of it before it is done."""
+    """A piece of work that waits. begin: what can be seen of it before it is done. heirs: what the pool may have made
+    since of memory that it writes."""
 
     number: int
     line: Line
@@ -90,11 +91,18 @@ class Piece:
     begin: Callable[[], None]
     run: Callable[[], None]
     held: Sequence[Held]
+    written: Sequence[Held] = ()
+    heirs: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     begun: bool = False
 
     @property
     def time(self) -> int:
         return self.clock[self.line.number]
+
+    def end(self) -> None:
+        self.run()
+        for storage in filter(None, (heir() for heir in self.heirs)):
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # of real numbers NaN
 
 
 SHAPED_BY_VALUES = ("repeat_interleave",)
@@ -121,7 +129,7 @@ class Late(Computed):
     def __call__(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], *, there: bool) -> Any:
         self._gpu.local.job = None
         line = self._gpu.current.line
-        if there and not function.is_view and name not in ALLOCATE:
+        if there and name not in ALLOCATE:
             seeded = torch.Tag.nondeterministic_seeded in function.tags
             waits = name in SHAPED_BY_VALUES or waits_for_values(name, args, kwargs)
             if self.is_late(line) and not seeded and not waits:
@@ -200,16 +208,17 @@ class Late(Computed):
                 if (x := target.find()) is not None:
                     x.copy_(value)
 
-        self.put_off(line, begin, run, [*targets, *(x for x in leaves if isinstance(x, Held))], into)
+        self.put_off(line, begin, run, [*targets, *(x for x in leaves if isinstance(x, Held))], into, [*targets, *into])
 
     # ---- when --------------------------------------------------------------------------------------------------------
 
     def put_off(
-        self, line: Line, begin: Callable[[], None], run: Callable[[], None], held: Sequence[Held], into: Sequence[Held]
-    ) -> None:
+        self, line: Line, begin: Callable[[], None], run: Callable[[], None], held: Sequence[Held],
+        into: Sequence[Held], written: Sequence[Held] = (),
+    ) -> None:  # fmt: skip
         """Work that was just given to `line`. Its targets are NaN from now on, where no earlier work needs them."""
         with self._gpu.ledger.lock:
-            piece = Piece(next(self._numbers), line, dict(line.clock), begin, run, held)
+            piece = Piece(next(self._numbers), line, dict(line.clock), begin, run, held, written)
             busy = {id(h.memory) for pieces in self._pieces.values() for other in pieces for h in other.held}
             self._pieces.setdefault(line.number, deque()).append(piece)
             if busy.isdisjoint(id(h.memory) for h in into):
@@ -222,6 +231,13 @@ class Late(Computed):
             piece.begun = True
             with self._gpu.state(quiet=True, true_device=True), torch.no_grad():
                 piece.begin()
+
+    def allocates(self, storage: torch.UntypedStorage, line: Line | None) -> None:
+        """Work that waits may write this instead of what it was given, where nobody else holds that any more."""
+        for piece in self._pieces.get(line.number, ()) if line is not None else ():
+            own = [h.storage for h in piece.written if h.memory.line is line and h.storage is not None]
+            if any(torch._C._storage_Use_Count(x._cdata) == 1 for x in own):
+                piece.heirs.append(weakref.ref(storage))
 
     def waited(self, line: Line) -> None:
         """What `line` frees from now on nobody else has before this work is over."""
@@ -264,7 +280,7 @@ class Late(Computed):
                 piece = max(ready, key=lambda piece: piece.number)
                 self._begin(piece)
                 self._pieces[piece.line.number].popleft()
-                piece.run()
+                piece.end()
             self._begin_what_can()
 
     def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
@@ -279,7 +295,7 @@ class Late(Computed):
             for piece in reversed(needed):
                 self._begin(piece)
                 self._pieces[piece.line.number].remove(piece)
-                piece.run()
+                piece.end()
 
     def keep(self, x: Tensor, line: Line) -> None:
         """`record_stream`."""

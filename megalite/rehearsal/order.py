@@ -23,7 +23,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,9 +55,9 @@ def where() -> str:
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(lines) < FRAMES:
-        name = shown(frame.f_code.co_filename)
-        if name:
-            lines.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+        code = frame.f_code
+        if name := shown(code.co_filename):
+            lines.append(f"{name}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back
     return " < ".join(lines)
 
@@ -75,31 +75,32 @@ class Line:
         self.clock[self.number] = self.clock.get(self.number, 0) + 1
         return self.clock[self.number]
 
+    def knows(self, access: Access) -> bool:
+        return self.clock.get(access.line.number, 0) >= access.time
+
     def learn(self, clock: Clock) -> None:
         """What comes next begins when all of that is over."""
         for number, time in clock.items():
             if self.clock.get(number, 0) < time:
                 self.clock[number] = self.learned[number] = time
 
-    def knows(self, access: Access) -> bool:
-        return self.clock.get(access.line.number, 0) >= access.time
 
-
-@dataclass(frozen=True)
-class Region:
-    """Elements of a storage, in bytes."""
+class Region(NamedTuple):
+    """Elements of a storage, in bytes. shape, strides: where they do not fill a stretch of memory."""
 
     begin: int
     end: int
-    dense: bool
-    width: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    dense: bool = True
+    width: int = 1
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x: Tensor) -> Region:
         width = x.element_size()
         begin = int(x.storage_offset()) * width
+        if x.is_contiguous():
+            return cls(begin, begin + x.numel() * width)
         end = begin + width * (1 + sum((n - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True)))
         return cls(begin, end, is_dense(x), width, tuple(x.shape), x.stride())
 
@@ -112,18 +113,20 @@ class Region:
             return False
         if self.dense and other.dense:
             return True
-        if max(self.end - self.begin, other.end - other.begin) > EXACT * self.width:
+        if max(self.end - self.begin, other.end - other.begin) > EXACT * max(self.width, other.width):
             return True
         return not self._bytes().isdisjoint(other._bytes())
 
     def _bytes(self) -> set[int]:
+        if self.dense:
+            return set(range(self.begin, self.end))
         starts = [self.begin]
         for n, stride in zip(self.shape, self.strides, strict=True):
             starts = [start + i * stride * self.width for start in starts for i in range(n)]
         return {start + i for start in starts for i in range(self.width)}
 
 
-EVERYTHING = Region(0, sys.maxsize, True, 1, (), ())
+EVERYTHING = Region(0, sys.maxsize)
 
 
 def is_dense(x: Tensor) -> bool:
@@ -138,8 +141,7 @@ def is_dense(x: Tensor) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """freed: where its memory was freed, of an access to what the memory was before."""
 
     line: Line
@@ -171,7 +173,8 @@ class Race:
 class Memory:
     """A storage. line: the stream whose pool it comes from; None: on the host. registered: page-locked in place, so
     that its owner, not torch, sees to it that no copy still uses it when it goes. recorded: numbers of the lines that
-    the allocator knows to use it. known: its bytes, where it is without memory and somebody knows them."""
+    the allocator knows to use it. known: its bytes, where it is without memory and somebody knows them. goes: tells
+    that its storage has gone."""
 
     line: Line | None
     pinned: bool
@@ -181,6 +184,7 @@ class Memory:
     known: Tensor | None = None
     seen: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
+    goes: object = None
 
     @property
     def on_device(self) -> bool:
@@ -235,12 +239,17 @@ class Ledger:
         """Its memory; what nobody has announced is on the host."""
         storage = x.untyped_storage()
         memory = self._memory.get(storage._cdata) or self.enter(storage, None)
-        if not memory.pinned and not memory.on_device and storage.data_ptr() in self.locked:
+        if memory.line is None and not memory.pinned and storage.data_ptr() in self.locked:
             memory.pinned = memory.registered = True
         return memory
 
     def find(self, storage: torch.UntypedStorage) -> Memory | None:
         return self._memory.get(storage._cdata)
+
+    def on_device(self, key: int) -> bool:
+        """Of the storage at that address."""
+        memory = self._memory.get(key)
+        return memory is not None and memory.line is not None
 
     def enter(self, storage: torch.UntypedStorage, line: Line | None, *, pinned: bool = False) -> Memory:
         """New memory, of the pool of `line` (None: on the host)."""
@@ -248,7 +257,7 @@ class Ledger:
         with self.lock:
             memory = self._memory[key] = Memory(line, pinned, storage.nbytes(), next(self._memories))
             self._allocated(memory)
-        weakref.finalize(storage, self._gone, key, memory).atexit = False
+        memory.goes = weakref.ref(storage, lambda _: self._gone(key, memory))
         return memory
 
     def _gone(self, key: int, memory: Memory) -> None:
@@ -259,12 +268,13 @@ class Ledger:
 
     def free(self, memory: Memory) -> None:
         """It goes back to its pool. Torch's own page-locked memory goes back when its copies have ended."""
-        pending = [access for access in memory.seen if not self.host.knows(access)]
+        host = self.host
+        pending = [access for access in memory.seen if not host.knows(access)]
         memory.seen = []
         if memory.line is None:
             used = [access for access in pending if memory.registered]
             for access in used[:1]:
-                now = Access(self.host, 0, True, EVERYTHING, "freeing host memory", where())
+                now = Access(host, 0, True, EVERYTHING, "freeing host memory", where())
                 self._note(Race("FREED IN USE", access, now))
             return
         self.allocated -= memory.nbytes
@@ -297,7 +307,8 @@ class Ledger:
         if memory.nbytes:
             self.log.append(("alloc", memory.number, memory.nbytes, memory.line.number, where()))
         pool = self._pools.get(memory.line.number, {})
-        memory.seen = [access for access in pool.values() if not self.host.knows(access)]
+        host = self.host
+        memory.seen = [access for access in pool.values() if not host.knows(access)]
 
     # ---- work --------------------------------------------------------------------------------------------------------
 
@@ -331,14 +342,16 @@ class Ledger:
     def _access(self, x: Tensor, new: Access) -> None:
         if x.numel() == 0:
             return
-        memory, kept = self.of(x), []
+        memory, kept, clock, region, writes = self.of(x), [], new.line.clock, new.region, new.writes
         for old in memory.seen:
-            known = new.line.knows(old)
-            if (new.writes or old.writes) and not known and new.region.meets(old.region):
-                self._note(Race(_kind(old, new), old, new))
-            if not (known and new.region.covers(old.region) and (new.writes or not old.writes)):
-                kept.append(old)
-        memory.seen = [*kept, new]
+            if clock.get(old.line.number, 0) < old.time:
+                if (writes or old.writes) and region.meets(old.region):
+                    self._note(Race(_kind(old, new), old, new))
+            elif (writes or not old.writes) and region.covers(old.region):
+                continue
+            kept.append(old)
+        kept.append(new)
+        memory.seen = kept
 
     def _note(self, race: Race) -> None:
         self._races.setdefault((race.kind, race.first.place, race.second.place), race)
@@ -358,14 +371,12 @@ def _kind(old: Access, new: Access) -> str:
 
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors in nested arguments."""
+    if isinstance(values, Tensor):
+        return [values]
     found: list[Tensor] = []
-    ahead = [values]
-    while ahead:
-        value = ahead.pop()
+    for value in values.values() if isinstance(values, dict) else values if isinstance(values, (tuple, list)) else ():
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, (tuple, list)):
-            ahead.extend(reversed(value))
-        elif isinstance(value, dict):
-            ahead.extend(reversed(value.values()))
+        elif isinstance(value, (tuple, list, dict)):
+            found += tensors_in(value)
     return found

@@ -52,15 +52,17 @@ def pieces_of(opened: OpenRun) -> list[Piece]:
 
 
 def pieces(records: Mapping[int, RankRecord]) -> Iterable[Fault]:
-    """Pieces that two ranks would write, one of each pair of lines."""
+    """Pieces that are written twice, by two ranks or by one; one of each pair of lines."""
     by_name: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     found: dict[tuple[str, str], Fault] = {}
     for rank, record in records.items():
         for piece in record.pieces:
             for other, theirs in by_name[piece.name]:
-                if other != rank and piece.meets(theirs):
+                if piece.meets(theirs):
                     text = f"rank {other} saves {theirs}\n    and rank {rank} saves {piece}"
-                    fault = Fault("save", f"{text}\n    one of them holds a copy: give it a replica's number")
+                    fault = Fault(
+                        "save", f"{text}\n    one of them holds a copy: give it a replica's number, or list it once"
+                    )
                     found.setdefault((theirs.place, piece.place), fault)
             by_name[piece.name].append((rank, piece))
     return found.values()

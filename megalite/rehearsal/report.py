@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections import Counter
@@ -18,6 +19,7 @@ from megalite.rehearsal.pieces import pieces
 from megalite.rehearsal.rank import Rehearsed, and_the_first, rehearse_rank
 from megalite.rehearsal.record import Call, RankRecord
 from megalite.rehearsal.timing import Prices, step_rows
+from megalite.train import quiet_collector
 
 ONLY_A_GPU = (
     "only a GPU tells: errors and numbers of kernels, NCCL's channels, protocols and memory, workspaces of cuBLAS and "
@@ -58,14 +60,26 @@ def rehearse_run(
     a device. hardware: on which the time of a step is estimated."""
     run = run if hardware is None else replace(run, prices=Prices(run.config, hardware))
     chosen = [*distinct_ranks(run), *more_members(run)] if ranks is None else and_the_first(ranks, run.size)
-    records: Records = {}
-    for number, rank in enumerate(chosen):
-        on_rank(number, len(chosen))
-        records = {**records, rank: rehearse_rank(run, rank)}
+    records = recorded(chosen, lambda rank: rehearse_rank(run, rank), on_rank)
     report = judged(records, run.size, lambda: memory(run, records), lambda: alike(run, records), device_bytes)
     if hardware is None or not report.memory or run.config.model.is_foreign:
         return report
     return replace(report, rows=[*report.rows, *step_rows(run, records, hardware)])
+
+
+def recorded(
+    ranks: Sequence[int],
+    record: Callable[[int], RankRecord],
+    on_rank: Callable[[int, int], object] = lambda done, of: None,
+) -> Records:
+    """What they do, one after the other. Garbage is collected where the product says so, and after each rank."""
+    records = {}
+    with quiet_collector():
+        for number, rank in enumerate(ranks):
+            on_rank(number, len(ranks))
+            records[rank] = record(rank)
+            gc.collect()
+    return records
 
 
 def judged(

@@ -59,8 +59,7 @@ class Gpu:
             vars(self.local).update(before)
 
     def on_device(self, x: torch.Tensor) -> bool:
-        memory = self.ledger.find(x.untyped_storage())
-        return memory is not None and memory.on_device
+        return self.ledger.on_device(x.untyped_storage()._cdata)
 
     def host_waits(self) -> None:
         """For all that any stream has been given."""

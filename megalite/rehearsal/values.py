@@ -31,7 +31,7 @@ FEW = 64
 """Bytes of real numbers that are taken to be known where they are not: norms, sums, scales."""
 LARGE = 1 << 20
 """Bytes from which the host computes nothing either, but indices: of where documents begin shapes are made."""
-aten = torch.ops.aten
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, whose type says bool
 
 
 class Nothing(Enum):
@@ -58,9 +58,9 @@ class Shapes(Computed):
             return self.read(args[0]).to(kwargs.get("dtype") or args[0].dtype)
         if name == "copy_" and there and args[0].device.type == "cpu":
             return args[0].copy_(self.read(args[1])) if args[0].nbytes <= LARGE else args[0]
-        given = tensors_in((args, kwargs))
         if there:
             return self._device(function, name, args, kwargs)
+        given = tensors_in((args, kwargs))
         large = sum(x.nbytes for x in given) > LARGE and not any(x.is_meta or x.dtype == torch.int64 for x in given)
         return self._unchanged(function, args, kwargs) if large else function(*args, **kwargs)
 
@@ -71,8 +71,6 @@ class Shapes(Computed):
         return function(*args, **kwargs) if out is MISSING else out
 
     def _device(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if function.is_view:
-            return function(*args, **kwargs)
         if name == "repeat_interleave" and len(args) == 1:
             with self._gpu.state(quiet=True):
                 rows = kwargs.get("output_size") or int(self.read(args[0]).sum())
@@ -136,20 +134,11 @@ class Shapes(Computed):
         outs: Sequence[Tensor], written: Sequence[Tensor],
     ) -> None:  # fmt: skip
         """Computes the values of a kernel of the device that has run, where they are few and known."""
-        if function.is_view or name in (
-            "empty",
-            "empty_like",
-            "empty_strided",
-            "new_empty",
-            "_local_scalar_dense",
-            "item",
-        ):
+        if name in ("_local_scalar_dense", "item"):
             return
         if name not in ("_to_copy", "bincount", "scatter_add_") and any(x.nbytes > SMALL for x in (*given, *outs)):
             for x in (*written, *outs):
-                memory = self._gpu.ledger.find(x.untyped_storage())
-                if memory is not None and memory.known is not None:
-                    memory.known = None
+                self._gpu.ledger.of(x).known = None
             if all(x.nbytes > FEW for x in outs):
                 return
         with self._gpu.state(quiet=True, true_device=True):
@@ -213,12 +202,15 @@ def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, fake: F
 
 
 def _balanced(counts: Tensor, things: int) -> Tensor:
-    """Things dealt out evenly over the bins, in each row of the counts; of an odd number of bins the last is left empty
-    (there go those that are dropped)."""
+    """Things dealt out evenly over the bins, in each row of the counts, but for one more in the first than in the last:
+    of equal numbers nobody could tell what is sent from what is received. Of an odd number of bins the last is left
+    empty (there go those that are dropped)."""
     bins = counts.shape[-1] - counts.shape[-1] % 2 or 1
     rows = max(1, counts.numel() // counts.shape[-1])
     share, more = divmod(things // rows, bins)
     row = [share + (n < more) if n < bins else 0 for n in range(counts.shape[-1])]
+    if share > 1 and bins > 1:
+        row[0], row[bins - 1] = row[0] + 1, row[bins - 1] - 1
     return torch.tensor(row, dtype=counts.dtype).expand(counts.shape)
 
 
@@ -238,7 +230,7 @@ def written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _plain(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return (x.shape, x.stride(), x.dtype, x.device.type)
+        return (x.shape, x.stride(), x.dtype, _IS_META(x))
     return tuple(map(_plain, x)) if isinstance(x, (list, tuple)) else x
 
 

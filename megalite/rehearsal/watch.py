@@ -21,10 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.rehearsal.order import Clock, Line, Memory, is_dense, tensors_in
 from megalite.rehearsal.streams import Gpu
 
-ALLOCATE = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "detach", "alias", "lift_fresh",
-    "_unsafe_view", "resize_",
-}  # fmt: skip
+ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 OVERWRITE = {"copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_"}
 """In-place kernels that read nothing of their target."""
 HOST_WAITS = {
@@ -67,6 +64,9 @@ class Computed:
     def waited(self, line: Line) -> None:
         """A stream has waited for another."""
 
+    def allocates(self, storage: torch.UntypedStorage, line: Line | None) -> None:
+        """New memory that nothing writes yet, of the pool of `line`."""
+
     def keep(self, x: Tensor, line: Line) -> None:
         """The memory of x stays until what `line` was given is over."""
 
@@ -78,6 +78,11 @@ class Computed:
 class Watch(TorchDispatchMode):
     """Tells the ledger of `gpu` of this thread's kernels."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a rehearsal, so nothing need be kept from being compiled, at a cost a kernel."""
+        return False
+
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._gpu, self._ledger = gpu, gpu.ledger
@@ -86,19 +91,23 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if self._gpu.quiet:
+        kwargs, local = kwargs or {}, self._gpu.local
+        if local.quiet:
             return function(*args, **kwargs)
-        name = function._schema.name.removeprefix("aten::")
-        given = tensors_in((args, kwargs))
-        known = {x.untyped_storage()._cdata for x in given}
-        there = any(self._gpu.on_device(x) for x in given)
-        goes_there, pinned = self._place(name, there, kwargs)
-        device = self._gpu.place if _says_cuda(kwargs.get("device")) else kwargs.get("device")
-        real = kwargs | {key: value for key, value in {"device": device, "pin_memory": None}.items() if key in kwargs}
-        local = self._gpu.local
-        before, local.true_device = self._gpu.true_device, True
+        name, is_view, silent = _kind(function)
+        before, local.true_device = local.true_device, True
         try:
+            if is_view:
+                return function(*args, **kwargs)
+            given = tensors_in((args, kwargs))
+            known = {x.untyped_storage()._cdata for x in given}
+            there = any(self._ledger.on_device(key) for key in known)
+            goes_there, pinned = self._place(name, there, kwargs)
+            real = kwargs
+            if "device" in kwargs or "pin_memory" in kwargs:
+                device = self._gpu.place if _says_cuda(kwargs.get("device")) else kwargs.get("device")
+                own = {"device": device, "pin_memory": None}
+                real = kwargs | {key: value for key, value in own.items() if key in kwargs}
             out = self._gpu.kernels(function, name, args, real, there=there)
             self._cost = (0.0, "") if (prices := self._ledger.prices) is None else prices.kernel(function, args, out)
         finally:
@@ -106,10 +115,13 @@ class Watch(TorchDispatchMode):
         outs = tensors_in(out)
         fresh = [x for x in outs if x.untyped_storage()._cdata not in known]
         for x in fresh:
-            if function.is_view or self._ledger.find(x.untyped_storage()) is None:
-                line = self._gpu.current.line if goes_there else None
-                self._ledger.enter(x.untyped_storage(), line, pinned=pinned)
-        if function.is_view or name in ALLOCATE:
+            storage = x.untyped_storage()
+            if self._ledger.find(storage) is None:
+                line = local.current.line if goes_there else None
+                if silent:
+                    self._gpu.kernels.allocates(storage, line)
+                self._ledger.enter(storage, line, pinned=pinned)
+        if silent:
             return out
         written = _written(function, args, kwargs)
         self._record(name, args, kwargs, given, written, fresh, there or goes_there)
@@ -148,15 +160,16 @@ class Watch(TorchDispatchMode):
 
     def _kernel(self, name: str, reads: list[Tensor], writes: list[Tensor], *, waits: bool) -> None:
         """Of the device; numbers that are on the host are read when it is launched."""
-        at_launch = [x for x in reads if not self._gpu.on_device(x)]
+        there = self._gpu.on_device
+        at_launch = [x for x in reads if not there(x)]
         if any(x.dim() for x in at_launch) and name not in MAY_MIX:
             raise RuntimeError(f"{name}: some tensors are on the device and some on the host")
         if at_launch:
             self._ledger.work(self._ledger.host, f"{name}, as it is launched,", at_launch, [])
-        on_host = [x for x in writes if not self._gpu.on_device(x)]
-        stream = self._gpu.current
-        self._ledger.work(stream.line, name, [x for x in reads if self._gpu.on_device(x)], writes, self._cost)
-        if waits or on_host:
+            reads = [x for x in reads if there(x)]
+        stream = self._gpu.local.current
+        self._ledger.work(stream.line, name, reads, writes, self._cost)
+        if waits or not all(map(there, writes)):
             stream.synchronize(SYNC_NAMES.get(name, name))
 
     def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:
@@ -198,6 +211,15 @@ def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
     """The arguments that a kernel writes."""
     found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(function)]
     return tensors_in(found) if found else []
+
+
+@cache
+def _kind(function: Any) -> tuple[str, bool, bool]:
+    """(Its name, whether it makes a view, whether it makes at most memory and no work). In inference mode kernels come
+    that are made of others: of these `reshape` and its like may copy."""
+    name = function._schema.name.removeprefix("aten::")
+    views = function.is_view or name == "_unsafe_view"
+    return name, views and not function._can_decompose(), views or name in ALLOCATE
 
 
 @cache

@@ -41,3 +41,4 @@ from megalite.train.run_data import open_datasets, resolve_tokenizer
 from megalite.train.run_state import RunState
 from megalite.train.samples import ModelInUse
 from megalite.train.starting_point import config_of, load_model, load_weights, offer_of
+from megalite.train.trainer import quiet_collector

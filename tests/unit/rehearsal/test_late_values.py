@@ -17,9 +17,6 @@ from megalite.rehearsal import watched_gpu
 from megalite.rehearsal.late import COMPUTE, OTHERS
 from megalite.testing import run_ranks
 
-CHECKER_ALONE = {planted.memory_of_another_pool}
-"""No value tells: here each stream has memory of its own."""
-
 
 def outcome(scene: Scene, right: bool, late: str | None, *more: Any) -> tuple[Any, list[str]]:
     """The values it ends with, and what went wrong without any."""
@@ -33,9 +30,7 @@ def outcome(scene: Scene, right: bool, late: str | None, *more: Any) -> tuple[An
 
 
 @pytest.mark.parametrize("right", [True, False], ids=["right", "planted"])
-@pytest.mark.parametrize(
-    "scene", [scene for scene in planted.SCENES if scene not in CHECKER_ALONE], ids=lambda scene: scene.__name__
-)
+@pytest.mark.parametrize("scene", planted.SCENES, ids=lambda scene: scene.__name__)
 def test_values_agree_with_the_checker(scene: Scene, right: bool) -> None:
     expected = outcome(scene, True, None)
     assert all(outcome(scene, right, late) == expected for late in (COMPUTE, OTHERS)) is right
