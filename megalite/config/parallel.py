@@ -197,9 +197,11 @@ class ParallelConfig:
 
     @property
     def grid(self) -> GridShape | None:
-        """Sides X, Y, Z of the grid of tensor-parallel ranks; None where each layer is cut along one side."""
+        """Sides X, Y, Z of the grid of tensor-parallel ranks; None where each layer is cut along one side, or the ranks
+        make no such grid."""
         given = self.tensor_grid
-        return given.shape(self.tensor_model_parallel_size) if given.is_grid else None
+        x, y, z = given.shape(self.tensor_model_parallel_size) if given.is_grid else (0, 0, 0)
+        return (x, y, z) if x else None
 
     @property
     def model_parallel_size(self) -> int:

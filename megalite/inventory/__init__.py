@@ -11,6 +11,7 @@
     buckets.py      the flat buffers that hold parameters
     boxes.py        rectangles of logical tensors: what resharding and transfers are made of
     transfer_plan.py    which rank sends which part of a stage's output to which rank of the next
+    grid_traffic.py     what the ranks of a grid send one another
     tiling.py       chunks of logits, blocks of queries, layers that are recomputed together
     activation_bytes.py     bytes that a layer keeps until its backward, and that cross to the next stage
     pipeline.py     the program of a configuration, and which layers each stage holds
@@ -44,6 +45,7 @@ from megalite.inventory.buckets import (
     plan_buckets,
 )
 from megalite.inventory.families import AXIS_FAMILIES, DEALT
+from megalite.inventory.grid_traffic import Exchange, grid_exchanges, moved_by_a_block
 from megalite.inventory.layers import (
     FLOPS_CONVENTION,
     WORD_EMBEDDINGS,

@@ -30,6 +30,7 @@ from megalite.inventory import (
 )
 from megalite.planner.communication import CommGroup
 from megalite.planner.float8 import rounding_passes
+from megalite.planner.grid import grid_seconds
 from megalite.planner.hardware import Hardware
 from megalite.planner.software import MEGALITE, Software
 
@@ -270,6 +271,8 @@ class Roofline:
 
         behind: seconds of the products whose inputs are gathered again while dx is computed.
         """
+        if config.parallel.grid is not None:
+            return *grid_seconds(config, layer, self.hardware), 0.0
         group = CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)
         whole = micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
         overlap = self.hardware.overlap if self.software.behind_weights else 0.0

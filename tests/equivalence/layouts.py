@@ -218,6 +218,7 @@ def draw(
     while True:
         case = drawn(rng, optimizer or rng.choice(list(OPTIMIZERS)))
         case = with_stage_meshes(case, random.Random(case.command))
+        case = with_grid(case, random.Random(f"grid of {case.command}"))
         case = replace(case, model=(*case.model, *_draw_aids(case), *more))
         case = _with_others(case)
         if not want(case):
@@ -278,6 +279,32 @@ def with_stage_meshes(case: Layout, rng: random.Random) -> Layout:
         except ConfigError:
             continue
         return found
+    return case
+
+
+GRIDS = {
+    4: ("2d", "4d --tensor-parallel-grid 2 2 1", "4d --tensor-parallel-grid 2 1 2", "4d --tensor-parallel-grid 1 4 1"),
+    8: ("3d", "2.5d", "4d --tensor-parallel-grid 1 2 4", "4d --tensor-parallel-grid 4 1 2"),
+}
+OF_A_LINE = "sequence-parallel tp-comm-overlap context-parallel-size cp-comm-type hierarchical-context-parallel-sizes"
+
+
+def with_grid(case: Layout, rng: random.Random, share: float = 0.3) -> Layout:
+    """The case with its tensor-parallel ranks as a grid, now and then, where it can have one. rng: as above."""
+    flags = [word.split() for word in " ".join(case.layout).replace(" --", "\n--").splitlines()]
+    kept = {flag[0]: flag[1:] for flag in flags if flag[0][2:] not in OF_A_LINE.split()}
+    if rng.random() > share or "--stage-meshes" in kept or case.stages:
+        return case
+    pp = int(kept["--pipeline-model-parallel-size"][0])
+    choices = [(ranks, mode) for ranks, modes in GRIDS.items() for mode in modes if ranks * pp <= 8]
+    for ranks, mode in rng.sample(choices, len(choices)):
+        kept["--tensor-model-parallel-size"], kept["--micro-batch-size"] = [str(ranks)], [rng.choice(["2", "4"])]
+        kept["--tensor-parallel-mode"] = mode.split()
+        layout = tuple(word for name, values in kept.items() for word in (name, *values))
+        found = replace(case, layout=layout, world_size=ranks * pp * rng.choice([1, 8 // (ranks * pp)]))
+        with suppress(ConfigError):
+            parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
+            return found
     return case
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 
-from equivalence.layouts import TINY, Layout, assert_close, assert_same_tensors, saved_tensors, train, train_body
+from equivalence.layouts import (
+    TINY,
+    Layout,
+    assert_close,
+    assert_same_tensors,
+    compare,
+    draw,
+    saved_tensors,
+    train,
+    train_body,
+)
 from megalite.testing import run_ranks
 
 GPT = ("--num-layers", "2", "--ffn-hidden-size", "48")
@@ -53,6 +64,12 @@ def test_a_grid_trains_like_one_process(case: str) -> None:
     assert_close(found.losses, expected.losses, 1e-12, "loss")
     assert_close(found.norms, expected.norms, 1e-12, "gradient norm")
     assert_same_tensors(found.tensors, expected, 1e-11 * expected.magnified)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "adam in 16 bits"])
+def test_random_layouts_with_grids(optimizer: str, rng: random.Random) -> None:
+    compare(draw(rng, optimizer, lambda case: "--tensor-parallel-mode" in case.layout))
 
 
 def test_a_checkpoint_moves_between_modes(tmp_path: Path) -> None:

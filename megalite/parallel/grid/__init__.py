@@ -14,7 +14,8 @@ Papers: SUMMA (van de Geijn and Watts, 1997); 2D, Xu and You, arXiv 2104.05343; 
 The broadcasts of SUMMA's q steps are one gather; where X is 1, the row layer is its form with the left matrix in place.
 
 Invariant: every rank keeps 1/P of each matrix, of its gradient and of the activations between products, and the
-numbers are those of one process. Proof: `tests/equivalence/test_grids.py` (fp64, 1e-12).
+numbers are those of one process. Proof: `tests/equivalence/test_grids.py` (fp64, 1e-12), and what is kept and sent,
+counted: `tests/distributed/parallel/grid/`.
 """
 
 from megalite.parallel.grid.axes import Grid
