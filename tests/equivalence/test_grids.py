@@ -68,7 +68,8 @@ def test_a_grid_trains_like_one_process(case: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "lion", "adam in 16 bits"])
-def test_random_layouts_with_grids(optimizer: str, rng: random.Random) -> None:
+def test_random_layouts_with_grids(optimizer: str, fresh: int) -> None:
+    rng = random.Random(f"grids {optimizer} {fresh}")
     compare(draw(rng, optimizer, lambda case: "--tensor-parallel-mode" in case.layout))
 
 

@@ -92,7 +92,9 @@ def test_a_block_keeps_and_sends_what_the_table_says(mode: str, more: list[str])
     layer = model_layers(parse([*FLAGS, *more], world_size=1, check_files=False).model)[1]
     expected = sum(each.sent for each in grid_exchanges(layer, shape, 4 * 16))
     widest = max(2 if layer.model.gated else 1, 1) * layer.model.ffn_size
+    ((_, alone, _),) = run_ranks(counted, 1, (1, 1, 1), more)
     for sent, kept, parts in run_ranks(counted, ranks, shape, more):
         assert sent == expected, "messages"
         assert all(torch.Size(whole).numel() == ranks * part for whole, part in parts), "parameters: 1/P"
-        assert max(kept) == 4 * 16 * widest / ranks, "activations: 1/P"
+        assert max(kept) == 4 * 16 * widest / ranks, "the largest activation: 1/P"
+        assert sum(alone) / ranks <= sum(kept) <= 1.08 * sum(alone) / ranks, "activations: 1/P, and a few of each token"
