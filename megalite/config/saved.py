@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from megalite.config.foreign import OF_MODULES
 from megalite.config.root import SECTIONS, Config
-from megalite.config.schema import Option, build_section, flat, options_of
+from megalite.config.schema import Option, build_section, flat, options_of, rivals_of
 from megalite.config.values import bounds_problem, show
 from megalite.errors import ConfigError
 
@@ -19,7 +20,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
-        kept = _saved(options_of(section, cls), values)
+        kept = _saved(section, cls, values)
         if section == "model" and config.model.is_foreign:
             kept = [name for name in kept if name in OF_MODULES]
         result[section] = {n: list(values[n]) if isinstance(values[n], tuple) else values[n] for n in kept}
@@ -85,18 +86,18 @@ def dump_yaml(config: Config, origins: Mapping[str, str] | None = None, *, every
     return "\n".join(lines) + "\n"
 
 
-def _saved(options: Sequence[Option], values: Mapping[str, Any]) -> list[str]:
+def _saved(section: str, cls: type, values: Mapping[str, Any]) -> list[str]:
     """The flags to write: of several spellings of a field the given one, or the first; of single optimizers' numbers
     those that are read.
     """
-    written: list[Option] = []
+    options, rivals, written = options_of(section, cls), rivals_of(section, cls), set[str]()
     for option in sorted(options, key=lambda option: values[option.name] == option.default):
         readers = option.facts.get("only_for")
         if readers is not None and values["optimizer"] not in readers and values[option.name] == option.default:
             continue
-        if option.facts.get("saved", True) and not any(option.excludes(other) for other in written):
-            written.append(option)
-    return [option.name for option in options if option in written]
+        if option.facts.get("saved", True) and written.isdisjoint(rivals[option.name]):
+            written.add(option.name)
+    return [option.name for option in options if option.name in written]
 
 
 def _checked(option: Option, value: Any) -> tuple[Any, str | None]:
@@ -131,6 +132,8 @@ def _is_default(option: Option, value: Any) -> bool:
 
 
 def _scalar(value: Any) -> str:
+    if value is None or isinstance(value, bool | int):
+        return json.dumps(value)  # as YAML writes it, in a tenth of the time
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 

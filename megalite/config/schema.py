@@ -116,10 +116,13 @@ class Option:
         return choices
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 @functools.cache
 def options_of(section: str, cls: type) -> tuple[Option, ...]:
     """List the flags of a section dataclass as `Option`s, in the order they are written."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     found: list[Option] = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -133,10 +136,17 @@ def options_of(section: str, cls: type) -> tuple[Option, ...]:
     return tuple(found)
 
 
+@functools.cache
+def rivals_of(section: str, cls: type) -> typing.Mapping[str, frozenset[str]]:
+    """Flag of a section -> the flags that cannot stand beside it."""
+    options = options_of(section, cls)
+    return {one.name: frozenset(other.name for other in options if one.excludes(other)) for one in options}
+
+
 def build_section(cls: type, values: typing.Mapping[str, Any]) -> Any:
     """Build a section from values by flag; what is left out takes its default."""
     arguments = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in _hints(cls).items():
         if _is_spelled(hint):
             arguments[name] = build_section(hint, values)
         elif name in values:
