@@ -16,14 +16,13 @@ from typing import Any
 
 from megalite.checkpoint.agreement import agree_on_load
 from megalite.checkpoint.background import BackgroundSave, StagingMemory
-from megalite.checkpoint.format import BLOCK_BYTES, COMMITTED, checksum
+from megalite.checkpoint.format import BLOCK_BYTES, checksum
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.run_dir import (
     committed,
     directory_name,
-    is_file,
     remove_interrupted,
     retain,
     set_aside_newer,
@@ -39,7 +38,7 @@ from megalite.checkpoint.saving import (
     raise_first,
 )
 from megalite.checkpoint.start_decision import decide_start
-from megalite.checkpoint.uploads import Uploads, staging_problem
+from megalite.checkpoint.uploads import Uploads, settle, staging_problem
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -146,7 +145,7 @@ class Checkpointer:
         """Stages this rank's part and hands it to the thread that sends it."""
         started = time.perf_counter()
         patiently(uploads.wait_for_room, self.world)
-        self._together(uploads.failure)
+        settle(uploads, uploads.failure, self.local, self.world)
         job = self._prepare(step, shards, meta, files)
         if background:
             if self._written is not None:
@@ -220,8 +219,9 @@ class Checkpointer:
     def wait(self) -> None:
         """Waits until no save is in flight. Raises CheckpointError, on all ranks, if it has failed."""
         if self.uploads is not None:
-            self._together(patiently(self.uploads.wait_sent, self.world))
-            self._together(patiently(self.uploads.wait_committed if self.world.is_first else None, self.world))
+            settle(self.uploads, patiently(self.uploads.wait_sent, self.world), self.local, self.world)
+            commits = self.uploads.wait_committed if self.world.is_first else None
+            settle(self.uploads, patiently(commits, self.world), self.local, self.world)
             return
         if self._flight is None:
             return
@@ -230,6 +230,11 @@ class Checkpointer:
         reports = all_gather_json(flight.wait_written(), self.world)
         self._together(flight.finish(reports))
         self._last = flight.job.final
+
+    def hasten(self) -> None:
+        """Local: the run is to end, so a store that does not answer is not waited for. Safe in a signal's handler."""
+        if isinstance(self.directory, StoreUrl):
+            self.directory.store.hasten()
 
     def _prepare(
         self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
@@ -257,18 +262,14 @@ class Checkpointer:
 
     def _stage(self, step: int, needed: int) -> str:
         """Rank 0: makes the staging directory and returns the save's id."""
-        final = self.directory / directory_name(step)
         save_id = uuid.uuid4().hex[:12]
-        advice = "choose another `save`"
-        exists = f"`save`={self.directory}: {final.name} exists and is never overwritten; {advice}"
         if isinstance(self.directory, StoreUrl):
-            if is_file(final / COMMITTED):
-                raise CheckpointError(exists)
-            return save_id
-        assert isinstance(final, Path)
+            return save_id  # the store is not asked: it may be gone, and the commit creates or fails
+        final, advice = self.directory / directory_name(step), "choose another `save`"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if final.exists():
+                exists = f"`save`={self.directory}: {final.name} exists and is never overwritten; {advice}"
                 raise CheckpointError(exists)
             self._sweep()
             check_space(self.directory, needed)

@@ -30,13 +30,15 @@ DIRECTORY = "`non_persistent_local_ckpt_dir`"
 @dataclass(frozen=True)
 class LocalSettings:
     """folder: on each host. in_memory: it must be a file system in memory. factor: hosts that hold each file. jump:
-    ranks between two that hold the same. fewer: whether it continues with fewer hosts than `factor`."""
+    ranks between two that hold the same. fewer: whether it continues with fewer hosts than `factor`. kept: it holds
+    only what a store has not taken: hosts may share it, and no room is asked for."""
 
     folder: Path
     in_memory: bool = False
     factor: int = 1
     jump: int | None = None
     fewer: bool = False
+    kept: bool = False
     block_bytes: int = BLOCK_BYTES
 
 
@@ -75,7 +77,7 @@ class Hosts:
 
     def _find_buddies(self) -> list[list[int]]:
         settings, names = self._settings, self.names
-        if len({*zip(self.numbers, names, strict=True)}) > self.count:
+        if len({*zip(self.numbers, names, strict=True)}) > self.count and not settings.kept:
             raise CheckpointError(
                 f"{DIRECTORY}={settings.folder}: {names[0]} and other hosts share it; name a folder of each host's own"
             )
@@ -102,7 +104,7 @@ class Hosts:
         """Raises CheckpointError where a host has no room for two saves of `nbytes`, all of them together. held: what
         is there of this run."""
         folder, name = self._settings.folder, self.names[self._world.rank]
-        needed = int(2 * self.copies * nbytes * len(self.mine) / self._world.size)
+        needed = 0 if self._settings.kept else int(2 * self.copies * nbytes * len(self.mine) / self._world.size)
 
         def look() -> None:
             free = shutil.disk_usage(folder).free

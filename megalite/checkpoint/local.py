@@ -23,7 +23,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from megalite.checkpoint.loading import verify_file
 from megalite.checkpoint.reading import read_extra, read_manifest
 from megalite.checkpoint.replicas import Transfer, send_files
 from megalite.checkpoint.run_dir import committed, directory_name, listing, step_of
-from megalite.checkpoint.saving import SaveJob, SavePlan, first_problem, raise_first
+from megalite.checkpoint.saving import SaveJob, SavePlan, SaveReport, first_problem, raise_first
 from megalite.checkpoint.storage import TensorPart
 from megalite.comm import Axis, all_gather_json, bytes_of, patiently
 from megalite.errors import CheckpointError
@@ -99,11 +99,9 @@ class LocalSaves:
             self.root, staging, step, save_id, self._world.rank, plan, parts, json.loads(same), files,
             self.settings.block_bytes, flag="non_persistent_local_ckpt_dir",
         )  # fmt: skip
-        problem = self._write(job)
+        problem = self._write(job, job.write_part)
         if problem is None:
             self._failed = 0
-            fault_point("local.committed", rank=self._world.rank, step=step)
-            self._remove(lambda path: path.name != directory_name(step))
             if self._world.is_first:
                 seconds, size = time.perf_counter() - started, amount(plan.nbytes, "B")
                 count, copies = self._hosts.count, self._hosts.copies
@@ -119,8 +117,24 @@ class LocalSaves:
             logger.warning("iteration %d could not be saved on the hosts: %s", step, problem)
         return False
 
-    def _write(self, job: SaveJob) -> str | None:
-        """All of one save; what has prevented it, on all ranks alike."""
+    def keep(self, job: SaveJob, report: SaveReport) -> bool:
+        """Makes a save on the hosts of what the ranks have staged for a store; whether that has succeeded."""
+        same = bytes_of(0, json.dumps(job.meta).encode() if self._world.is_first else b"", self._world)
+        staging = self.root / f"{directory_name(job.step)}.tmp-{job.save_id}"
+
+        def move() -> SaveReport:
+            try:
+                if "file" in report:
+                    shutil.move(job.staging / report["file"], staging)
+                shutil.rmtree(job.staging, ignore_errors=True)
+            except OSError as error:
+                return {"error": job.explain(error)}
+            return report
+
+        return self._write(replace(job, directory=self.root, staging=staging, meta=json.loads(same)), move) is None
+
+    def _write(self, job: SaveJob, write: Callable[[], SaveReport]) -> str | None:
+        """All of one save, of which older ones are deleted; what has prevented it, on all ranks alike."""
 
         def begin() -> None:
             if self._leads:
@@ -128,7 +142,7 @@ class LocalSaves:
 
         if (problem := agreed(self._world, begin)) is not None:
             return problem
-        reports = all_gather_json(patiently(job.write_part, self._world), self._world)
+        reports = all_gather_json(patiently(write, self._world), self._world)
         if (problem := first_problem([report.get("error") for report in reports])) is not None:
             return problem
         entries, transfers = {}, []
@@ -143,7 +157,11 @@ class LocalSaves:
         if (problem := first_problem(all_gather_json(arrived, self._world))) is not None:
             return problem
         commit = partial(job.commit, reports) if self._leads else None
-        return first_problem(all_gather_json(patiently(commit, self._world), self._world))
+        problem = first_problem(all_gather_json(patiently(commit, self._world), self._world))
+        if problem is None:
+            fault_point("local.committed", rank=self._world.rank, step=job.step)
+            self._remove(lambda path: path.name != directory_name(job.step))
+        return problem
 
     def _remove(self, which: Callable[[Path], bool]) -> None:
         """Deletes saves of this run on this host, whole or not."""

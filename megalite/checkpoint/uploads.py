@@ -19,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.checkpoint.format import parse_json
+from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.remote import LeaseLost, attempt_place, send_file
-from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space
+from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space, first_problem
+from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
 from megalite.events import tell_event
 from megalite.stores import StoreUrl
@@ -32,8 +34,8 @@ FIRST_POLL, LONGEST_POLL, AGAIN_SECONDS = 0.02, 1.0, 5.0
 
 
 class Upload:
-    """One save of this rank. sent: its part is in the store. failed: attempts that have failed. written: the staged
-    file is there (or could not be written: `final`)."""
+    """One save of this rank. sent: its part is in the store; the staged one stays until all is committed. failed:
+    attempts that have failed. written: the staged file is there (or could not be written: `final`)."""
 
     def __init__(self, job: SaveJob, done: Callable[[], None]) -> None:
         self.job, self.done = job, done
@@ -44,6 +46,11 @@ class Upload:
         self.final = False
         self.again = 0.0
         self.written = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do for this rank: rank 0 commits."""
+        return self.sent and self.job.rank > 0
 
     @property
     def attempt(self) -> StoreUrl:
@@ -67,8 +74,6 @@ class Upload:
         if rank:
             (self.attempt / f"report_{rank:05d}.json").write_bytes(json.dumps(self.report).encode())
         self.sent = True
-        if "file" in self.report:
-            (self.job.staging / self.report["file"]).unlink(missing_ok=True)
 
     def commit(self, world_size: int) -> bool:
         """Rank 0: commits if all ranks have reported. Raises CheckpointError."""
@@ -115,7 +120,7 @@ class Uploads:
         for upload in waiting:
             if upload.final:
                 return upload.problem
-        failing = [upload for upload in waiting if upload.failed]
+        failing = [upload for upload in waiting if upload.failed and not upload.is_over]
         if len(failing) < MOST_FAILED:
             return None
         kept = failing[0].job.staging.parent
@@ -123,7 +128,24 @@ class Uploads:
 
     def wait_for_room(self) -> None:
         """Waits while older saves are still on their way; not for those that have failed and are tried again."""
-        self._wait(lambda: self.failure or sum(not up.failed for up in self._waiting) < MOST_WAITING)
+        self._wait(lambda: self.failure or sum(not up.failed and not up.is_over for up in self._waiting) < MOST_WAITING)
+
+    @property
+    def oldest(self) -> int | None:
+        """The step of the first save that is not committed, on rank 0."""
+        return self._waiting[0].job.step if self._waiting else None
+
+    def forget(self, oldest: int | None) -> None:
+        """Removes what is staged of saves before rank 0's oldest one: they are committed."""
+        for upload in [up for up in self._waiting if up.is_over and (oldest is None or up.job.step < oldest)]:
+            self._remove(upload)
+
+    def give_up(self) -> tuple[SaveJob, SaveReport] | None:
+        """No more attempts; the newest save that is staged here."""
+        waiting = [upload for upload in self._waiting if upload.report is not None and "error" not in upload.report]
+        for upload in self._waiting:
+            upload.final = True
+        return (waiting[-1].job, waiting[-1].report or {}) if waiting else None
 
     def wait_sent(self) -> str | None:
         """Waits until this rank's parts are in the store, giving each that fails one more attempt. Returns what is
@@ -166,24 +188,44 @@ class Uploads:
                 upload.write()
             elif not upload.sent:
                 upload.send()
-            elif self._rank == 0 and not upload.commit(self._world_size):
+            elif self._rank or not upload.commit(self._world_size):
                 return False
             else:
-                shutil.rmtree(upload.job.staging, ignore_errors=True)
                 upload.done()
-                self._waiting.remove(upload)
+                self._remove(upload)
             return True
         except (LeaseLost, UnusableSave) as error:
             upload.problem, upload.final = error.text, True
         except (CheckpointError, OSError) as error:
             upload.problem = error.text if isinstance(error, CheckpointError) else upload.job.explain(error)
             upload.failed += 1
+            if upload.final:
+                return False  # it was given up meanwhile
             upload.again = time.monotonic() + AGAIN_SECONDS
             logger.warning("step %d is kept in %s: %s", upload.job.step, upload.job.staging, upload.problem)
             tell_event("upload failed", iteration=upload.job.step, problem=upload.problem)
         except Exception as error:  # a thread must not end without a word
             upload.problem, upload.final = upload.job.explain(error), True
         return False
+
+    def _remove(self, upload: Upload) -> None:
+        shutil.rmtree(upload.job.staging, ignore_errors=True)
+        self._waiting.remove(upload)
+
+
+def settle(uploads: Uploads, problem: str | None, local: LocalSaves | None, world: Axis) -> None:
+    """Ranks agree on what is committed; or on what is wrong, and then keep the newest save on their hosts. Collective.
+    Raises CheckpointError."""
+    told = all_gather_json([problem, uploads.oldest], world)
+    problem = first_problem([problem for problem, _ in told])
+    if problem is None:
+        uploads.forget(told[0][1])
+        return
+    staged = uploads.give_up()
+    steps = {*all_gather_json(None if staged is None else staged[0].step, world)}
+    if local is not None and staged is not None and len(steps) == 1 and local.keep(*staged):
+        problem += f"; iteration {staged[0].step} is kept in {local.root}: `auto_resume` continues from it"
+    raise CheckpointError(problem)
 
 
 def staging_problem(folder: Path, needed: int) -> str | None:

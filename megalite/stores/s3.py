@@ -6,6 +6,7 @@ import asyncio
 import base64
 import logging
 import os
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 from megalite.extras import optional_package
 from megalite.stores.store import (
-    ATTEMPT,
     DEADLINE,
     MOST_PARTS,
     PART_BYTES,
@@ -64,7 +64,12 @@ class S3Store(Store):
             return answer
 
         async def bounded() -> Any:
-            return await asyncio.wait_for(ask(), ATTEMPT)
+            asked, began = asyncio.ensure_future(ask()), time.monotonic()
+            while not (await asyncio.wait({asked}, timeout=1.0))[0]:
+                if time.monotonic() - began > self.attempt:  # which may become less while we wait
+                    asked.cancel()
+                    raise TimeoutError(f"no answer for {self.attempt:.0f} s")
+            return asked.result()
 
         try:
             return self._sync(self._fs.loop, bounded)

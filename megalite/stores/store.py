@@ -18,6 +18,7 @@ T = TypeVar("T")
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds: an attempt waits a random part of what doubles from one to the other
 DEADLINE = 600.0  # seconds for all attempts at one request
 ATTEMPT = 120.0  # seconds for one
+END_SECONDS, LAST_SECONDS = 20.0, 5.0  # both, of a process that is to end
 PART_BYTES = 16 * 2**20
 MOST_PARTS = 10_000
 
@@ -56,15 +57,17 @@ class Store:
     """A bucket. Names are keys in it. Methods raise StoreError; one that reads a missing object, Missing.
 
     root: scheme and bucket, for messages. retries: attempts that had to be repeated so far. deadline: seconds after
-    which a request is given up. A subclass gives the attempts, methods with an underscore, which raise `Missing`,
-    `Refused`, `Again` (worth a repetition) or StoreError.
+    which a request is given up. attempt: for one attempt. A subclass gives the attempts, methods with an underscore,
+    which raise `Missing`, `Refused`, `Again` (worth a repetition) or StoreError.
     """
 
     conditional = True
+    attempt = ATTEMPT
 
     def __init__(self, root: str, *, deadline: float = DEADLINE) -> None:
         self.root, self.deadline = root, deadline
         self.retries = 0
+        self._ends = False
 
     def list(self, prefix: str) -> Listing:
         """Objects and folders directly under `prefix` (a folder's name without its slash, or "")."""
@@ -156,6 +159,12 @@ class Store:
         finally:
             self.delete(probe)
 
+    def hasten(self) -> None:
+        """The process is to end: what fails now is given up soon, and after the first such request at once. A store
+        that answers is not hurried. May be called by a signal's handler."""
+        if not self._ends:
+            self._ends, self.deadline, self.attempt = True, min(self.deadline, END_SECONDS), END_SECONDS
+
     def _retrying(self, attempt: Callable[[], T], what: str) -> T:
         """Repeats an attempt with full jitter: after the n-th a random part of 0.5 s times 2^n, of 30 s at most."""
         began, count = time.monotonic(), 0
@@ -166,10 +175,14 @@ class Store:
                 pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(count, 64)))
                 count += 1
                 if time.monotonic() + pause - began > self.deadline:
+                    if self._ends:
+                        self.deadline, self.attempt = 0.0, LAST_SECONDS
                     raise StoreError(f"{self.root}: could not {what} in {count} attempts: {error}") from None
                 self.retries += 1
                 logger.debug("%s: could not %s (%s), again in %.1f s", self.root, what, error, pause)
-                time.sleep(pause)
+                again = time.monotonic() + pause
+                while time.monotonic() < min(again, began + self.deadline):
+                    time.sleep(min(pause, 1.0))
 
     # What a kind of store does in one attempt.
 

@@ -64,6 +64,7 @@ class ExitPolicy:
         clock: seconds, monotonic; the duration counts from the making of this object.
         save_has_failed: whether this rank knows of a background save that came to nothing.
         saves: whether a run that ends writes a checkpoint.
+        hasten: called when it is to end, in a signal's handler, too: no store that is gone is waited for.
     """
 
     def __init__(
@@ -75,9 +76,10 @@ class ExitPolicy:
         clock: Callable[[], float] = time.monotonic,
         save_has_failed: Callable[[], bool] = lambda: False,
         saves: bool = True,
+        hasten: Callable[[], None] = lambda: None,
     ) -> None:
         self._config, self._world, self._device = config, world, device
-        self._save_has_failed, self._saves = save_has_failed, saves
+        self._save_has_failed, self._saves, self._hasten = save_has_failed, saves, hasten
         self._decided = 0
         self._clock = clock
         self._began = clock()
@@ -111,6 +113,8 @@ class ExitPolicy:
         interval, self._decided = self._config.exit_interval, iteration
         agreed = self._ballot.vote(self._wish()) if self._votes else None
         if agreed is not None:
+            if agreed is not ExitReason.DURATION:
+                self._hasten()
             if agreed is ExitReason.SIGNAL and self._received:
                 name = signal.Signals([*self._received][-1]).name
                 logger.warning("received %s: this run ends after iteration %d", name, iteration)
@@ -134,6 +138,7 @@ class ExitPolicy:
     def _note(self, number: int, _: FrameType | None) -> None:
         # No logger: the handler runs between any two instructions, perhaps while a log line is being written.
         new, now = number not in self._received, self._clock()
+        self._hasten()
         first = new and (number == signal.SIGINT or not self._received)
         if now - self._received.setdefault(number, now) > SAME_SECONDS and number == signal.SIGINT:
             signal.signal(number, self._previous[signal.SIGINT])

@@ -233,7 +233,14 @@ def assemble_trainer(
 def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
     """When the run ends early."""
     given, saves = state.config.training, state.config.checkpoint.save is not None
-    return ExitPolicy(given, mesh.world, device=device, save_has_failed=state.save_has_failed, saves=saves)
+    return ExitPolicy(
+        given,
+        mesh.world,
+        device=device,
+        save_has_failed=state.save_has_failed,
+        saves=saves,
+        hasten=state.checkpointer.hasten,
+    )
 
 
 def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Updater, device: torch.device) -> Executor:

@@ -94,14 +94,20 @@ class RunDirectory:
         return self
 
     def _local_saves(self) -> LocalSaves | None:
-        """The saves on the hosts themselves, if they are asked for. Collective. Raises CheckpointError."""
-        given = self.config.checkpoint.local
-        if given.non_persistent_save_interval is None or self._save is None or self.config.training.skip_train:
+        """The saves on the hosts themselves, if they are asked for; beside a store, of what that does not take.
+        Collective. Raises CheckpointError."""
+        given, kept = self.config.checkpoint.local, self.checkpointer.uploads is not None
+        asked = given.non_persistent_save_interval is not None
+        if not (asked or kept) or self._save is None or self.config.training.skip_train:
             return None
-        fewer = self.config.parallel.restarts.elastic is not None
-        in_memory = given.non_persistent_ckpt_type == "in_memory"
-        folder = Path(given.folder).absolute()
-        settings = LocalSettings(folder, in_memory, given.copies, given.replication_jump, fewer)
+        if asked:
+            fewer = self.config.parallel.restarts.elastic is not None
+            in_memory = given.non_persistent_ckpt_type == "in_memory"
+            folder = Path(given.folder).absolute()
+            settings = LocalSettings(folder, in_memory, given.copies, given.replication_jump, fewer)
+        else:
+            assert self._folder is not None
+            settings = LocalSettings(self._folder.absolute(), kept=True)
         local = LocalSaves(settings, self._world, self._host)
         self._token = str(all_gather_json(self._read_token() if self._world.is_first else "", self._world)[0])
         local.open(self._token)

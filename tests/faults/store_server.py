@@ -17,7 +17,16 @@ from typing import Any
 
 import pytest
 
-KINDS = ("500", "503", "delay", "cut", "flip", "flip-sent", "lost", "frozen")
+KINDS = (
+    "500",
+    "503",
+    "delay",
+    "cut",
+    "flip",
+    "flip-sent",
+    "lost",
+    "frozen",
+)  # and silent, which random plans leave out
 Plan = Callable[[str, str], str | None]
 
 
@@ -26,7 +35,7 @@ class FaultProxy(ThreadingHTTPServer):
 
     500, 503: an error without the work. delay: `delay` seconds before. cut: half of the answer. flip, flip-sent: one
     bit of the answer's, or the request's, body. lost: the work is done and the line goes dead. frozen: a listing as it
-    was the first time. It checks the CRC-32 of what is sent, which moto does not.
+    was the first time. silent: no answer for a minute. It checks the CRC-32 of what is sent, which moto does not.
     """
 
     daemon_threads = True
@@ -56,8 +65,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("500", "503"):
             self._answer(int(fault), [], b"<Error><Code>SlowDown</Code></Error>")
             return
-        if fault == "delay":
-            time.sleep(self.server.delay)
+        if fault in ("delay", "silent"):
+            time.sleep(self.server.delay if fault == "delay" else 60.0)
         sent = _flipped(body) if fault == "flip-sent" else body
         crc = self.headers.get("x-amz-checksum-crc32")
         if crc is not None and base64.b64decode(crc) != zlib.crc32(sent).to_bytes(4, "big"):
