@@ -98,7 +98,13 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(
 ) -> None:
     """It ends within a minute with one line; the same command then ends as if nothing had been."""
     flags = [*TINY, "--nprocs", "2", "--global-batch-size", "4", "--train-iters", "60", "--save-interval", "20"]
-    stored = ["--save", "s3://dead/runs/b", "--auto-resume", "--checkpoint-staging-path", str(tmp_path / "staging")]
+    stored = [
+        "--save",
+        f"s3://dead/runs/{fault}",
+        "--auto-resume",
+        "--checkpoint-staging-path",
+        str(tmp_path / "staging"),
+    ]
     env = environment(**{key: str(value) for key, value in proxy.environment.items()})
     log = tmp_path / "log"
 
@@ -109,7 +115,7 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(
 
     run = start(*stored)
     deadline = time.monotonic() + 300
-    while "saved s3://dead/runs/b/iter_0000020" not in log.read_text():
+    while f"saved s3://dead/runs/{fault}/iter_0000020" not in log.read_text():
         assert time.monotonic() < deadline and run.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
     proxy.plan = lambda method, path: fault
@@ -121,13 +127,15 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(
     assert said.count("error: ") == 1 and "is kept in" in said and "Traceback" not in said, said[-3000:]
     proxy.plan = lambda method, path: None
     assert start(*stored).wait(300) == 0, log.read_text()[-3000:]
-    assert "newer than what --save=s3://dead/runs/b holds (iteration 20)" in log.read_text(), log.read_text()[:3000]
+    assert f"newer than what --save=s3://dead/runs/{fault} holds (iteration 20)" in log.read_text(), log.read_text()[
+        :3000
+    ]
     assert not [*(tmp_path / "staging").rglob("rank_*")]
     assert start("--save", str(tmp_path / "quiet")).wait(300) == 0
     for key, value in proxy.environment.items():
         monkeypatch.setenv(key, str(value))
     found, quiet = (
-        CheckpointReader(resolve_checkpoint(place)) for place in ("s3://dead/runs/b", str(tmp_path / "quiet"))
+        CheckpointReader(resolve_checkpoint(place)) for place in (f"s3://dead/runs/{fault}", str(tmp_path / "quiet"))
     )
     assert found.names == quiet.names
     assert all(torch.equal(found.read(name), quiet.read(name)) for name in quiet.names)

@@ -1,4 +1,4 @@
-"""`scripts/thousand_kills.py`: runs that are killed end as one that was not, counts add up, and another state is told."""
+"""`scripts/thousand_kills.py`: killed runs end as one that was not, counts add up, and another state is told."""
 
 from __future__ import annotations
 
