@@ -219,9 +219,8 @@ class Checkpointer:
     def wait(self) -> None:
         """Waits until no save is in flight. Raises CheckpointError, on all ranks, if it has failed."""
         if self.uploads is not None:
-            settle(self.uploads, patiently(self.uploads.wait_sent, self.world), self.local, self.world)
-            commits = self.uploads.wait_committed if self.world.is_first else None
-            settle(self.uploads, patiently(commits, self.world), self.local, self.world)
+            for end in (self.uploads.wait_sent, self.uploads.wait_committed if self.world.is_first else None):
+                settle(self.uploads, patiently(end, self.world), self.local, self.world)
             return
         if self._flight is None:
             return
