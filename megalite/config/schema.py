@@ -116,7 +116,9 @@ class Option:
         return choices
 
 
-_hints = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints(cls: type) -> dict[str, typing.Any]:
+    return typing.get_type_hints(cls)
 
 
 @functools.cache
