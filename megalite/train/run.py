@@ -232,14 +232,9 @@ def assemble_trainer(
 
 def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
     """When the run ends early."""
-    given, saves = state.config.training, state.config.checkpoint.save is not None
+    given, saves, hasten = state.config.training, state.config.checkpoint.save is not None, state.checkpointer.hasten
     return ExitPolicy(
-        given,
-        mesh.world,
-        device=device,
-        save_has_failed=state.save_has_failed,
-        saves=saves,
-        hasten=state.checkpointer.hasten,
+        given, mesh.world, device=device, save_has_failed=state.save_has_failed, saves=saves, hasten=hasten
     )
 
 
