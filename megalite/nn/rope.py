@@ -41,9 +41,7 @@ class Rotary:
         return self._rotation
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """Computes the rotation. Angles are fp32 (fp64 where `dtype` is): bf16 could not tell far positions
-        apart.
-        """
+        """Computes the rotation. Angles are fp32 (fp64 where `dtype` is): bf16 could not tell far positions apart."""
         exact = torch.promote_types(dtype, torch.float32)
         exponents = torch.arange(0, self.dim, 2, device=positions.device, dtype=exact) / self.dim
         frequencies = self.base**-exponents
