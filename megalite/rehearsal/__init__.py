@@ -7,27 +7,12 @@
     rehearse_run(rehearsed(flags, 1024)).faults      # the same for a whole run, without values: see tools/rehearse.py
     rehearse(train, nprocs=64).faults                # and for a function of the library's users: `megalite.rehearse`
 
-    order.py        lines, clocks, memory: who must have waited for whom
-    streams.py      stand-ins for streams and events
-    device.py       what says "cuda": tensors, storages, torch.cuda, threads of the host
-    watch.py        every kernel: where it runs, what it reads and writes, whether the host waits
-    values.py       what kernels return where there are no values, and what the host finds where it reads
-    messages.py     collectives and messages as NCCL orders them, carried by gloo or by nobody
-    stand_ins.py    kernels that a GPU would choose
-    fake_groups.py  process groups of a rank that is alone
-    record.py       what a rank starts, and what each call is behind
-    rank.py         one rank of a run, from its start to its end
-    classes.py      which ranks are rehearsed
-    match.py        checks over all ranks: both ends are the same, and no circle of ranks waits for itself
-    short.py        a few micro-batches in the place of hundreds
-    allocator.py    torch's caching allocator, in numbers
-    memory.py       the memory of the whole batch, composed; leaks, and what differs from the plan
-    pieces.py       what each rank would write of a checkpoint
-    late.py         streams that work as late as they may, on real values
-    witness.py      a small layout of the run with such streams
-    timing.py       when all of that would run
-    report.py       the whole of it, and where the host waits
-    function.py     `rehearse`: a function of the library's users
+    order, streams, device, watch, messages     a GPU of bookkeeping, who must have waited for whom, NCCL's rules
+    values, stand_ins, fake_groups              a device without values, its kernels, its communicators
+    rank, record, short, classes, pieces        one rank of a run, what it starts, which ranks are rehearsed
+    match, allocator, memory, timing            checks over all ranks: both ends, circles, memory, time
+    late, witness                               the same on real values, with streams that work as late as they may
+    report, function                            the whole of it; `rehearse`, of a function of the library's users
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
 

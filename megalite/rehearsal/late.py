@@ -99,11 +99,6 @@ class Piece:
     def time(self) -> int:
         return self.clock[self.line.number]
 
-    def end(self) -> None:
-        self.run()
-        for storage in filter(None, (heir() for heir in self.heirs)):
-            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # of real numbers NaN
-
 
 SHAPED_BY_VALUES = ("repeat_interleave",)
 """Kernels that cannot run, not even for a shape, before their values are there."""
@@ -232,6 +227,13 @@ class Late(Computed):
             with self._gpu.state(quiet=True, true_device=True), torch.no_grad():
                 piece.begin()
 
+    def _finish(self, piece: Piece) -> None:
+        self._begin(piece)
+        self._pieces[piece.line.number].remove(piece)
+        piece.run()
+        for storage in filter(None, (heir() for heir in piece.heirs)):
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # of real numbers NaN
+
     def allocates(self, storage: torch.UntypedStorage, line: Line | None) -> None:
         """Work that waits may write this instead of what it was given, where nobody else holds that any more."""
         for piece in self._pieces.get(line.number, ()) if line is not None else ():
@@ -277,10 +279,7 @@ class Late(Computed):
         """Does all that is over at `clock`, and no more."""
         with self._gpu.ledger.lock, self._gpu.state(quiet=True, true_device=True), torch.no_grad():
             while ready := [p for p in self._heads() if p.time <= clock.get(p.line.number, 0) and self._can_begin(p)]:
-                piece = max(ready, key=lambda piece: piece.number)
-                self._begin(piece)
-                self._pieces[piece.line.number].popleft()
-                piece.end()
+                self._finish(max(ready, key=lambda piece: piece.number))
             self._begin_what_can()
 
     def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
@@ -293,9 +292,7 @@ class Late(Computed):
                     memories |= own
                     needed.append(piece)
             for piece in reversed(needed):
-                self._begin(piece)
-                self._pieces[piece.line.number].remove(piece)
-                piece.end()
+                self._finish(piece)
 
     def keep(self, x: Tensor, line: Line) -> None:
         """`record_stream`."""

@@ -7,16 +7,17 @@ on the other ranks have begun: nobody is taken to buffer anything. Ranks that we
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product, zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.rehearsal.record import SEND, Call, Communicator, RankRecord
 
 Records = Mapping[int, RankRecord]
 Node = tuple[int, int]
 """(rank, number of the call)"""
+T = TypeVar("T")
 MOST_HOPS = 12
 
 
@@ -181,28 +182,33 @@ class _Waits:
 
     def stuck(self) -> dict[Node, bool]:
         """Calls that never end -> whether they begin."""
-        left = {node: len(behind) for node, behind in self.after.items()}
-        missing = {id(group): len(group) for group in self.partners.values()}
-        behind_of: dict[Node, list[Node]] = defaultdict(list)
-        for node, behind in self.after.items():
-            for before in behind:
-                behind_of[before].append(node)
-        ready, begun, over = [node for node, n in left.items() if n == 0], set[Node](), set[Node]()
-        while ready:
-            node = ready.pop()
+        begun, over = set[Node](), set[Node]()
+        for node, ended in progress(self.after, self.partners):
             begun.add(node)
-            group = self.partners.get(node, (node,))
-            if node in self.partners:
-                missing[id(group)] -= 1
-                if missing[id(group)]:
-                    continue
-            for each in group:
-                over.add(each)
-                for after in behind_of[each]:
-                    left[after] -= 1
-                    if left[after] == 0:
-                        ready.append(after)
+            over.update(ended)
         return {node: node in begun for node in self.after if node not in over}
+
+
+def progress(after: Mapping[T, Sequence[T]], partners: Mapping[T, Sequence[T]]) -> Iterator[tuple[T, Sequence[T]]]:
+    """Each that begins once those that it is behind are over, and who is over then: itself, of partners all with the
+    last that begins."""
+    left, later = {each: len(behind) for each, behind in after.items()}, defaultdict[T, list[T]](list)
+    absent = {id(group): len(group) for group in partners.values()}
+    for each, behind in after.items():
+        for before in behind:
+            later[before].append(each)
+    ready = [each for each, n in left.items() if n == 0]
+    while ready:
+        each = ready.pop()
+        group: Sequence[T] = partners.get(each, (each,))
+        if each in partners:
+            absent[id(group)] -= 1
+            group = () if absent[id(group)] else group
+        yield each, group
+        for waits in (waits for over in group for waits in later[over]):
+            left[waits] -= 1
+            if left[waits] == 0:
+                ready.append(waits)
 
 
 def matched(records: Records) -> Iterable[Sequence[Node]]:

@@ -104,9 +104,6 @@ class Region(NamedTuple):
         end = begin + width * (1 + sum((n - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True)))
         return cls(begin, end, is_dense(x), width, tuple(x.shape), x.stride())
 
-    def covers(self, other: Region) -> bool:
-        return self.begin <= other.begin and other.end <= self.end and (self.dense or self == other)
-
     def meets(self, other: Region) -> bool:
         """Whether they share a byte."""
         if self.end <= other.begin or other.end <= self.begin:
@@ -343,12 +340,15 @@ class Ledger:
         if x.numel() == 0:
             return
         memory, kept, clock, region, writes = self.of(x), [], new.line.clock, new.region, new.writes
-        for old in memory.seen:
+        begin, end, dense = region.begin, region.end, region.dense
+        for old in memory.seen:  # without calls: it is the innermost loop of a rehearsal
             if clock.get(old.line.number, 0) < old.time:
                 if (writes or old.writes) and region.meets(old.region):
                     self._note(Race(_kind(old, new), old, new))
-            elif (writes or not old.writes) and region.covers(old.region):
-                continue
+            elif writes or not old.writes:
+                other = old.region
+                if begin <= other.begin and other.end <= end and (dense or region == other):
+                    continue
             kept.append(old)
         kept.append(new)
         memory.seen = kept

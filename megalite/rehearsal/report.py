@@ -108,7 +108,7 @@ def _once(faults: Sequence[Fault]) -> list[Fault]:
     first: dict[str, Fault] = {}
     counts: Counter[str] = Counter()
     for fault in faults:
-        what = RANK.sub("", fault.text) if fault.check in ("memory", "sync") else fault.text
+        what = RANK.sub("", fault.text) if fault.check in ("memory", "race", "sync") else fault.text
         first.setdefault(what, fault)
         counts[what] += 1
     more = {what: f"\n    ({n - 1} more of the rehearsed ranks do)" if n > 1 else "" for what, n in counts.items()}
@@ -128,12 +128,10 @@ def alike(run: Rehearsed, records: Records) -> list[Fault]:
 
 
 def races(records: Records) -> list[Fault]:
-    """Check 3: what was found while each rank ran (`order.py`), each pair of lines once."""
-    found: dict[str, int] = {}
-    for rank, record in records.items():
-        found |= {race: rank for race in record.races if race not in found}
+    """Check 3: what was found while each rank ran (`order.py`)."""
     advice = "let the later one wait for the earlier"
-    return [Fault("race", f"rank {rank}: {race}\n    {advice}") for race, rank in found.items()]
+    found = [(rank, race) for rank, record in records.items() for race in record.races]
+    return [Fault("race", f"rank {rank}: {race}\n    {advice}") for rank, race in found]
 
 
 WIDE = 24
@@ -143,15 +141,10 @@ RANK = re.compile(r"^rank \d+|\d+\.\d+")
 
 def syncs(records: Records) -> list[Fault]:
     """Check 5: where the host waits for the device in the last iteration, `HOST_WAITS` apart."""
-    faults: dict[str, Fault] = {}
-    for rank, record in records.items():
-        for place, count in host_waits(record).items():
-            text = f"rank {rank}: the host waits for the device {count} times a step: {place}"
-            faults.setdefault(
-                place,
-                Fault("sync", f"{text}\n    keep the value on the device, or see megalite/host_waits.py", warns=True),
-            )
-    return list(faults.values())
+    advice = "keep the value on the device, or see megalite/host_waits.py"
+    found = [(rank, *each) for rank, record in records.items() for each in host_waits(record).items()]
+    told = [f"rank {rank}: the host waits for the device {count} times a step: {place}" for rank, place, count in found]
+    return [Fault("sync", f"{text}\n    {advice}", warns=True) for text in told]
 
 
 def host_waits(record: RankRecord) -> Counter[str]:

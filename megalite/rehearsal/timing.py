@@ -22,7 +22,7 @@ from megalite.config import Config
 from megalite.inventory import given_plan
 from megalite.planner import CommGroup, Hardware, Roofline, predict, program_of, steady_state
 from megalite.rehearsal.classes import mesh_of
-from megalite.rehearsal.match import Node, Records, matched
+from megalite.rehearsal.match import Node, Records, matched, progress
 from megalite.rehearsal.memory import NUMBER, planned_actions
 from megalite.rehearsal.rank import Rehearsed
 from megalite.rehearsal.record import Call, RankRecord
@@ -118,28 +118,12 @@ def works(run: Rehearsed, record: RankRecord, prices: Prices) -> list[Work]:
 
 def settle(all_works: Sequence[Work], groups: Sequence[Sequence[Work]] = ()) -> None:
     """Sets when each begins. groups: calls that begin together."""
-    partners = {id(work): group for group in groups for work in group}
-    waiting, left = defaultdict[int, list[Work]](list), {id(work): len(work.after) for work in all_works}
-    absent = {id(group): len(group) for group in groups}
-    for work in all_works:
-        for before in work.after:
-            waiting[id(before)].append(work)
-    ready = [work for work in all_works if not work.after]
-    while ready:
-        work = ready.pop()
+    partners = {work: group for group in groups for work in group}
+    for work, over in progress({work: work.after for work in all_works}, partners):
         work.begin = max((before.end for before in work.after), default=0.0)
-        group = partners.get(id(work), (work,))
-        if id(work) in partners:
-            absent[id(group)] -= 1
-            if absent[id(group)]:
-                continue
-            begin = max(each.begin for each in group)
-            for each in group:
-                each.begin = begin
-        for later in (later for each in group for later in waiting[id(each)]):
-            left[id(later)] -= 1
-            if not left[id(later)]:
-                ready.append(later)
+        begin = max((each.begin for each in over), default=0.0)
+        for each in over:
+            each.begin = begin
 
 
 def together(run: Rehearsed, records: Records, prices: Prices) -> list[Work]:

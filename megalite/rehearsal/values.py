@@ -75,7 +75,7 @@ class Shapes(Computed):
             with self._gpu.state(quiet=True):
                 rows = kwargs.get("output_size") or int(self.read(args[0]).sum())
                 return torch.empty(rows, dtype=torch.int64, device="meta")
-        special: Any = _SPECIAL.get(name)
+        special = _SPECIAL.get(name)
         if special is not None and (out := special(*args, **kwargs)) is not MISSING:
             return out
         if function._schema.is_mutable:
@@ -250,13 +250,10 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Any:
     return torch.empty((mask.numel(), *x.shape[mask.dim() :]), dtype=x.dtype, device="meta")
 
 
-def _nonzero(x: Tensor) -> Tensor:
-    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device="meta")
-
-
-def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    dtype = torch.int64 if weights is None else weights.dtype
-    return torch.empty(minlength, dtype=dtype, device="meta")
-
-
-_SPECIAL = {"index": _index, "nonzero": _nonzero, "bincount": _bincount}
+_SPECIAL: dict[str, Any] = {
+    "index": _index,
+    "nonzero": lambda x: torch.empty((x.numel(), x.dim()), dtype=torch.int64, device="meta"),
+    "bincount": lambda x, weights=None, minlength=0: torch.empty(
+        minlength, dtype=torch.int64 if weights is None else weights.dtype, device="meta"
+    ),
+}
