@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cpu_seconds import dear
 
 SEED = 1
 
@@ -56,13 +57,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what takes long: `full` unless asked for, `landing` too, and of `in_turn` three cases of four.
+    """Leaves out what takes long: `full` unless asked for, `landing` and what is dear too, and of `in_turn` three cases
+    of four.
 
     With --landing two cases of four run: those of --turn and of the next turn but one.
     """
     landing = config.option.landing
     turns = {config.option.turn, (config.option.turn + 2) % 4} if landing else {config.option.turn}
     cases: Counter[str] = Counter()
+    left = set() if landing else set(dear())
     for item in items:
         if item.get_closest_marker("gpu") and torch.cuda.device_count() == 0:
             item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
@@ -78,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases[test] += 1
             if turn not in turns:
                 item.add_marker(pytest.mark.skip(reason=f"runs with scripts/test.sh --turn={turn} or --full"))
+        if item.nodeid.removeprefix("tests/") in left and not item.get_closest_marker("skip"):
+            item.add_marker(pytest.mark.skip(reason="dear (tests/dear.txt): runs with scripts/test.sh --landing"))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cpu_seconds import always_run, dear
 
 from draw_architecture import direct, floors, rooms
 from make_reading_pages import lines_of, reading, total
@@ -94,6 +95,16 @@ def test_what_readme_promises_is_proved_by_tests_that_always_run() -> None:
             assert not [mark for mark in marks if re.match(r"pytest\.mark\.(full|landing|gpu|skip)", mark)], (
                 f"{path}::{name}"
             )
+
+
+def test_what_is_dear_exists_and_is_named_by_no_table() -> None:
+    """README's promises and the faults of docs/proving.md are tried by a plain run."""
+    named = always_run()
+    assert len(named) > 40
+    for test in {case.partition("[")[0] for case in dear()}:
+        path, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / path).read_text(), f"tests/dear.txt: {test} is no longer there"
+        assert test not in named, f"tests/dear.txt leaves out {test}, which a table promises"
 
 
 def test_the_picture_shows_what_is_imported() -> None:
