@@ -181,7 +181,8 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     if blocked:
         kept += product * heads * config.training.micro_batch_size * block_area(model.seq_length)
     kept += 3 * product * width
-    kept += e * values + (product * width if width != values or product != e else 0)
+    result = values if blocked else width  # with the padding of values
+    kept += e * values + (product * result if result != values or product != e else 0)
     return kept + tokens * heads * max(4, size.wide)
 
 

@@ -29,20 +29,22 @@ from megalite.inventory import block_area, query_blocks
 OPERATOR = "megalite::blocked_attention"
 
 
-def blocked_attention(qkv: Tensor) -> Tensor:
+def blocked_attention(qkv: Tensor, values: int | None = None) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal: `[s, b, g, r + 2, d]` (r query heads, a key, a value) -> `[s, b, g * r *
-    d]`. Under `torch.compile` an operator (`register_operator` first): what its compiler makes of it is slower.
+    d]`, or of the first `values` channels of v alone `[s, b, g * r * values]`. Under `torch.compile` an operator (`register_operator` first): what its compiler makes of it is slower.
     """
     if torch.compiler.is_compiling():
-        y: Tensor = torch.ops.megalite.blocked_attention(qkv)[0]
+        y: Tensor = torch.ops.megalite.blocked_attention(qkv, values)[0]
         return y
-    return _BlockedAttention.apply(qkv)
+    return _BlockedAttention.apply(qkv, values)
 
 
 @functools.cache
 def register_operator() -> None:
     """Makes the operator known to torch, for compiled blocks."""
-    forward = torch.library.custom_op(OPERATOR, attend, mutates_args=(), schema="(Tensor qkv) -> (Tensor, Tensor)")
+    forward = torch.library.custom_op(
+        OPERATOR, attend, mutates_args=(), schema="(Tensor qkv, int? values=None) -> (Tensor, Tensor)"
+    )
     backward = torch.library.custom_op(
         f"{OPERATOR}_backward",
         attend_backward,
@@ -50,39 +52,39 @@ def register_operator() -> None:
         schema="(Tensor dy, Tensor qkv, Tensor y, Tensor weights) -> Tensor",
     )
 
-    def shapes(qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def shapes(qkv: Tensor, values: int | None = None) -> tuple[Tensor, Tensor]:
         s, b, g, parts, d = qkv.shape
-        return qkv.new_empty(s, b, g * (parts - 2) * d), qkv.new_empty(b * g * (parts - 2) * block_area(s))
+        return qkv.new_empty(s, b, g * (parts - 2) * (values or d)), qkv.new_empty(b * g * (parts - 2) * block_area(s))
 
-    def keep(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs, *output)
+    def keep(ctx: Any, inputs: tuple[Tensor, int | None], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], *output)
 
     forward.register_fake(shapes)
     backward.register_fake(lambda dy, qkv, y, weights: qkv.new_empty(qkv.shape))
-    forward.register_autograd(lambda ctx, dy, _: backward(dy, *ctx.saved_tensors), setup_context=keep)
+    forward.register_autograd(lambda ctx, dy, _: (backward(dy, *ctx.saved_tensors), None), setup_context=keep)
 
 
 class _BlockedAttention(Function):
     apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor) -> Tensor:
-        y, weights = attend(qkv)
+    def forward(ctx: Any, qkv: Tensor, values: int | None) -> Tensor:
+        y, weights = attend(qkv, values)
         ctx.save_for_backward(qkv, y, weights)  # the layer behind keeps y too
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return attend_backward(dy, *ctx.saved_tensors)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return attend_backward(dy, *ctx.saved_tensors), None
 
 
-def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
+def attend(qkv: Tensor, values: int | None = None) -> tuple[Tensor, Tensor]:
     """(What `blocked_attention` returns; the weights of all blocks, one block after the other.)"""
     s, b, g, parts, d = qkv.shape
     q, k, v = _heads(qkv)
-    r = parts - 2
-    context = torch.empty_like(q)
+    r, v = parts - 2, v[..., :values]
+    context = torch.empty_like(q[..., :values])
     weights = qkv.new_empty(b * g * r * block_area(s))
     for (begin, end), scores in zip(query_blocks(s), _by_block(weights, s, b * g, r), strict=True):
         rows = slice(begin * r, end * r)
@@ -91,7 +93,7 @@ def attend(qkv: Tensor) -> tuple[Tensor, Tensor]:
         torch.softmax(scores, -1, out=scores)
         torch.bmm(scores, v[:, :end], out=context[:, rows])
     # contiguous: as the operator announces it, also where one group makes the reshape a view
-    return _to_tokens(context, s, r).reshape(s, b, g * r * d).contiguous(), weights
+    return _to_tokens(context, s, r).reshape(s, b, -1).contiguous(), weights
 
 
 def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tensor:
@@ -99,10 +101,12 @@ def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tens
     s, b, g, parts, d = qkv.shape
     r = parts - 2
     scale = d**-0.5
+    values = y.shape[-1] // (g * r)
     q, k, v = _heads(qkv)
-    dcontext = _by_head(dy.reshape(s, b * g, r, d))
+    v = v[..., :values]
+    dcontext = _by_head(dy.reshape(s, b * g, r, values))
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    inner = _by_head((dy * y).reshape(s, b * g, r, d).sum(-1, keepdim=True))
+    inner = _by_head((dy * y).reshape(s, b * g, r, values).sum(-1, keepdim=True))
     blocks = zip(query_blocks(s), _by_block(weights, s, b * g, r), strict=True)
     # from the last block, which sees all keys, to the first: the sums over queries begin with a plain product
     for (begin, end), part in reversed(list(blocks)):
@@ -117,7 +121,8 @@ def attend_backward(dy: Tensor, qkv: Tensor, y: Tensor, weights: Tensor) -> Tens
     whole = dqkv.view(s, b * g, parts, d)
     whole[:, :, :r] = _to_tokens(dq, s, r)
     whole[:, :, r] = dk.transpose(0, 1)
-    whole[:, :, r + 1] = dv.transpose(0, 1)
+    whole[:, :, r + 1, :values] = dv.transpose(0, 1)
+    whole[:, :, r + 1, values:] = 0
     return dqkv
 
 

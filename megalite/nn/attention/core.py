@@ -68,6 +68,7 @@ class AttentionCore:
         v: Tensor,
         *,
         packed: Tensor | None = None,
+        values: int | None = None,
         sinks: Tensor | None = None,
         document_starts: Tensor | None = None,
         documents: Documents | None = None,
@@ -77,6 +78,7 @@ class AttentionCore:
         """q `[s, b, g, r, d]`, k, v `[k, b, g, d]` -> `[s, b, g * r * d]`.
 
         packed: q, k and v as one tensor `[s, b, g, r + 2, d]`, if it exists (saves a concatenation).
+        values: channels of v that are no padding; a kernel that can leaves out the others: `[s, b, g * r * values]`.
         sinks: a logit `[g * r]` of each head that joins its softmax and has no value (gpt-oss, arXiv 2508.10925).
         document_starts: int64 `[b, s]`; attention sees nothing before them. documents: the same, if the host knows.
         sample_ids: int64 `[b]`, needed for dropout in training.
@@ -99,7 +101,7 @@ class AttentionCore:
         )
         if name == BLOCKED:
             packed = torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3) if packed is None else packed
-            return blocked_attention(packed.to(wide)).to(narrow)
+            return blocked_attention(packed.to(wide), values).to(narrow)
         if name == FUSED:
             return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(narrow)
         keys = torch.arange(len(k), device=k.device)

@@ -136,10 +136,11 @@ class LatentAttention(nn.Module):
         sinks, training, core = self.sinks(q), self.training, self.core
         if alone:
             seen: Any = {"document_starts": microbatch.document_starts, "documents": microbatch.documents}
-            y = core(q, k, v, packed=packed, sinks=sinks, sample_ids=microbatch.sample_ids, training=training, **seen)
+            seen |= {"packed": packed, "values": None if dv == self.width else dv, "sample_ids": microbatch.sample_ids}
+            y = core(q, k, v, sinks=sinks, training=training, **seen)
         else:
             y = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
-        return y if dv == self.width else y.view(len(q), samples, self.heads, -1)[..., :dv].flatten(2)
+        return y if y.shape[-1] == self.heads * dv else y.view(len(q), samples, self.heads, -1)[..., :dv].flatten(2)
 
     def attend_token(self, q: Tensor, stored: Tensor, microbatch: Microbatch, cache: LayerCache) -> Tensor:
         """The same of one token, `stored` `[1, b, 1, r + dr]`, without keys and values of the others."""

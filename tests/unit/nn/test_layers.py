@@ -121,6 +121,21 @@ def test_operator_has_the_layout_that_it_announces(g: int, r: int) -> None:
     )
 
 
+@pytest.mark.parametrize("r", [1, 2])
+def test_blocks_leave_out_the_padding_of_values(r: int) -> None:
+    register_operator()
+    packed = torch.randn(100, 2, 2, r + 2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    packed[:, :, :, -1, 5:] = 0
+    whole = blocked_attention(packed.requires_grad_()).view(100, 2, 2, r, 8)
+    dy = torch.randn(100, 2, 2, r, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dy[..., 5:] = 0
+    (gradient,) = torch.autograd.grad(whole, packed, dy)
+    for y in (blocked_attention(packed, 5), torch.ops.megalite.blocked_attention(packed, 5)[0]):
+        torch.testing.assert_close(y, whole[..., :5].flatten(2), rtol=1e-12, atol=1e-13)
+        (found,) = torch.autograd.grad(y, packed, dy[..., :5].flatten(2))
+        torch.testing.assert_close(found, gradient, rtol=1e-11, atol=1e-12)
+
+
 def test_blocked_attention_takes_a_gradient_of_any_layout() -> None:
     packed = torch.randn(70, 2, 2, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = blocked_attention(packed.requires_grad_())
