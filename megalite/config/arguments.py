@@ -137,7 +137,8 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "lora": ArgumentFlag(
         "low-rank adapters (LoRA), which are trained in place of the model; they are saved apart",
-        {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets"},
+        {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "shared_a": "lora_shared_a"},
+        alone={"shared_a": "true"},
     ),
     "mup": ArgumentFlag(
         "muP and CompleteP: what was tuned for a small model holds for a wide and a deep one",

@@ -62,16 +62,23 @@ class Lora(Spelled):
         metavar="NAME",
         needs="lora_rank",
     )
+    lora_shared_a: bool = option(
+        False, "experts of a layer share the matrix A of their adapters, and each has its own B", needs="lora_rank"
+    )
 
     @property
     def scale(self) -> float:
         """alpha / R."""
         return 1.0 if self.lora_alpha is None or self.lora_rank is None else self.lora_alpha / self.lora_rank
 
-    def parts(self, *, apart: bool) -> tuple[str, ...]:
+    def parts(self, *, apart: bool, sparse: bool = False) -> tuple[str, ...]:
         """Parts that have an adapter, in order, without unknown names. apart: what `all-linear` means for queries,
-        keys and values, and for gate and value: one adapter each."""
-        every = ("q", "k", "v", "proj", "gate", "up", "fc2") if apart else ("qkv", "proj", "fc1", "fc2")
+        keys and values, and for gate and value: one adapter each. sparse: of a block with experts, whose gate and
+        value have one."""
+        every: tuple[str, ...] = (
+            ("q", "k", "v", "proj", "gate", "up", "fc2") if apart else ("qkv", "proj", "fc1", "fc2")
+        )
+        every = ("q", "k", "v", "proj", "fc1", "fc2") if apart and sparse else every
         named = {
             part for name in self.lora_targets for part in (every if name == ALL_LINEAR else TARGETS.get(name, ()))
         }

@@ -315,7 +315,7 @@ class ModelConfig:
     @property
     def adapted_parts(self) -> tuple[str, ...]:
         """Parts of linear layers that have an adapter (see `config.lora`)."""
-        return self.lora.parts(apart=self.model_type == "llama")
+        return self.lora.parts(apart=self.model_type == "llama", sparse=self.experts.num_experts is not None)
 
     @property
     def trains_tied_embeddings(self) -> bool:

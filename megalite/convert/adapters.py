@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from megalite.config import ModelConfig, from_dict
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource
 from megalite.convert.hf_tokenizer import write_tokenizer
+from megalite.convert.llama import STACKED_ALL, STACKED_PAIRS
 from megalite.convert.megalite_files import CheckpointSource
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import ORIGIN_META, Origin, hub_id_of, is_hub_id
@@ -35,9 +36,10 @@ from megalite.convert.registry import family_of
 from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
-from megalite.inventory import Adapter, adapters_of
+from megalite.inventory import Adapter, adapters_of, block_models
 
 PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
+OUTER = "base_model.model."
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_META = "base"
 LONGEST_PATH = 4096  # characters; systems allow no more
@@ -157,18 +159,25 @@ class AdaptedSource:
         self._base = self.base_model.open()
         self.origin: Origin = replace(self._base.origin, hub_id=self.base_model.hub_id or self._base.origin.hub_id)
         self.tokenizer: Tokenizer = CheckpointSource.tokenizer_of(self._reader)
+        self._blocks = block_models(self.adapted)
         for name in self._reader.manifest.tensors:
+            known = self._known(name.partition(".adapters.")[0])
             rest = name.split(".", 2)[-1]
-            known = adapters_of(self.adapted, rest.partition(".adapters.")[0])
             if name.startswith("layers.") and not any(rest in (adapter.a.name, adapter.b.name) for adapter in known):
                 raise CheckpointError(f"{where}: {name} is no adapter of its lora_targets; it is damaged")
 
     def adapters(self, layer: str) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
         """The adapters of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
-        _, index, linear = layer.split(".", 2)
-        for adapter in adapters_of(self.adapted, linear):
-            a, b = (self._stored(f"layers.{index}.{p.name}", p.shape) for p in (adapter.a, adapter.b))
+        for adapter in self._known(layer):
+            block = ".".join(layer.split(".")[:2])
+            a, b = (self._stored(f"{block}.{p.name}", p.shape) for p in (adapter.a, adapter.b))
             yield adapter, a, b
+
+    def _known(self, layer: str) -> list[Adapter]:
+        """The adapters that the configuration names, of a layer by its logical name."""
+        _, index, linear = (*layer.split(".", 2), "", "")[:3]
+        there = index.isdecimal() and int(index) < len(self._blocks)
+        return adapters_of(self._blocks[int(index)], linear) if there else []
 
     def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
         values = self._reader.read(name)
@@ -200,6 +209,9 @@ class AdaptedSource:
 
 def merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, scale: float) -> None:
     """W += scale * B A in the rows that the adapter adds to, in place; `[..., out, in]`, whole."""
+    if adapter.a.family == "expert":
+        weight.flatten(1, -2).add_(b.flatten(1, -2) @ a, alpha=scale)
+        return
     rows = weight.view(-1, weight.shape[-1])
     width = adapter.width or len(rows) // adapter.units
     own = rows.view(-1, adapter.units, width, rows.shape[-1])[:, adapter.begin : adapter.end]
@@ -237,15 +249,20 @@ def write_peft(
     model, lora = source.model, source.adapted.lora
     family = family_of(model, source.origin.model_type)
     tensors: dict[str, Tensor] = {}
-    transposed = False
+    transposed, model_parts = False, set(source.adapted.adapted_parts)
     for rule in family.rules:
         if not rule.ours.startswith("layers.{i}."):
             continue
         for index in range(model.num_layers):
             for adapter, a, b in source.adapters(rule.ours.replace("{i}", str(index))):
+                if adapter.a.family == "expert":
+                    pair = _pair_of_experts(rule, adapter, a, b, nested=model_parts >= {"fc1", "fc2"})
+                    ours = {f"{name.replace('{i}', str(index))}": values for name, values in pair.items()}
+                    tensors |= {name: (v if dtype is None else v.to(dtype)).contiguous() for name, v in ours.items()}
+                    continue
                 transposed = transposed or rule.form in (TRANSPOSED, GROUPED_TRANSPOSED)
                 for name, rows in _their_rows(rule, adapter, model, b):
-                    key = f"base_model.model.{name.replace('{i}', str(index))}"
+                    key = f"{OUTER}{name.replace('{i}', str(index))}"
                     for letter, values in (("A", a), ("B", rows)):
                         tensors[f"{key}.lora_{letter}.weight"] = (values if dtype is None else values.to(dtype)).clone()
     alpha = lora.scale * (lora.lora_rank or 1)
@@ -257,7 +274,8 @@ def write_peft(
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": _targets(tensors),
+        "target_modules": _targets({name for name in tensors if ".experts." not in name}),
+        "target_parameters": _target_parameters(tensors, model_parts),
         "fan_in_fan_out": transposed,
         "bias": "none",
         "inference_mode": True,
@@ -286,7 +304,30 @@ def _their_rows(rule: LayerRule, adapter: Adapter, model: ModelConfig, b: Tensor
         yield name, part.t() if rule.form in (TRANSPOSED, GROUPED_TRANSPOSED) else part
 
 
-def _targets(tensors: dict[str, Tensor]) -> list[str]:
+def _pair_of_experts(rule: LayerRule, adapter: Adapter, a: Tensor, b: Tensor, *, nested: bool) -> Mapping[str, Tensor]:
+    """A and B as peft keeps them beside a stacked parameter: `[E * R, in]` and `[out, R * E]`. nested: both layers of
+    the experts have adapters, and peft wraps the first one's inside of the other's."""
+    if rule.form not in (STACKED_PAIRS, STACKED_ALL):
+        raise ConfigError(
+            "`to`=peft: experts of this family have their columns elsewhere there; export merged (`to` hf)"
+        )
+    layer = rule.theirs[0].partition(".{e}")[0].replace("block_sparse_moe", "mlp")  # its name in transformers 5
+    inner = ".base_layer" if nested and adapter.name == "fc1" else ""
+    name, rows = f"{OUTER}{layer}{inner}", b.flatten(1, -2)
+    return {
+        f"{name}.lora_A.weight": a.expand(len(b), -1, -1).flatten(0, 1),
+        f"{name}.lora_B.weight": rows.permute(1, 2, 0).flatten(1),
+    }
+
+
+def _target_parameters(tensors: Iterable[str], parts: Container[str]) -> list[str] | None:
+    """The stacked parameters that have adapters."""
+    names = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
+    found = [name for part, name in names.items() if part in parts]
+    return found if any(".experts." in name for name in tensors) else None
+
+
+def _targets(tensors: Iterable[str]) -> list[str]:
     """Names of layers as peft compares them with the end of a path: the last word, with the one before where blocks
     have it twice (c_proj of GPT-2)."""
     paths = {tuple(key.split(".")[-4:-2]) for key in tensors}

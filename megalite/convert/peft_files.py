@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint import is_huggingface
-from megalite.convert.adapters import PEFT_CONFIG, PEFT_WEIGHTS
+from megalite.convert.adapters import OUTER, PEFT_CONFIG, PEFT_WEIGHTS
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.data import Tokenizer
@@ -39,7 +39,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": UNSET,
 }
 """Setting -> its values that are plain LoRA; one that is not given is."""
-OUTER = "base_model.model."
 
 
 def is_peft(directory: Place | str) -> bool:

@@ -16,6 +16,8 @@ from megalite.inventory.parameter_placement import Shape
 class Adapter:
     """A low-rank product beside some outputs of a linear layer (LoRA, arXiv 2106.09685): y += scale * (x A^T) B^T.
 
+    Of experts (A `[E, R, in]`, B `[E, ..., out, R]`) each has its own pair, or all have one A, `[1, R, in]`.
+
     rows: outputs are units of `width` (None: as many as make `units`), and of every `units` in a row it adds to those
     from `begin` to `end`. a: `[R, in]`. b: `[..., its outputs, R]`, zero at first.
     """
@@ -32,7 +34,13 @@ class Adapter:
 def adapters_of(model: ModelConfig, linear: str) -> list[Adapter]:
     """The adapters of a linear layer of a block, `attention.qkv` for example. The rows of queries, keys and values are
     grouped by key/value head (`nn.attention.layer`); those of each are in the order of heads."""
+    if linear.startswith("mlp.experts."):
+        return _of_experts(model, linear)
     h, f, q, kv, d = model.hidden_size, model.ffn_size, model.query_size, model.kv_size, model.head_dim
+    if linear.startswith("mlp.") and model.experts.num_experts is not None:
+        f = model.experts.moe_shared_expert_intermediate_size or 0
+        if not f or "shared_experts." not in linear:
+            return []
     r = model.num_attention_heads // model.query_groups
     places: dict[str, dict[str, tuple[Shape, tuple[int, ...]]]] = {
         "attention.qkv": {
@@ -49,11 +57,11 @@ def adapters_of(model: ModelConfig, linear: str) -> list[Adapter]:
         },
         "mlp.fc2": {"fc2": ((h,), ())},
     }
-    found = []
-    for part, (rows, place) in places.get(linear, {}).items():
+    found, kind = [], linear.replace("shared_experts.", "")
+    for part, (rows, place) in places.get(kind, {}).items():
         if part in model.adapted_parts:
-            row_parallel = linear in ("attention.proj", "mlp.fc2")
-            columns = {"attention.proj": q, "mlp.fc2": f}.get(linear, h)
+            row_parallel = kind in ("attention.proj", "mlp.fc2")
+            columns = {"attention.proj": q, "mlp.fc2": f}.get(kind, h)
             rank, names = model.lora.lora_rank or 1, [f"{linear}.adapters.{part}.lora_{letter}" for letter in "ab"]
             std = 1 / math.sqrt(3 * columns)  # the deviation of peft's uniform numbers
             cut_a, cut_b = (1, None) if row_parallel else (None, len(rows) - 1)
@@ -62,6 +70,29 @@ def adapters_of(model: ModelConfig, linear: str) -> list[Adapter]:
             a, b = (a, replace(b, partial="heads")) if row_parallel else (replace(a, partial="heads"), b)
             found.append(Adapter(part, a, b, *place))
     return found
+
+
+def _of_experts(model: ModelConfig, linear: str) -> list[Adapter]:
+    """A rank that holds a part of an expert's adapter has seen a part of the gradient of what is whole there; of an A
+    that experts share, those of its own."""
+    h, f, number = model.hidden_size, model.expert_ffn_size, model.experts.num_experts or 1
+    part, name = linear.rpartition(".")[2], f"{linear}.adapters.{linear.rpartition('.')[2]}"
+    if part not in model.adapted_parts or model.experts.num_experts is None:
+        return []
+    up, shared, rank = part == "fc1", model.lora.lora_shared_a, model.lora.lora_rank or 1
+    columns, rows = (h, (2, f) if model.gated else (f,)) if up else (f, (h,))
+    a = Parameter(
+        f"{name}.lora_a",
+        (1 if shared else number, rank, columns),
+        None if up else 2,
+        partial="heads" if up else "",
+        init_std=1 / math.sqrt(3 * columns),
+        family="expert",
+        dealt=not shared,
+    )
+    cut, partial = (len(rows), "") if up else (None, "heads")
+    b = Parameter(f"{name}.lora_b", (number, *rows, rank), cut, partial=partial, family="expert", dealt=True)
+    return [Adapter(part, a, b)]
 
 
 def with_adapters(parameters: Iterable[Parameter], model: ModelConfig) -> Iterator[Parameter]:

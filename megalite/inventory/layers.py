@@ -62,12 +62,14 @@ class Layer:
     @property
     def active(self) -> int:
         """Elements of its parameters that a token meets: of the experts, those that it takes."""
+        return sum(map(self.met, self.parameters))
+
+    def met(self, parameter: Parameter) -> int:
+        """Elements of one of them that a token meets."""
         given = self.model.experts
-        total = sum(p.numel for p in self.parameters)
-        if not self.is_sparse or given.num_experts is None:
-            return total
-        dealt = sum(p.numel for p in self.parameters if p.dealt)
-        return total - dealt // given.num_experts * (given.num_experts - given.moe_router_topk)
+        return (
+            parameter.numel * given.moe_router_topk // (given.num_experts or 1) if parameter.dealt else parameter.numel
+        )
 
     def mlp_width(self, parallel: ParallelConfig, imbalance: float = 1.0) -> float:
         """Numbers of a token between the two matrices of the MLP, or of all experts that it takes, on one rank.
@@ -275,5 +277,5 @@ def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model
     per_token = 3 * sum(layer.flops(tensor_model_parallel_size) for layer in layers)
     if model.lora.lora_rank is not None:
         per_token -= sum(layer.flops(tensor_model_parallel_size, core=False) for layer in layers)
-        per_token += sum(6 * p.numel for layer in layers for p in layer.parameters if not p.frozen)
+        per_token += sum(6 * layer.met(p) for layer in layers for p in layer.parameters if not p.frozen)
     return global_batch_size * model.seq_length * per_token

@@ -20,7 +20,8 @@ class Parameter:
     """One logical tensor of a layer.
 
     name: inside its layer; shape: without padding. cut: the dimension that the tensor axis (of experts: etp) cuts,
-    None: every rank holds all of it. dealt: dimension 0 is dealt out over the axis ep. wide: kept in fp32 (or wider)
+    None: every rank holds all of it. dealt: dimension 0 is dealt out over the axis ep (of experts, what is not is the
+    same for all of them, and each rank computes its experts' share of the gradient). wide: kept in fp32 (or wider)
     whatever the others are in. multiple: each rank's part of that dimension is padded to it (vocabulary).
     partial: what a rank sees only its share of, so that gradients must be summed over the tensor axis: `sequence` (its
     tokens, under sequence parallelism), `heads` (its heads, or rows and columns of the matrix beside an adapter), or
@@ -77,11 +78,12 @@ class Parameter:
         axes = frozenset(AXIS_FAMILIES[self.family].cut[:1]) if shards > 1 else NO_AXES
         shared = self.partial == "heads" or (self.partial == "sequence" and sequence_parallel)
         dealt = frozenset({"ep"}) if self.dealt and ep > 1 else NO_AXES
+        apart = frozenset({"ep"}) if self.family == "expert" and not self.dealt and ep > 1 else NO_AXES
         return ParameterPlacement(
             self.shape,
             tuple(offset),
             sharded=(NO_AXES if self.cut is None else axes) | dealt,
-            partial=axes if shared else NO_AXES,
+            partial=(axes if shared else NO_AXES) | apart,
             decay=self.decay,
             init_std=self.init_std,
             init_value=self.init_value,

@@ -10,7 +10,7 @@ from torch import nn
 
 from megalite.config import ModelConfig, RopeScaling
 from megalite.errors import ConfigError
-from megalite.inventory import Recompute, block_models, placement_of
+from megalite.inventory import Recompute, block_models
 from megalite.nn import (
     Block,
     Embedding,
@@ -42,8 +42,7 @@ def decoder_layers(config: ModelConfig) -> list[LayerSpec]:
         if own.position_embedding_type == "rope":
             turned = rotaries.setdefault((own.rotary_base, own.rope_scaling), Rotary(own))
         blocks.append(LayerSpec(f"layers.{i}", partial(_block, own, i, rotary=turned)))
-    own = block_models(config)[-1]
-    turned = rotaries.get((own.rotary_base, own.rope_scaling)) if own.position_embedding_type == "rope" else None
+    # Further predictions have a block like the last one.
     head = partial(_head, config, own, turned) if config.further.depth else partial(make_layer, "head", Head, config)
     return [LayerSpec("embedding", partial(Embedding, config)), *blocks, LayerSpec("head", head)]
 
@@ -85,8 +84,8 @@ def build_stack(
         stack: LayerStack = HalvedStack(config, layers, recompute, crossing=ctx.halves == "stage")
     else:
         stack = (LayerStack if ctx.grid is None else ctx.grid.stack)(config, layers, recompute)
-    for parameter in stack.parameters() if config.adapted_parts else ():  # beside adapters all is frozen
-        parameter.requires_grad_(placement_of(parameter).family == "adapter")
+    for name, parameter in stack.named_parameters() if config.adapted_parts else ():  # else all is trained
+        parameter.requires_grad_(".adapters." in name)
     if init_seed is not None:
         initialize(stack, seed=init_seed)
     return stack

@@ -29,6 +29,7 @@ from megalite.nn.attention.latent import LatentAttention
 from megalite.nn.attention.layer import Attention
 from megalite.nn.delta import GatedDeltaNet
 from megalite.nn.dropout import HiddenDropout
+from megalite.nn.expert_adapters import adapt
 from megalite.nn.experts import MoE
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
@@ -36,7 +37,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment, chained
 from megalite.nn.uncompiled import Uncompiled
-from megalite.parallel.tensor import LayerContext, Message, add_adapters, make_layer
+from megalite.parallel.tensor import LayerContext, Message, make_layer
 
 Mixer = Attention | LatentAttention | GatedDeltaNet
 """What lets tokens see each other: `segments`, from a normalised x to what is added to it; `linears` and `attend`, what
@@ -68,7 +69,7 @@ class Block(nn.Module):
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
         self.post_mlp_norm = norm(there=behind)
         if config.adapted_parts:
-            add_adapters(self, config, ctx)
+            adapt(self, self.mlp, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
             HiddenDropout.of(config, ctx, "layers", index, site) for site in ("after_attention", "after_mlp")
         )

@@ -9,6 +9,8 @@ parallelism, and are the same anyway without it; the sum over the ranks is that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,7 +76,7 @@ class StackedLinear(nn.Module):
             sharded = axes.ep.names | (axes.etp.names if rows else NO_AXES)
             place = ParameterPlacement(shape[:-1], offset[:-1], sharded, decay=False, family="expert")
             self.bias = new_parameter(local[:-1], place, ctx)
-        self.product = GroupedProduct(
+        self.product: Callable[..., Tensor] = GroupedProduct(
             ctx.weight_grads, product_dtype(ctx.dtype, torch.device(ctx.device).type), rows or axes.etp.is_first
         )
 

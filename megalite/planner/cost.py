@@ -205,8 +205,15 @@ class Roofline:
 
     def _adapters(self, config: Config, layer: Layer) -> float:
         """Seconds of the products with A and with B of all adapters of a block, in one direction."""
-        shapes = [p.local(config.parallel) for p in layer.parameters if p.family == "adapter"]
-        return sum(self.product(config, micro_tokens(config), math.prod(rows), k) for *rows, k in shapes)
+        tokens, given = micro_tokens(config), config.parallel
+        shapes = [p.local(given) for p in layer.parameters if p.family == "adapter"]
+        seconds = sum(self.product(config, tokens, math.prod(rows), k) for *rows, k in shapes)
+        for p in layer.parameters if layer.is_sparse and layer.is_frozen else ():
+            if p.family == "expert" and not p.frozen:  # a matrix for each expert here, or one for all rows
+                count, *rows, k = p.local(given)
+                share = expert_rows(config, layer, MEAN_IMBALANCE) / count
+                seconds += count * self.product(config, share, math.prod(rows), k)
+        return seconds
 
     def _matrices(self, config: Config, layer: Layer, product: Product) -> float:
         """Seconds of a product of a block; of experts, of all that are on the rank, each with its share of the rows."""

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from megalite.config import Experts, ModelConfig
 from megalite.nn.activation import activation_of
-from megalite.nn.experts import MoE
+from megalite.nn.experts import MoE, StackedLinear
 from megalite.nn.segment import Segment
+from megalite.parallel.tensor import LowRank
 
 
 class PlainExperts:
@@ -82,8 +83,20 @@ class PlainExperts:
         up, down = module.experts.fc1, module.experts.fc2
         hidden = x @ up.weight[e].flatten(0, -2).t()
         hidden = hidden if up.bias is None else hidden + up.bias[e].flatten()
-        y = activation_of(self.config)[0](hidden) @ down.weight[e].t()
+        hidden = activation_of(self.config)[0](hidden + self._low_rank(up, e, x))
+        y = hidden @ down.weight[e].t() + self._low_rank(down, e, hidden)
         return y if down.bias is None else y + down.bias[e]
+
+    def _low_rank(self, linear: StackedLinear, e: int, x: Tensor) -> Tensor | float:
+        """What the adapter of an expert adds, if there is one."""
+        total: Tensor | float = 0.0
+        for pair in linear.modules():
+            if not isinstance(pair, LowRank):
+                continue
+            a, b = pair.lora_a[0 if len(pair.lora_a) == 1 else e], pair.lora_b[e].flatten(0, -2)
+            lora = self.config.lora
+            total = total + (lora.lora_alpha or lora.lora_rank or 1) / (lora.lora_rank or 1) * (x @ a.t() @ b.t())
+        return total
 
 
 def best_experts(logits: list[float], given: Experts, bias: list[float]) -> list[int]:

@@ -66,7 +66,9 @@ def test_a_layout_is_plain_torch(name: str) -> None:
 def test_random_layouts_with_adapters(number: int, fresh: int) -> None:
     rng = random.Random(f"{fresh} {number}")
     targets = rng.choice(["all-linear", "linear_qkv linear_fc1", "linear_q linear_v linear_fc2", "linear_proj"])
-    compare(draw(rng, more=[*LORA.split(), "--lora-targets", *targets.split()]))
+    shared = ["--lora-shared-a"] if number % 3 == 0 and targets != "linear_proj" else []
+    sparse = ["--num-experts", "4"] if shared else []
+    compare(draw(rng, more=[*LORA.split(), "--lora-targets", *targets.split(), *shared, *sparse]))
 
 
 def frozen_body(world: World, argv: list[str]) -> dict[str, object]:
@@ -92,7 +94,12 @@ def frozen_body(world: World, argv: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "world_size", "versions"), [("--bf16", 1, 1), (f"{PP} --pipeline-schedule 2bw", 2, 2)]
+    ("flags", "world_size", "versions"),
+    [
+        ("--bf16", 1, 1),
+        (f"{PP} --pipeline-schedule 2bw", 2, 2),
+        pytest.param("--num-experts 4 --lora shared_a", 1, 1, marks=pytest.mark.landing),
+    ],
 )
 def test_the_base_costs_its_weights_and_never_changes(flags: str, world_size: int, versions: int) -> None:
     """No gradient, no master, no moment, one copy of its weights for all versions; to the byte what is predicted."""
@@ -198,3 +205,30 @@ def test_loss_on_answers_is_the_same_at_every_layout(tmp_path: Path) -> None:
         found = train([*argv, *flags.split()], world_size, 3)
         assert_close(found.losses, expected.losses, 1e-12, "loss")
         assert_same_tensors(found.tensors, expected, 1e-11)
+
+
+EP2 = "--expert-model-parallel-size 2"
+SPARSE = "--num-experts 4 --moe-aux-loss-coeff 0.5 --swiglu --moe-ffn-hidden-size 24"
+OF_EXPERTS = {
+    "tp, ep and ZeRO 1": (f"{SPARSE} --lora shared_a", f"{TP} {EP2} --sequence-parallel --zero-stage 1", 4),
+    "one expert a rank": (SPARSE, f"{TP} {EP2} --expert-tensor-parallel-size 1 --sequence-parallel", 2),
+    "shared, one expert a rank": (
+        f"{SPARSE} --lora shared_a",
+        f"{TP} {EP2} --expert-tensor-parallel-size 1 --sequence-parallel",
+        2,
+    ),
+    "pipeline, split backward": (
+        f"{SPARSE} --model-type llama --moe-layer-freq 2 --moe-shared-expert-intermediate-size 16",
+        f"{PP} {EP2} --pipeline-schedule zb-h1",
+        4,
+    ),
+    "ZeRO 3": (f"{SPARSE} --lora shared_a targets=linear_fc2", f"{EP2} --zero-stage 3", 4),
+    "2bw": (f"{SPARSE} --lora targets=linear_fc1", f"{PP} --pipeline-schedule 2bw --zero-stage 1", 2),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [next(iter(OF_EXPERTS)), *(pytest.param(n, marks=pytest.mark.full) for n in [*OF_EXPERTS][1:])]
+)
+def test_adapters_of_experts_are_plain_torch(name: str) -> None:
+    compare(layout(*OF_EXPERTS[name]))

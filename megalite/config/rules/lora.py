@@ -24,8 +24,7 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
             f"`lora_rank`={given.lora_rank}: without `load` the model beside the adapters is random; add `load` MODEL "
             "(only `mock_data` does without)"
         )
-    if model.experts.num_experts is not None:
-        yield f"`lora_rank`={given.lora_rank}: not with `num_experts`, whose matrices have no adapters; train it whole"
+    yield from _experts(model, flag)
     if config.training.float8.fp8_format is not None:
         yield f"`fp8_format`={config.training.float8.fp8_format}: not with `lora_rank`; use `bf16`"
     parts = model.adapted_parts
@@ -34,8 +33,21 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
         if whole in parts and both:
             yield f"{flag}: one adapter for all of {whole}, or one each ({', '.join(both)})? Name one kind"
     yield from _rank(model)
-    if not model.gated and {"gate", "up"} & set(parts):
+    if not model.gated and {"gate", "up"} & set(parts) and model.experts.num_experts is None:
         yield f"{flag}: `activation`={model.activation} has no gate; use linear_fc1 (c_fc)"
+
+
+def _experts(model: ModelConfig, flag: str) -> Iterator[str]:
+    """A router, and what moves beside it, is the base model's."""
+    given, parts = model.experts, set(model.adapted_parts)
+    if model.lora.lora_shared_a and (given.num_experts is None or not {"fc1", "fc2"} & parts):
+        yield "`lora_shared_a`: no experts have adapters; drop it, or add `num_experts` and linear_fc1 or linear_fc2"
+    if given.num_experts is None:
+        return
+    if {"gate", "up"} & parts:
+        yield f"{flag}: gate and value of experts have one adapter; use linear_fc1"
+    if given.moe_router_enable_expert_bias:
+        yield "`moe_router_enable_expert_bias`: not with `lora_rank`, beside which no router changes; train it whole"
 
 
 def _rank(model: ModelConfig) -> Iterator[str]:
@@ -60,7 +72,8 @@ def lora_warnings(model: ModelConfig) -> Iterator[str]:
 
 def adapted_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Part that has an adapter -> (columns, rows) of its matrix."""
-    h, f, q, kv = model.hidden_size, model.ffn_size, model.query_size, model.kv_size
+    h, q, kv = model.hidden_size, model.query_size, model.kv_size
+    f = model.ffn_size if model.experts.num_experts is None else model.expert_ffn_size
     sizes = {
         "qkv": (h, q + 2 * kv),
         "q": (h, q),

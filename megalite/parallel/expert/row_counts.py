@@ -34,3 +34,14 @@ class RowCounts:
     def on_host(self) -> tuple[int, ...]:
         """The counts. Waits for their copy, which was started before the rows were sent."""
         return tuple(map(sum, zip(*(row[self._rank] for row in self._reading.read()), strict=True)))
+
+    @cached_property
+    def together(self) -> RowCounts:
+        """The rows as those of one matrix that all experts share."""
+        return _Together(self)
+
+
+class _Together(RowCounts):
+    def __init__(self, apart: RowCounts) -> None:
+        self.on_device, self.ends = apart.on_device.sum(0, keepdim=True), apart.ends[-1:]
+        self.on_host = (sum(apart.on_host),)

@@ -13,7 +13,7 @@ with t = 1 no process group is touched. Proof: `tests/distributed/parallel/tenso
 every gradient).
 """
 
-from megalite.parallel.tensor.adapters import add_adapters
+from megalite.parallel.tensor.adapters import LowRank, add_adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products

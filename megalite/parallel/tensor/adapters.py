@@ -29,8 +29,12 @@ class LowRank(nn.Module):
     def __init__(self, adapter: Adapter, ctx: LayerContext) -> None:
         super().__init__()
         self.adapter = adapter
+        axes = ctx.experts
+        axis, ep = axes.etp if adapter.a.family == "expert" else ctx.tp, axes.ep
         self.lora_a, self.lora_b = (
-            new_parameter(p.local_shape(ctx.tp.size), p.place(ctx.tp.size, ctx.tp.rank), ctx)
+            new_parameter(
+                p.local_shape(axis.size, ep.size), p.place(axis.size, axis.rank, ep=ep.size, ep_rank=ep.rank), ctx
+            )
             for p in (adapter.a, adapter.b)
         )
 
@@ -115,7 +119,6 @@ class AdapterGradients:
 
 def add_adapters(block: nn.Module, config: ModelConfig, ctx: LayerContext) -> None:
     """Gives the linear layers of a block the adapters that the configuration names."""
-    for linear in ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2"):
-        adapters = adapters_of(config, linear)
-        if adapters:
-            block.get_submodule(linear).adapters = Adapters(config, adapters, ctx)
+    for linear, layer in block.named_modules():
+        if isinstance(getattr(layer, "products", None), Products) and (adapters := adapters_of(config, linear)):
+            layer.adapters = Adapters(config, adapters, ctx)

@@ -11,7 +11,7 @@ from megalite.config import ModelConfig, Offer, parse
 from megalite.config.lora import TARGETS
 from megalite.errors import ConfigError
 
-EXPERTS = "--lora-rank=4: not with --num-experts, whose matrices have no adapters; train it whole"
+NONE = "--lora-shared-a: no experts have adapters; drop it, or add --num-experts and linear_fc1 or linear_fc2"
 
 ONE_LINE = [
     ("--lora-alpha 8", "--lora-alpha=8: needs --lora-rank"),
@@ -20,7 +20,17 @@ ONE_LINE = [
         "--lora-rank 4 --lora-targets q_proj qq",
         f"--lora-targets=q_proj qq: qq is no layer; legal: {', '.join(TARGETS)}",
     ),
-    ("--lora-rank 4 --num-experts 4", EXPERTS),
+    ("--lora-rank 4 --num-experts 4 --lora-shared-a --lora-targets linear_qkv", NONE),
+    ("--lora-rank 4 --lora-shared-a", NONE),
+    ("--lora shared_a", "--lora-shared-a: needs --lora-rank"),
+    (
+        "--lora-rank 4 --num-experts 4 --swiglu --lora-targets up_proj",
+        "--lora-targets=up_proj: gate and value of experts have one adapter; use linear_fc1",
+    ),
+    (
+        "--lora-rank 4 --num-experts 4 --moe-router score_function=sigmoid expert_bias",
+        "--moe-router-enable-expert-bias: not with --lora-rank, beside which no router changes; train it whole",
+    ),
     ("--lora-rank 4 --fp8-format e4m3", "--fp8-format=e4m3: not with --lora-rank; use --bf16"),
     (
         "--lora-rank 4 --lora-targets linear_qkv v_proj",

@@ -46,9 +46,9 @@ def configuration(base: Path, case: str, *more: str) -> Config:
     return parse(flags, world_size=1, read_offer=offer_of)
 
 
-def fine_tune(base: Path, case: str, save: Path) -> AdaptedSource:
+def fine_tune(base: Path, case: str, save: Path, *more: str) -> AdaptedSource:
     """Five steps of ours from the Hugging Face model."""
-    with open_run(configuration(base, case, "--save", str(save)), World()) as run:
+    with open_run(configuration(base, case, "--save", str(save), *more), World()) as run:
         for step in range(STEPS):
             run.trainer.train_step(drain=step == STEPS - 1)
         run.state.save(run.trainer.progress)
@@ -62,6 +62,7 @@ def in_fp64(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             monkeypatch.setattr(module, "forward", rms_norm(module))
+    model.config._experts_implementation = "eager"  # which multiplies in any dtype
     model.config._attn_implementation = "sdpa"  # whose softmax is in the dtype of the rest
     rotary = getattr(getattr(model, "model", None), "rotary_emb", None)
     if rotary is not None:
@@ -74,8 +75,8 @@ def rms_norm(module: Any) -> Any:
 
 
 def rotary_angles(config: Any) -> Any:
-    d = config.hidden_size // config.num_attention_heads
-    rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    d = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rates = config.rope_parameters["rope_theta"] ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
 
     def forward(x: Any, position_ids: Any, **_: Any) -> Any:
         angles = torch.cat([position_ids[..., None] * rates] * 2, -1)
@@ -158,6 +159,32 @@ def test_merged_weights_are_base_and_adapters(case: str, tmp_path: Path, monkeyp
         load_for_inference(tmp_path / "adapter", base=tmp_path / "base").config.model.num_layers
         == sources[0].model.num_layers
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "flags"), [("mixtral", "--lora-shared-a"), pytest.param("qwen3-moe-mixed", "", marks=pytest.mark.full)]
+)
+def test_adapters_of_experts_are_those_of_peft(
+    case: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft beside the base is transformers with merged weights, in fp64 to 1e-11, and both are our model to 1e-6: their
+    routers compute in fp32."""
+    transformers, peft = (pytest.importorskip(name, reason="not installed") for name in ("transformers", "peft"))
+    peer(case).save_pretrained(tmp_path / "base")
+    TARGETS[case] = ["linear_qkv", "linear_fc1", "linear_fc2"] if flags else ["linear_proj", "linear_fc2"]
+    source = fine_tune(tmp_path / "base", case, tmp_path / "run", *flags.split())
+    write_huggingface(source, tmp_path / "merged", dtype=torch.float64)
+    write_peft(source, tmp_path / "adapter")
+    read, expected = transformers.AutoModelForCausalLM.from_pretrained, our_logits(tmp_path / "run")
+    base = read(tmp_path / "base", dtype=torch.float64)
+    with torch.no_grad():
+        moved = (in_fp64(base.eval(), monkeypatch)(input_ids=tokens()).logits - expected).abs().max()
+        assert moved > 1e-2, "the adapters change what the model says"
+        beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", torch_device="cpu")
+        merged = in_fp64(read(tmp_path / "merged", dtype=torch.float64).eval(), monkeypatch)
+        found = [model(input_ids=tokens()).logits for model in (beside, merged)]
+        assert (found[0] - found[1]).abs().max() < 1e-11
+        assert (found[0] - expected).abs().max() < 1e-6
 
 
 def adapters_with(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:

@@ -81,6 +81,11 @@ ADAPTED = [
     {"lora": Lora(lora_rank=3)},
     {**FAMILY_DEFAULTS["llama"], "model_type": "llama", "num_query_groups": 2, "lora": Lora(lora_rank=2)},
     {"activation": "swiglu", "lora": Lora(lora_rank=5, lora_targets=("linear_q", "linear_v", "linear_fc1"))},
+    {"experts": Experts(num_experts=4, moe_shared_expert_intermediate_size=8), "lora": Lora(lora_rank=2)},
+    {
+        **{**FAMILY_DEFAULTS["llama"], "model_type": "llama", "experts": Experts(num_experts=4, moe_layer_freq="2")},
+        "lora": Lora(lora_rank=2, lora_shared_a=True),
+    },
 ]
 LAYOUTS = ((1, 0, True), (2, 0, False), (2, 1, True))  # tensor-parallel size, rank, sequence parallelism
 

@@ -32,7 +32,7 @@ STEPS = {
     "dp": (2, "--use-distributed-optimizer"),
 }
 FENCED = {
-    "adapters": r"parallel/tensor/adapters|inventory/adapters|parallel/zero/frozen",
+    "adapters": r"parallel/tensor/adapters|nn/expert_adapters|inventory/adapters|parallel/zero/frozen",
     "experts": r"nn/(experts|router)|parallel/expert/|engine/expert_bias|train/expert_report|microbatch_notes",
     "second order": r"optim/(matrix_rule|soap|shampoo|kfac)|parallel/tensor/products.py TappedProducts",
     "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
