@@ -54,6 +54,7 @@ from megalite.planner import (
 )
 from megalite.progress import ProgressBar
 from plan_fit import explain, remedy
+from plan_jobs import job_lines
 from plan_plot import check, draw
 from plan_sweep import OF_HARDWARE, OF_LAYOUT, Point, best_at, check_out, draw_sweep, grid, line_of, write_csv
 from plan_unlike import unlike_lines
@@ -128,6 +129,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"a search at each point instead: {', '.join((*OF_HARDWARE, *OF_LAYOUT))}; may be repeated",
     )
     p.add_argument("--out", default="", metavar="FILE.csv,FILE.svg", help="where the answers of --sweep go")
+    p.add_argument(
+        "--jobs", metavar="FILE", help="several jobs of known seconds instead, packed beside gang scheduling"
+    )
     p.add_argument("--plot", metavar="FILE.svg|png", help="draw the answer of --what-if (needs matplotlib)")
     return p
 
@@ -188,6 +192,11 @@ def _run(argv: list[str]) -> None:
     if args.profile == "":  # in scripts for pretrain_gpt.py it takes no file
         rest.append("--profile")
     _check(args)
+    if args.jobs is not None:
+        usual, own = parser().get_default, {**vars(args), "jobs": None, "num_devices": None}
+        other = [f"--{name.replace('_', '-')}" for name, value in own.items() if value != usual(name)]
+        say("\n".join(job_lines(args.jobs, args.num_devices, [*other, *rest])))
+        return
     cluster = load_cluster(args.hardware, args.num_devices, devices_per_node=args.devices_per_node)
     if len(cluster) > 1 and (not args.stages_may_differ or args.profile):
         raise ConfigError(
