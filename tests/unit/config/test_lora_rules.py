@@ -22,14 +22,14 @@ ONE_LINE = [
     ),
     ("--lora-rank 4 --num-experts 4 --lora-shared-a --lora-targets linear_qkv", NONE),
     ("--lora-rank 4 --lora-shared-a", NONE),
-    ("--lora shared_a", "--lora-shared-a: needs --lora-rank"),
+    ("--lora shared_a", "--lora shared_a: needs --lora-rank"),
     (
         "--lora-rank 4 --num-experts 4 --swiglu --lora-targets up_proj",
         "--lora-targets=up_proj: gate and value of experts have one adapter; use linear_fc1",
     ),
     (
         "--lora-rank 4 --num-experts 4 --moe-router score_function=sigmoid expert_bias",
-        "--moe-router-enable-expert-bias: not with --lora-rank, beside which no router changes; train it whole",
+        "--moe-router expert_bias: not with --lora-rank, beside which no router changes; train it whole",
     ),
     ("--lora-rank 4 --fp8-format e4m3", "--fp8-format=e4m3: not with --lora-rank; use --bf16"),
     (
