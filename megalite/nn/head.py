@@ -23,7 +23,7 @@ from megalite.parallel.tensor import (
 
 
 class OutputLayer(nn.Module):
-    """Holds `[V_padded/t, h]`; with tied embeddings this is the word embedding's parameter, or this stage's copy of it."""
+    """Holds `[V_padded/t, h]`; with tied embeddings the word embedding's parameter, or this stage's copy of it."""
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class OutputLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """Layer 'head'. In training `forward` gives the loss; `token_losses` and `logits` serve evaluation and generation."""
+    """Layer 'head'. `forward` gives the loss; `token_losses` and `logits` serve evaluation and generation."""
 
     def __init__(self, config: ModelConfig, ctx: LayerContext, further: FurtherPredictions | None = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Head(nn.Module):
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """`[s, b, h]` (`[s/t, b, h]`) -> `[s, b, V]` with the true vocabulary, gathered, in fp32 or wider; no gradient."""
+        """`[s, b, h]` (`[s/t, b, h]`) -> `[s, b, V]` with the true vocabulary, gathered, fp32 or wider; no gradient."""
         whole = all_gather(self.local_logits(x).permute(2, 0, 1).contiguous(), self.tp).permute(1, 2, 0)
         return whole[..., : self.vocab_size]
 

@@ -30,8 +30,9 @@ OPERATOR = "megalite::blocked_attention"
 
 
 def blocked_attention(qkv: Tensor, values: int | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal: `[s, b, g, r + 2, d]` (r query heads, a key, a value) -> `[s, b, g * r *
-    d]`, or of the first `values` channels of v alone `[s, b, g * r * values]`. Under `torch.compile` an operator (`register_operator` first): what its compiler makes of it is slower.
+    """softmax(q k^T / sqrt(d)) v, causal: `[s, b, g, r + 2, d]` (r query heads, a key, a value) -> `[s, b, g * r * d]`,
+    or of the first `values` channels of v alone `[s, b, g * r * values]`. Under `torch.compile` an operator
+    (`register_operator` first): what its compiler makes of it is slower.
     """
     if torch.compiler.is_compiling():
         y: Tensor = torch.ops.megalite.blocked_attention(qkv, values)[0]
