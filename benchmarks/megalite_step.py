@@ -31,7 +31,7 @@ from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.optim import LossScaler
 from megalite.parallel.context import SequenceCut
-from megalite.parallel.pipeline import Executor
+from megalite.parallel.pipeline import executor_of
 from megalite.schedule import BatchRange, resolve_chunks
 from megalite.train import ProgramCache, build_model
 
@@ -96,7 +96,7 @@ class TrainingStep:
             update_of=lambda microbatch: microbatch // self.size,
         )
         channel = open_channel(mesh, built.placement.neighbours, split=layout.sequence_parallel)
-        self.executor = Executor(mesh.coordinate("pp"), built.stages, built.placement, channel, self.updater)
+        self.executor = executor_of(self.program, mesh, built.stages, built.placement, channel, self.updater)
         cut = SequenceCut(mesh.coordinate("cp"), layout.cp, given.ring)
         self.microbatches = [
             cut(microbatch(x, y)) for x, y in zip(tokens.chunk(self.size), labels.chunk(self.size), strict=True)

@@ -10,6 +10,7 @@
     exchange.py     reduce-scatter and all-gather by direct messages, for gloo
     shared_memory.py    the same collectives between CPU ranks of one host, without sockets
     p2p.py          channels between pipeline stages
+    arrivals.py     which messages have arrived
     mesh_channel.py     the same between stages whose tensors lie differently
     ring.py         a tensor to the next rank, another from the one before
     rectangles.py   TensorShard: a local tensor and its rectangle of the logical tensor
@@ -20,6 +21,7 @@ Invariant: if every axis has size 1, nothing here touches a process group, so a 
 every test. Only this room and `launch` import torch.distributed.
 """
 
+from megalite.comm.arrivals import Arrivals
 from megalite.comm.autograd import copy_to_axis, gather_sequence, own_slice, reduce_from_axis, scatter_sum_sequence
 from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, make_axis
 from megalite.comm.collectives import (

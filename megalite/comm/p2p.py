@@ -89,11 +89,7 @@ def connect(axis: Axis, pairs: Iterable[tuple[int, int]]) -> None:
 
 @dataclass
 class IncomingMessage:
-    """A receive that has been posted.
-
-    buffer: where the tensor arrives.
-    target: where it is copied to, if it is needed on another device.
-    """
+    """A receive that has been posted. buffer: where it arrives; target: the copy on another device that needs it."""
 
     buffer: Tensor
     target: Tensor | None

@@ -143,6 +143,9 @@ class ParallelConfig:
         False, "a micro-batch of pipedream uses on every stage the weight version that it met on the first"
     )
     chimera_pairs: int = option(1, "pairs f of opposite pipelines in chimera: 2f copies of the weights", ge=1)
+    pipeline_max_in_flight: int | None = option(
+        None, "micro-batches that message-driven has in the pipeline at most; unset: 2p - 1", ge=1
+    )
     pipeline_flush_steps: int = option(
         0, "first iterations without delay: of 2bw as 1f1b, of `delayed_parameter_update` with their updates", ge=0
     )
@@ -245,4 +248,5 @@ class ParallelConfig:
             "num_pairs": self.chimera_pairs,
             "workers": self.workers,
             "vertical_sync": self.pipedream_vertical_sync,
+            "max_in_flight": self.pipeline_max_in_flight,
         }

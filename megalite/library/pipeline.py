@@ -33,7 +33,7 @@ from megalite.library.sequences import Sequences
 from megalite.library.timing import clock_of, watched
 from megalite.library.traced_layer import together
 from megalite.library.words import in_arguments
-from megalite.parallel.pipeline import Events, Executor, ForwardOnly, PipelineTracer, SharedGradient
+from megalite.parallel.pipeline import Events, ForwardOnly, PipelineTracer, SharedGradient, executor_of
 from megalite.schedule import (
     Action,
     BatchRange,
@@ -142,8 +142,8 @@ class Pipeline:
         self._channel = Channel(down, up, self.placement.neighbours)
         self._broken, self._compared = "", False
         self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
-        rank, clock = self.mesh.coordinate("pp"), clock_of(self.device)
-        self._executor = Executor(rank, self.stages, self.placement, self._channel, _Events(self), synchronize=clock)
+        parts = self.stages, self.placement, self._channel, _Events(self)
+        self._executor = executor_of(program, self.mesh, *parts, synchronize=clock_of(self.device))
         self.optimizer: WeightOwner | None = None
         self._tracer: PipelineTracer | None = None
         take(layers)

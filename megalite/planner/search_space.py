@@ -224,7 +224,8 @@ def _schedules(
     elif pp == 1:
         names = [default_schedule(None)]
     else:
-        names = [name for name in SCHEDULES if stale or not SCHEDULES[name].asynchronous]
+        # What arrives when is not known before the run; priced by equal times it is eager-1f1b.
+        names = [n for n, each in SCHEDULES.items() if not each.takes_arrivals and (stale or not each.asynchronous)]
     fixed = "virtual_pipeline_model_parallel_size" in given
     for name in names:
         if fixed:

@@ -49,6 +49,7 @@ from megalite.schedule.action import (
     forward,
     parse_action,
 )
+from megalite.schedule.arrival import share_of
 from megalite.schedule.chunks import ChunkKey, ChunkTraffic, ChunkUse, chunk_traffic, plan_chunks, sizes_of, with_chunks
 from megalite.schedule.decode import forward_program, token_pairs
 from megalite.schedule.definition import Schedule, ScheduleShape

@@ -15,7 +15,7 @@ class ScheduleShape(NamedTuple):
     """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only).
 
     workers: ranks of each stage that take micro-batches in turn; empty: one each. p is the number of stages then.
-    vertical_sync: of PipeDream: a micro-batch uses one version on all stages.
+    vertical_sync: of PipeDream: one version on all stages. max_in_flight: of message-driven, L; None: its default.
     """
 
     p: int
@@ -24,6 +24,7 @@ class ScheduleShape(NamedTuple):
     f: int = 1
     workers: tuple[int, ...] = ()
     vertical_sync: bool = False
+    max_in_flight: int | None = None
 
     @property
     def placement(self) -> StagePlacement:
@@ -45,10 +46,9 @@ class ScheduleShape(NamedTuple):
 class Schedule:
     """One schedule of the table.
 
-    name, aliases: what `--pipeline-schedule` takes.
-    title, paper: for people.
-    build: shape -> Program.
-    problems: shape -> reasons why it is illegal, none if it is legal.
+    name, aliases: what `--pipeline-schedule` takes. title, paper: for people.
+    takes_arrivals: whether a rank runs what has arrived, instead of a list.
+    build: shape -> Program. problems: shape -> reasons why it is illegal, none if it is legal.
     warnings: shape -> reasons why it is legal but unwise.
     num_chunks: the only v that it has (1, or 2 for V shapes); None if v is the user's choice, from `min_chunks` on.
     splits_backward: whether it uses I and W.
@@ -86,6 +86,7 @@ class Schedule:
     idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
     in_flight: Callable[[ScheduleShape], float] = lambda shape: min(shape.m, shape.p)
     takes_turns: bool = False
+    takes_arrivals: bool = False
 
     def __repr__(self) -> str:
         return f"Schedule({self.name!r})"

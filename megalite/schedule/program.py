@@ -136,6 +136,7 @@ class Program:
     room                    what EVICT and PREFETCH keep to, where activations wait on the host
     chunks                  weights that come and go layer by layer (`chunks.plan_chunks`)
     recomputed              stages whose forward keeps its input alone; R makes the rest again ahead of the backward
+    max_in_flight           micro-batches at once of a program whose ranks run what has arrived (`arrival.py`); else 0
     """
 
     name: str
@@ -154,6 +155,7 @@ class Program:
     recomputed: frozenset[int] = frozenset()
     room: ActivationRoom | None = None
     chunks: WeightChunks | None = None
+    max_in_flight: int = 0
     _templates: dict[tuple[int, int, int, bool], Template] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -28,6 +28,7 @@ from megalite.schedule.action import (
     STEP,
     Action,
 )
+from megalite.schedule.arrival import as_arrives
 from megalite.schedule.chunks import ChunkUse, plan_chunks, sizes_of
 from megalite.schedule.links import TRANSFER_KINDS, Links
 from megalite.schedule.memory import live_versions, peak_activations
@@ -176,6 +177,7 @@ def simulate(
     Raises ScheduleError if the lists wait for each other in a circle.
     """
     costs = costs or Costs()
+    program = as_arrives(program, costs, batches) if program.max_in_flight else program
     lists = program.unroll(batches)
     norms = _Norms(program, batches) if global_norm and not program.update_per_microbatch else None
     links = Links()

@@ -25,7 +25,7 @@ from megalite.engine import Hyperparameters, SpikeGuard, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import Hook, Record, make_hooks
 from megalite.optim import build_scaler
-from megalite.parallel.pipeline import Executor, PipelineTracer
+from megalite.parallel.pipeline import Executor, PipelineTracer, executor_of
 from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, open_module
@@ -195,7 +195,7 @@ def assemble_trainer(
         watch=watch_of(config, model.rows, mesh.coordinate("pp"), [*model.stages], data.cut),
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
-    executor = make_executor(config, model, mesh, updater, world.device)
+    executor = make_executor(programs, model, mesh, updater, world)
     exits = make_exits(state, mesh, world.device)
     model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
     traced, flops = config.logging.trace_pipeline, None if model.foreign is None else model.foreign.flops_per_sample
@@ -238,12 +238,13 @@ def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> Exi
     )
 
 
-def make_executor(config: Config, model: Model, mesh: ParallelMesh, updater: Updater, device: torch.device) -> Executor:
+def make_executor(programs: ProgramCache, model: Model, mesh: ParallelMesh, updater: Updater, world: World) -> Executor:
     """The executor of this rank; messages go down and up the pipeline by communicators of their own."""
-    check = config.parallel.check_pipeline_messages
+    config, check = programs.config, programs.config.parallel.check_pipeline_messages
     channel = open_channel(mesh, sending_pairs(config, model), split=config.parallel.sequence_parallel, headers=check)
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else None
-    return Executor(mesh.coordinate("pp"), model.stages, model.placement, channel, updater, synchronize=synchronize)
+    given = mesh, model.stages, model.placement, channel, updater
+    clock = torch.cuda.synchronize if world.device.type == "cuda" else None
+    return executor_of(programs.full(world.size), *given, synchronize=clock)
 
 
 def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgress, *, late: bool) -> Updater:

@@ -180,7 +180,7 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
         ({"sizes": [4, 4]}, "sizes=[4, 4]: 2 numbers above 0 with the sum 9 are wanted"),
         (
             {"schedule": "1f1q"},
-            "schedule='1f1q': no such schedule (did you mean '1f1b'?); one of gpipe, 1f1b, eager-1f1b, pip",
+            "schedule='1f1q': no such schedule (did you mean '1f1b'?); one of gpipe, 1f1b, eager-1f1b, mes",
         ),
         ({"micro_batches": []}, "micro_batches: there is none"),
         ({"micro_batches": [(torch.zeros(2, 7), None)]}, "micro_batches[0]: its input is (2, 7) of torch.float32, the"),

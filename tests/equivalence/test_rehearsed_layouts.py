@@ -13,8 +13,8 @@ COUNT, LANDING = 40, (0, 1, 16, 30)
 
 
 def fit(case: Layout) -> bool:
-    """Float8 has widths of its own on a GPU."""
-    return "--fp8-format" not in case.model and case.world_size <= 4
+    """Float8 has widths of its own on a GPU; NCCL does not say what has arrived."""
+    return "--fp8-format" not in case.model and case.world_size <= 4 and case.schedule != "message-driven"
 
 
 @pytest.mark.parametrize(

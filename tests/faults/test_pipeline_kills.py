@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence.layouts import FLUSH, saved_tensors
+from equivalence.layouts import ARRIVES, FLUSH, saved_tensors
 from faults.test_training_kills import STEPS, command, whole_run
 
 from megalite.comm.world import World
@@ -21,7 +21,7 @@ from megalite.train.run import run_training
 
 TIMEOUT_SECONDS = 12.0
 """--distributed-timeout-minutes of the runs here, in seconds."""
-SCHEDULES = [*FLUSH, "2bw", "pipedream"]
+SCHEDULES = [*FLUSH, ARRIVES, "2bw", "pipedream"]
 CHUNKS = {"interleaved": "2", "breadth-first": "2"}
 
 

@@ -29,6 +29,7 @@ from megalite.config.rules.layout import (
     world,
 )
 from megalite.config.rules.lora import lora
+from megalite.config.rules.message_driven import message_driven
 from megalite.config.rules.offload import param_offload
 from megalite.config.rules.partial_backprop import partial_backprop
 from megalite.config.rules.run import (
@@ -76,6 +77,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     pipeline_stages,
     stage_layers,
     pipeline_schedule,
+    message_driven,
     batch,
     length,
     restarts,

@@ -4,6 +4,7 @@
                                          └──REDUCE, NORM, STEP──> handed to megalite.engine's `Updater`
 
     executor.py         one interpreter of actions for every schedule
+    message_driven.py   one that runs what has arrived
     stage.py            consecutive layers, run forward and backward one micro-batch at a time
     recomputed.py       a stage whose forward runs again ahead of its backward
     offloaded.py        a stage whose activations may wait on the host (`parallel/tiers` moves them)
@@ -16,6 +17,7 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 """
 
 from megalite.parallel.pipeline.executor import Events, Executor
+from megalite.parallel.pipeline.message_driven import executor_of
 from megalite.parallel.pipeline.offloaded import OffloadedStage, stage_type
 from megalite.parallel.pipeline.recomputed import RecomputedStage, repeated
 from megalite.parallel.pipeline.shared_params import SharedGradient, SumsCopies, holders, replica_axes

@@ -17,6 +17,7 @@ from megalite.schedule.schedules import (
     eager_1f1b,
     gpipe,
     interleaved,
+    message_driven,
     one_f_one_b,
     pipedream,
     pipedream_2bw,
@@ -30,6 +31,7 @@ _MODULES = (
     gpipe,
     one_f_one_b,
     eager_1f1b,
+    message_driven,
     pipedream,
     pipedream_2bw,
     interleaved,
@@ -100,6 +102,11 @@ def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
             f"`chimera_pairs`={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
             "`pipeline_schedule`=chimera"
         )
+    if shape.max_in_flight and schedule.name != message_driven.NAME:
+        reasons.append(
+            f"`pipeline_max_in_flight`={shape.max_in_flight}: {name} runs a fixed list; leave it out, or use "
+            "`pipeline_schedule`=message-driven"
+        )
     return reasons + _unequal(schedule, shape) + schedule.problems(shape)
 
 
@@ -130,14 +137,17 @@ def build_program(
     num_pairs: int = 1,
     workers: tuple[int, ...] = (),
     vertical_sync: bool = False,
+    max_in_flight: int | None = None,
 ) -> Program:
     """The computations and STEPs of a schedule (`passes.lower` adds the rest).
 
     num_ranks: p. num_microbatches: m per batch. num_chunks: v per rank. num_pairs: Chimera's f. workers: ranks of each
-    of the p stages that take its micro-batches in turn; empty: one. vertical_sync: of PipeDream.
+    of the p stages that take its micro-batches in turn; empty: one. vertical_sync: of PipeDream. max_in_flight: of
+    message-driven, L.
     Raises ScheduleError with every reason why the shape is illegal.
     """
     more: dict[str, Any] = {"num_pairs": num_pairs, "workers": workers, "vertical_sync": vertical_sync}
+    more["max_in_flight"] = max_in_flight
     reasons = schedule_problems(name, num_ranks, num_microbatches, num_chunks, **more)
     if reasons:
         raise ScheduleError("\n".join(reasons))

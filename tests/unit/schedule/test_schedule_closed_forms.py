@@ -231,7 +231,7 @@ def test_illegal_shapes_are_refused_with_the_reason(name: str, p: int, m: int, v
 
 
 def test_the_table() -> None:
-    names = "gpipe 1f1b eager-1f1b pipedream 2bw interleaved breadth-first zb-h1 zb-h2 zb-v"
+    names = "gpipe 1f1b eager-1f1b message-driven pipedream 2bw interleaved breadth-first zb-h1 zb-h2 zb-v"
     assert " ".join(SCHEDULES) == f"{names} chimera chimera-doubling dualpipe-v shifted-critical-path"
     assert {find_schedule(alias).name for alias in ("dapple", "pipedream-flush")} == {"1f1b"}
     assert find_schedule("chimera-halving").name == "chimera-doubling"

@@ -22,6 +22,7 @@ HEADS = {
     "gpipe": ("gpipe", 3, 3, None, 1),
     "one_f_one_b": ("1f1b", 3, 4, None, 1),
     "eager_1f1b": ("eager-1f1b", 3, 5, None, 1),
+    "message_driven": ("message-driven", 3, 5, None, 1),
     "pipedream": ("pipedream", 2, 2, None, 2),
     "pipedream_2bw": ("2bw", 2, 2, None, 3),
     "interleaved": ("interleaved", 2, 4, 2, 1),
