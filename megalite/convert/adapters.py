@@ -265,6 +265,7 @@ def write_peft(
                     key = f"{OUTER}{name.replace('{i}', str(index))}"
                     for letter, values in (("A", a), ("B", rows)):
                         tensors[f"{key}.lora_{letter}.weight"] = (values if dtype is None else values.to(dtype)).clone()
+    _check_dense_layers(tensors)
     alpha = lora.scale * (lora.lora_rank or 1)
     base = base or source.base_model.hub_id
     config = {
@@ -318,6 +319,17 @@ def _pair_of_experts(rule: LayerRule, adapter: Adapter, a: Tensor, b: Tensor, *,
         f"{name}.lora_A.weight": a.expand(len(b), -1, -1).flatten(0, 1),
         f"{name}.lora_B.weight": rows.permute(1, 2, 0).flatten(1),
     }
+
+
+def _check_dense_layers(tensors: Iterable[str]) -> None:
+    """Where a model has experts, peft takes what is called `down_proj` for theirs, and leaves other layers out."""
+    names = list(tensors)
+    dense = [n for n in names if ".experts." not in n and n.split(".")[-3] in ("gate_proj", "up_proj", "down_proj")]
+    if dense and len(dense) < len([n for n in names if "mlp" in n]):
+        layer = dense[0].removeprefix(OUTER).rpartition(".lora_")[0]
+        raise ConfigError(
+            f"`to`=peft: beside adapters of experts peft forgets those of {layer}; export merged (`to` hf)"
+        )
 
 
 def _target_parameters(tensors: Iterable[str], parts: Container[str]) -> list[str] | None:

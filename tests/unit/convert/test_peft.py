@@ -162,7 +162,7 @@ def test_merged_weights_are_base_and_adapters(case: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("case", "flags"), [("mixtral", "--lora-shared-a"), pytest.param("qwen3-moe-mixed", "", marks=pytest.mark.full)]
+    ("case", "flags"), [("mixtral", "--lora-shared-a"), pytest.param("qwen3-moe", "", marks=pytest.mark.full)]
 )
 def test_adapters_of_experts_are_those_of_peft(
     case: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -185,6 +185,15 @@ def test_adapters_of_experts_are_those_of_peft(
         found = [model(input_ids=tokens()).logits for model in (beside, merged)]
         assert (found[0] - found[1]).abs().max() < 1e-11
         assert (found[0] - expected).abs().max() < 1e-6
+
+
+@pytest.mark.full
+def test_dense_layers_beside_experts_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    peer("qwen3-moe-mixed").save_pretrained(tmp_path / "base")
+    TARGETS["qwen3-moe-mixed"] = ["linear_fc2"]
+    source = fine_tune(tmp_path / "base", "qwen3-moe-mixed", tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"peft forgets those of .*layers.0.mlp.down_proj; export merged"):
+        write_peft(source, tmp_path / "adapter")
 
 
 def adapters_with(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:

@@ -124,7 +124,7 @@ def test_compare(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(rows["2bw"][2]) < float(rows["interleaved"][2]) < 21
     assert "zb-h2: --schedule=zb-h2: m = 4" in out
     table = as_json(capsys, "--compare", "all", *shape(4, 8))
-    assert len(table) == 14 and all("refused" in row or row["num_batches"] == 8 for row in table)
+    assert len(table) == 15 and all("refused" in row or row["num_batches"] == 8 for row in table)
     # With exact clipping the zero-bubble schedules pay their skew per batch, 2BW hides the norm in its slack.
     per_batch = {row["schedule"]: row["makespan_per_batch"] for row in table}
     assert per_batch["2bw"] == pytest.approx(24 + 9 / 8) and per_batch["zb-v"] == 25.5 and per_batch["zb-h2"] == 27
