@@ -174,6 +174,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mine.yaml", "my_model.yaml"):
         (folder / name).write_text(MINE)
     (folder / "run.yaml").write_text(re.sub(r"data:.*|, vocab_size: 256", "", MINE) + "tokenizer_type: ByteTokenizer\n")
+    (folder / "jobs.yaml").write_text(blocks(ROOT / "docs" / "planning.md", "yaml")[-1])
     lists = {"web.txt": "README.md", "anneal.txt": "0.3 README.md 0.7 corpus.jsonl", "held_out.txt": lines[0] * 99}
     for name, words in lists.items():
         (folder / name).write_text(words)
