@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import signal
+import tempfile
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -167,15 +168,19 @@ def main_hears_nothing(config: Config, world: World) -> None:
     """As in a collective that waits for a rank that is gone: Python's handlers do not run there."""
     world.report_phase("iteration 7")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    places = [Path(tempfile.gettempdir(), f"deaf_{os.getppid()}_{rank}") for rank in range(world.size)]
+    places[world.rank].touch()
+    while world.rank == 1 and not all(place.exists() for place in places):
+        time.sleep(0.02)
     for _ in range(3 if world.rank == 1 else 0):
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(0.3)  # the third is no longer the first Ctrl-C
     time.sleep(60)
 
 
-def test_a_second_interrupt_ends_ranks_that_do_not_hear(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_interrupt_ends_ranks_that_do_not_hear(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     start = time.monotonic()
-    assert run_single(body_launch, "main_hears_nothing")[0] == 130
+    assert run_single(body_launch, "main_hears_nothing", env={"TMPDIR": str(tmp_path)})[0] == 130
     assert time.monotonic() - start < 30
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("error")]
     assert len(lines) == 1 and lines[0].startswith("error: interrupted by SIGINT in phase 'iteration 7'; "), lines
