@@ -21,6 +21,7 @@ from megalite.config import Config
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
+from megalite.nn.graphs import WARM_UP
 from megalite.parallel.expert import RowCounts
 from megalite.parallel.tensor import LayerContext
 from megalite.rehearsal import DEVICE, FakeGroups, Gpu, alone
@@ -47,11 +48,15 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
         alone(FakeGroups(0, tp)) as gpu,
         patch.object(RowCounts, "on_host", _balanced(config)),
     ):
-        run = _layer(config, index, tp)
+        run, x = _layer(config, index, tp)
         run()  # kernels are tried
         gc.collect()  # what is in circles is freed when Python comes to it, at another place each time
         before = gpu.ledger.allocated
-        gpu.ledger.peak = before
+        if config.parallel.hardware.cuda_graph_impl != "none":
+            for _ in range(WARM_UP):  # the last one captures
+                run().sum().backward()
+            x.grad = None
+        gpu.ledger.peak = gpu.ledger.allocated
         with _counted(gpu) as counts, without_gc():
             y = run()
             forward = counts["launches"]
@@ -69,8 +74,8 @@ def _balanced(config: Config) -> tuple[int, ...]:
     return (tokens * experts.moe_router_topk // number,) * number
 
 
-def _layer(config: Config, index: int, tp: int) -> Callable[[], Any]:
-    """A function that runs a micro-batch through it."""
+def _layer(config: Config, index: int, tp: int) -> tuple[Callable[[], Any], torch.Tensor]:
+    """A function that runs a micro-batch through it, and its input."""
     mesh = ParallelMesh.build(rank=0, size=tp, tp=tp)
     context = LayerContext(
         tp=mesh["tp"],
@@ -88,7 +93,9 @@ def _layer(config: Config, index: int, tp: int) -> Callable[[], Any]:
     batch = Microbatch(places, places, places, mask, ids, share=torch.ones((), device=DEVICE))
     rows = s // (tp if config.parallel.sequence_parallel else 1)
     x = torch.zeros(rows, b, h, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
-    return lambda: stack(x, batch)
+    if config.parallel.hardware.cuda_graph_impl != "none":
+        stack.graph_blocks(context.weight_grads)
+    return lambda: stack(x, batch), x
 
 
 @contextmanager

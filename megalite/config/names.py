@@ -21,6 +21,7 @@ CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
     "check_for_spiky_loss": ("on_spike", "log"),
     "swiglu": ("activation", "swiglu"),
     "squared_relu": ("activation", "squared-relu"),
+    "enable_cuda_graph": ("cuda_graph_impl", "local"),
     "quick_geglu": ("activation", "quick-geglu"),
     "openai_gelu": ("activation", "gelu-tanh"),
     "recompute_activations": ("recompute_granularity", "selective"),

@@ -86,6 +86,12 @@ class DeviceOptions(Spelled):
         "kernels with a fixed order of additions alone, so that a run on GPUs repeats and resumes bit for bit; slower, "
         "and an error where there is none",
     )
+    cuda_graph_impl: str = option(
+        "none",
+        "local: the blocks of a dense model run by CUDA graphs in training, `zero_stage` 0 to 2; what a schedule has in "
+        "flight keeps its memory",
+        choices=("none", "local"),
+    )
     device_memory_budget_gb: float | None = option(
         None,
         "GB (1e9 bytes) of a device that a run may take: layers are recomputed, if that is enough "

@@ -68,6 +68,8 @@ def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None
         )
     if parallel.hardware.distributed_backend == "nccl" and not wants_cuda:
         problems.append("`distributed_backend`=nccl: needs CUDA; use gloo")
+    if parallel.hardware.cuda_graph_impl != "none" and parallel.hardware.device == "auto" and devices == 0:
+        problems.append("`cuda_graph_impl`=local: torch sees no GPU; leave it out")
     if problems:
         raise ConfigError(problems)
 

@@ -15,6 +15,7 @@ only embedding and head transpose.
     mtp.py                 further predictions behind the last block
     rope.py, activation.py, dropout.py       what these are made of
     stack.py               a stage's layers and recomputation
+    graphs.py              CUDA graphs of a stage's blocks
     segment.py, halves.py  pieces of a block between messages; a stage in which two half-batches take turns at them
     grid.py                layers whose tensor-parallel ranks form a grid
     kv_cache.py            keys and values of generation

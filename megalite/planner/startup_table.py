@@ -229,6 +229,8 @@ def describe_layout(config: Config, world_size: int) -> str:
     if parallel.zero_stage:
         less = f" ({parallel.zero_plus_plus})" if parallel.zero_plus_plus.on else ""
         parts.append(f"ZeRO stage {parallel.zero_stage}{less}")
+    if parallel.hardware.cuda_graph_impl != "none":
+        parts.append("blocks as CUDA graphs")
     return ", ".join(parts)
 
 

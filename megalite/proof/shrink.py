@@ -101,6 +101,8 @@ def shrink(config: Config, world_size: int, *, steps: int, most_ranks: int) -> S
     )
     if config.training.compile:
         changes.lines.append("--compile: left out")
+    if config.parallel.hardware.cuda_graph_impl != "none":
+        changes.lines.append("--cuda-graph-impl: left out, a CPU has no CUDA graphs")
     if config.training.spikes.on_spike is not None:
         changes.lines.append("--spikes: left out, a few iterations fill no window")
     if config.training.partial_backprop_groups > 1:
@@ -289,7 +291,7 @@ def _parallel(parallel: ParallelConfig, changes: _Changes) -> ParallelConfig:
         zero_plus_plus=replace(parallel.zero_plus_plus, zero_quantized_weights=False, zero_quantized_gradients=False),
         nprocs=None,
         pipeline_flush_steps=flushed,
-        hardware=replace(parallel.hardware, device="cpu", distributed_backend=None),
+        hardware=replace(parallel.hardware, device="cpu", distributed_backend=None, cuda_graph_impl="none"),
         distributed_timeout_minutes=10.0,
     )
 

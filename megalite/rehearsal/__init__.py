@@ -9,6 +9,7 @@
 
     order, streams, device, watch, messages     a GPU of bookkeeping, who must have waited for whom, NCCL's rules
     values, stand_ins, fake_groups              a device without values, its kernels, its communicators
+    graphs                                      CUDA graphs, and what they forbid
     rank, record, short, classes, pieces        one rank of a run, what it starts, which ranks are rehearsed
     match, allocator, memory, timing            checks over all ranks: both ends, circles, memory, time
     late, witness                               the same on real values, with streams that work as late as they may

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.rehearsal.fake_groups import FakeGroups
+from megalite.rehearsal.graphs import Graph, Pool
 from megalite.rehearsal.late import COMPUTE, Late
 from megalite.rehearsal.messages import messages
 from megalite.rehearsal.order import Clock, where
@@ -81,6 +82,8 @@ def _cuda(gpu: Gpu) -> dict[str, Any]:
     return {
         "Stream": lambda device=None, **_: Stream(gpu, f"the stream that {where().partition(' < ')[0]} made"),
         "Event": lambda **_: Event(gpu),
+        "CUDAGraph": lambda: Graph(gpu),
+        "graph_pool_handle": Pool,
         "stream": entered,
         "current_stream": lambda device=None: gpu.current,
         "default_stream": lambda device=None: gpu.compute,

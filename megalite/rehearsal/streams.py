@@ -17,9 +17,11 @@ DEVICE = torch.device("cuda", 0)
 
 class _Thread(threading.local):
     """Of a thread. current: the stream that it gives work to. quiet: nothing is recorded. true_device: tensors say
-    where they really are (inside torch's own kernels). on_its_way: a copy between the places was asked for."""
+    where they really are (inside torch's own kernels). on_its_way: a copy between the places was asked for. capturing:
+    the graph that gets its kernels."""
 
     quiet = true_device = on_its_way = False
+    capturing: Any = None
 
     def __init__(self, current: Stream) -> None:
         self.current = current
@@ -70,6 +72,8 @@ class Gpu:
 
     def host_knows(self, clock: Clock, why: str) -> None:
         """The host has waited for all of this."""
+        if self.local.capturing is not None:
+            raise RuntimeError(f"{why}: the host waits for the device while a graph is captured")
         self.ledger.host.learn(clock)
         self.kernels.settle(clock)
         self.ledger.synced(why)

@@ -252,6 +252,8 @@ def _build_module(
         gather_rounded(stack)
     if config.training.compile:
         stack.compile_blocks(on_device=device.type != "cpu")
+    if config.parallel.hardware.cuda_graph_impl == "local":
+        stack.graph_blocks(notes[0])
     return stack
 
 

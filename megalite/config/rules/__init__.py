@@ -16,6 +16,7 @@ from megalite.config.rules.context import context_parallel, sequence_lengths
 from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.foreign import foreign_module
+from megalite.config.rules.graphs import cuda_graphs
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, local_saves, tracking
 from megalite.config.rules.kfac import tapped_products
 from megalite.config.rules.layout import (
@@ -95,6 +96,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     zero_plus_plus,
     partial_backprop,
     tensor_grid,
+    cuda_graphs,
     data,
     checkpoint,
     from_checkpoint,

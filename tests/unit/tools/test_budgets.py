@@ -14,6 +14,19 @@ def test_a_block_costs_no_more_than_its_budget(case: Case) -> None:
     assert not over, f"{'; '.join(over)}: mend it, or say why in python benchmarks/budgets.py --write"
 
 
+GRAPHED = {0: (5, 20), 1: (5, 10)}
+"""Case -> launches forward and backward by CUDA graphs. Of these 4 and 2 are a stage's, not a block's: copies of its
+input and positions, of its result, and of that one's gradient. Of the backward's others one is the graph."""
+
+
+@pytest.mark.parametrize("index", GRAPHED)
+def test_graphs_leave_the_gradients_of_weights_to_launch(index: int) -> None:
+    case = CASES[index]
+    found = count(case._replace(flags=f"{case.flags} --cuda-graph-impl local"))
+    assert (found.forward, found.backward, found.waits) == (*GRAPHED[index], 0)
+    assert found.peak <= held()[case.name].peak
+
+
 def test_the_page_shows_the_budgets_that_are_held() -> None:
     written = TABLE.search(PAGE.read_text(encoding="utf-8"))
     assert written is not None and written[0] == f"{written[1]}{table(held())}{written[2]}"

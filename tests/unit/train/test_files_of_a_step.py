@@ -43,6 +43,7 @@ FENCED = {
     "linear attention": r"nn/delta",
     "context parallelism": r"parallel/context/|nn/attention/context",
     "message-driven": r"comm/arrivals|schedule/arrival|parallel/pipeline/message_driven",
+    "graphs": r"nn/graphs",
     "stages that differ": r"comm/mesh_channel|inventory/transfer_plan|parallel/pipeline/shared_rows",
 }
 """A feature -> files under `megalite/` that are its own."""
@@ -106,6 +107,7 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
     ("latent attention", 1, "--mla kv_lora_rank=8"),
     ("linear attention", 1, "--linear-attention variant=gdn num_key_heads=2 num_value_heads=2"),
     ("context parallelism", 2, "--context-parallel-size 2"),
+    ("graphs", 1, "--cuda-graph-impl local --global-batch-size 1"),
     ("stages that differ", 3, "--stage-meshes 1x2,1x1"),
     ("message-driven", 2, "--pipeline-model-parallel-size 2 --pipeline-schedule message-driven"),
 ])  # fmt: skip
