@@ -21,13 +21,15 @@ from megalite.config import Config
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.graphs import WARM_UP
 from megalite.parallel.expert import RowCounts
 from megalite.parallel.tensor import LayerContext
 from megalite.rehearsal import DEVICE, FakeGroups, Gpu, alone
 
 BY_ARITHMETIC = ("mm", "addmm", "bmm", "attention", "_flash", "_efficient")
 """How the names of kernels begin or what they contain whose time is not that of memory."""
+
+UNTIL_CAPTURED = 3
+"""Micro-batches, beside the first one, after which blocks run by CUDA graphs."""
 
 
 class LayerCost(NamedTuple):
@@ -53,7 +55,7 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
         gc.collect()  # what is in circles is freed when Python comes to it, at another place each time
         before = gpu.ledger.allocated
         if config.parallel.hardware.cuda_graph_impl != "none":
-            for _ in range(WARM_UP):  # the last one captures
+            for _ in range(UNTIL_CAPTURED):
                 run().sum().backward()
             x.grad = None
         gpu.ledger.peak = gpu.ledger.allocated

@@ -88,8 +88,8 @@ class DeviceOptions(Spelled):
     )
     cuda_graph_impl: str = option(
         "none",
-        "local: the blocks of a dense model run by CUDA graphs in training, `zero_stage` 0 to 2; what a schedule has in "
-        "flight keeps its memory",
+        "local: the blocks of a dense model run by CUDA graphs in training, `zero_stage` 0 to 2; what a schedule has "
+        "in flight keeps its memory",
         choices=("none", "local"),
     )
     device_memory_budget_gb: float | None = option(

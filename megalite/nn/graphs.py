@@ -1,4 +1,4 @@
-"""CUDA graphs of a stage's blocks (`--cuda-graph-impl local`): two launches a block in the place of each of its kernels.
+"""CUDA graphs of a stage's blocks (`--cuda-graph-impl local`): two launches a block in the place of its kernels.
 
 A *lane* is the place of one micro-batch between its forward and its backward: its input, positions and sample numbers,
 and for every block two captured graphs, with all that they keep. A micro-batch takes a free lane, or one is captured:
@@ -195,5 +195,5 @@ def _what_blocks_read(microbatch: Microbatch) -> Microbatch:
     """Memory for what the blocks read of each micro-batch. All else is empty: who read it would fail, and not get what
     an earlier micro-batch had."""
     none = microbatch.positions.new_empty(0)
-    numbers = {name: torch.empty_like(getattr(microbatch, name)) for name in ("positions", "sample_ids")}
-    return Microbatch(tokens=none, labels=none, loss_mask=none, **numbers)
+    positions, samples = torch.empty_like(microbatch.positions), torch.empty_like(microbatch.sample_ids)
+    return Microbatch(tokens=none, labels=none, loss_mask=none, positions=positions, sample_ids=samples)

@@ -160,7 +160,7 @@ class Graph:
             cell = known[0] if known else Cell(storage, self._address(storage), own=made)
             self._cells[storage._cdata] = cell
             self.own += [] if known or not made else [cell]
-        return View(cell, (x.dtype, x.storage_offset(), tuple(x.shape), x.stride()))
+        return View(cell, (x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride()))
 
     def _address(self, storage: torch.UntypedStorage) -> int:
         return 0 if self._gpu.place.type == "meta" else storage.data_ptr()

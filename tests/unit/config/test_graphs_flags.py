@@ -24,7 +24,9 @@ def test_one_problem_gives_exactly_one_line(flags: str, line: str) -> None:
     assert problems_of(argv(f"{ON} {flags}"), 1) == [f"{ON.replace(' ', '=')}: {line}"]
 
 
-@pytest.mark.parametrize("flags", [f"{ON} --cuda-graph-scope layer", f"{ON} --cuda-graph-scope full", "--enable-cuda-graph"])
+@pytest.mark.parametrize(
+    "flags", [f"{ON} --cuda-graph-scope layer", f"{ON} --cuda-graph-scope full", "--enable-cuda-graph"]
+)
 def test_spellings_of_megatron(flags: str) -> None:
     assert parse(argv(flags), world_size=1).parallel.hardware.cuda_graph_impl == "local"
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph cannot hold is refused while it is captured or replayed, and memory of a pool is spoiled by others."""
+"""What a CUDA graph cannot hold is refused at its capture or replay, and memory of a pool is spoiled by others."""
 
 from __future__ import annotations
 
