@@ -21,6 +21,7 @@ from megalite.config import Config
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
+from megalite.nn import BlockGraphs
 from megalite.parallel.expert import RowCounts
 from megalite.parallel.tensor import LayerContext
 from megalite.rehearsal import DEVICE, FakeGroups, Gpu, alone
@@ -96,7 +97,7 @@ def _layer(config: Config, index: int, tp: int) -> tuple[Callable[[], Any], torc
     rows = s // (tp if config.parallel.sequence_parallel else 1)
     x = torch.zeros(rows, b, h, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
     if config.parallel.hardware.cuda_graph_impl != "none":
-        stack.graph_blocks(context.weight_grads)
+        BlockGraphs(stack, context.weight_grads)
     return lambda: stack(x, batch), x
 
 

@@ -19,7 +19,7 @@ on stand-ins that refuse what a graph cannot hold, and spoil all memory that ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from megalite.gradient import GradSink, Node, Postponed, WeightGradQueue, sink_o
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.kv_cache import LayerCache
+from megalite.nn.stack import LayerStack
 
 WARM_UP = 3
 """Micro-batches that run without graphs first: libraries make their handles, and the compiler its kernels, in these."""
@@ -40,12 +41,13 @@ WARM_UP = 3
 class BlockGraphs:
     """Takes the place of `forward` of each block of a stage; hooks of the blocks run as before."""
 
-    def __init__(self, blocks: Sequence[Block], weight_grads: WeightGradQueue) -> None:
-        self.blocks, self.weight_grads = list(blocks), weight_grads
+    def __init__(self, stack: LayerStack, weight_grads: WeightGradQueue) -> None:
+        self.blocks = [layer for layer in stack.ordered() if isinstance(layer, Block)]
+        self.weight_grads = weight_grads
         self.free: list[Lane] = []
         self._lane: Lane | None = None
         self._runs = 0
-        for index, block in enumerate(blocks):
+        for index, block in enumerate(self.blocks):
             block.forward = partial(self._forward, index)  # type: ignore[method-assign]  # of this one alone
 
     def _forward(self, index: int, x: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:

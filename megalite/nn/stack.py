@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config import ModelConfig
-from megalite.gradient import WeightGradQueue
 from megalite.inventory import Recompute, given_recompute, recompute_ranges
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
@@ -97,12 +96,6 @@ class LayerStack(nn.Module):
                 layer.compile_segments(backend)
             elif isinstance(layer, Head) and on_device:
                 layer.compile_loss(backend)
-
-    def graph_blocks(self, weight_grads: WeightGradQueue) -> None:
-        """From now on blocks run by CUDA graphs in training."""
-        from megalite.nn.graphs import BlockGraphs
-
-        BlockGraphs([layer for layer in self.ordered() if isinstance(layer, Block)], weight_grads)
 
     def ordered(self) -> list[nn.Module]:
         """The layers in the order of the model."""

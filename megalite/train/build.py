@@ -32,16 +32,13 @@ from megalite.gradient import WeightGradQueue
 from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, boundary_shape, given_plan
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
-from megalite.nn import LayerStack, fill, on_grid
+from megalite.nn import BlockGraphs, LayerStack, fill, on_grid
 from megalite.optim import Delay
 from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, gather_rounded
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
-from megalite.parallel.zero import (
-    MakeOptimizer,
-    ZeroOptions,
-)
+from megalite.parallel.zero import MakeOptimizer, ZeroOptions
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import layer_of, make_rows, optimizer_type
@@ -253,7 +250,7 @@ def _build_module(
     if config.training.compile:
         stack.compile_blocks(on_device=device.type != "cpu")
     if config.parallel.hardware.cuda_graph_impl == "local":
-        stack.graph_blocks(notes[0])
+        BlockGraphs(stack, notes[0])
     return stack
 
 
