@@ -32,8 +32,8 @@ from megalite.nn.attention.newer import use_newer_kernel
 from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding
-from megalite.nn.grid import GridLayers, on_grid
 from megalite.nn.graphs import BlockGraphs
+from megalite.nn.grid import GridLayers, on_grid
 from megalite.nn.halves import HalvedBlock, HalvedStack
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize
