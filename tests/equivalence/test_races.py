@@ -99,6 +99,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --
 LATER = [pytest.param(layout, marks=pytest.mark.landing) for layout in (
     EXPERTS, f"{EXPERTS} --moe-expert-capacity-factor 1.0", "--num-experts 4 --tensor-model-parallel-size 2",
     "--zero-stage 2", "--context-parallel-size 2", "--pipeline-model-parallel-size 2 --pipeline-schedule 2bw",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule chimera",
 )]  # fmt: skip
 
 

@@ -75,7 +75,9 @@ class ReductionOrder:
         if not self.overlap:
             gradient.finish()
         elif held and on_device and bucket.further:
-            with torch.cuda.stream(self._behind()):
+            behind = self._behind()
+            behind.wait_stream(torch.cuda.current_stream())  # an axis of one rank leaves no reduction to wait for
+            with torch.cuda.stream(behind):
                 gradient.follow(async_op=True)
         elif held and not on_device and gradient.handle is not None:
             self._in_flight.append((gradient, gradient.handle))
