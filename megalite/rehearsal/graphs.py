@@ -28,8 +28,8 @@ from megalite.rehearsal.watch import ALLOCATE, Computed
 
 
 class Cell:
-    """A storage that a graph uses. own: of its pool, where what takes its place is kept once the program has let it
-    go."""
+    """A storage that a graph uses. own: of its pool, where its bytes stay as they are once the program has let it go.
+    address: where it is at the capture."""
 
     def __init__(self, storage: torch.UntypedStorage, address: int, *, own: bool) -> None:
         self.own, self.nbytes = own, storage.nbytes()
@@ -51,6 +51,12 @@ class Cell:
         if self._shadow.nbytes() != self.nbytes:
             self._shadow = torch.UntypedStorage(self.nbytes)
         return self._shadow
+
+    def keep(self, address_of: Callable[[torch.UntypedStorage], int]) -> None:
+        """Its bytes have been written."""
+        storage = self.storage(address_of) if self.own else self._shadow
+        if storage is not self._shadow:
+            self._shadow = torch.UntypedStorage(self.nbytes).copy_(storage)
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,8 @@ class Graph:
         with gpu.state(quiet=True, true_device=True):
             for function, name, args, kwargs, outs in self._work:
                 self._again(function, name, args, kwargs, outs)
+            for cell in self._cells.values():
+                cell.keep(self._address)
         later = [cell for graph in self._pool.graphs[self._pool.graphs.index(self) + 1 :] for cell in graph.own]
         self._spoil([*self._reused, *(later if any(cell.free for cell in self.own) else [])])
 
@@ -176,6 +184,7 @@ class Graph:
             with self._gpu.state(quiet=True, true_device=True):
                 for cell in cells:
                     self._tensor(View.whole(cell)).fill_(0xFF)
+                    cell.keep(self._address)
 
     def _again(self, function: Any, name: str, args: Any, kwargs: Any, outs: list[View]) -> None:
         given = [_mapped(values, View, self._tensor) for values in (args, kwargs)]

@@ -85,6 +85,8 @@ def body(world: World, argv: list[str], mutation: str | None) -> tuple[list[Any]
                 stats = run.trainer.train_step(drain=step == STEPS - 1)
                 launches = gpu.ledger.launches - before
                 found.append((float(stats.lm_loss), float(stats.grad_norm)))
+            for buffers in run.state.model.families:
+                buffers.weights.wait()  # the last step's may be on their way
             modules = [module for stage in run.state.model.stages.values() for module in stage.modules]
             found += [p.detach().cpu().clone() for module in modules for p in module.parameters()]
     return found, gpu.races, launches
@@ -111,7 +113,7 @@ MORE = [
     ("--zero-stage 0 --hidden-dropout 0.1", 2),
     ("--zero-stage 1 --overlap-param-gather --bf16", 2),
     ("--zero-stage 2 --no-overlap-grad-reduce --qk-layernorm", 2),
-    (f"{LLAMA} --recompute-activations --fp16", 1),
+    (f"{LLAMA} --recompute-activations --fp16 --initial-loss-scale 1024", 1),
     (f"{PP} 1f1b --zero-stage 1 {LLAMA}", 4),
     (f"{PP} interleaved --virtual-pipeline-model-parallel-size 2 --num-layers 4", 2),
     (f"{PP} zb-v --num-layers 4", 2),
@@ -142,5 +144,5 @@ def test_a_graph_that_is_wrong_is_seen(name: str) -> None:
     try:
         found = same(*BROKEN[name], name)
     except RanksFailed as error:
-        found = "not finite" not in str(error)
+        found = "the gradient norm is nan" not in str(error)
     assert not found

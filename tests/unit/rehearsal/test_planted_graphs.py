@@ -104,3 +104,15 @@ def test_a_graph_may_overwrite_what_later_ones_of_its_pool_keep(shared: bool) ->
         second.replay()
         first.replay()
         assert (y.tolist() == [4.0] * 4) is not shared
+
+
+def test_what_the_program_lets_go_stays_for_the_graphs_that_have_it() -> None:
+    with watched_gpu():
+        x, pool, made = new(), torch.cuda.graph_pool_handle(), list[Tensor]()
+        first, _ = captured(lambda: made.append(x * 2), pool)
+        second, y = captured(lambda: made[0] + 1, pool)
+        first.replay()
+        made.clear()
+        others = [new(9.0) for _ in range(3)]
+        second.replay()
+        assert y.tolist() == [3.0] * 4 and others[0].tolist() == [9.0] * 4
