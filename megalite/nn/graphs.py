@@ -94,7 +94,7 @@ class Lane:
         self._graphs, self._open = graphs, 0
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self.x, self.microbatch = torch.empty_like(x), _what_blocks_read(microbatch)
-        torch.cuda.synchronize()
+        # The host must not wait: a receive that is posted may be for what the peer makes of this very micro-batch.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             ends, self._forwards = self._capture_forwards()

@@ -6,11 +6,12 @@ only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.config import Config
 from megalite.inventory import (
     ElementBytes,
+    Layer,
     Recompute,
     add_up,
     blocks_of,
@@ -88,7 +89,22 @@ def stage_activations(
         head -= entrance
     waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)
-    return StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
+    found = StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
+    if config.parallel.hardware.cuda_graph_impl == "none" or not blocks:
+        return found
+    lane = _lane_bytes(config, items, how)
+    late = found.weight_only - add_up(blocks, waiting.__getitem__)
+    return replace(found, full=lane, weight_only=lane + late, weight_only_block=0.0)
+
+
+def _lane_bytes(config: Config, items: range, how: Recompute) -> float:
+    """What a micro-batch's CUDA graphs hold (`nn.graphs`): of each block what its products' weight gradients are made
+    of, its result and its input's gradient, or what it keeps from forward to backward where that is more; copies of the
+    stage's input and of its result's gradient; what comes and goes in a backward, which is of each pool anew."""
+    blocks = [layer for layer in model_layers(config.model)[items.start : items.stop] if layer.is_block]
+    entrance = boundary_bytes(config)
+    held = add_up(blocks, lambda layer: max(kept_bytes(config, layer), weight_only_bytes(config, layer) + 2 * entrance))
+    return held + 2 * entrance + _block_workspace(config, blocks, how)
 
 
 def workspace_bytes(config: Config, items: range, how: Recompute, *, on_cpu: bool = False) -> tuple[float, float]:
@@ -103,12 +119,17 @@ def workspace_bytes(config: Config, items: range, how: Recompute, *, on_cpu: boo
         logits = float(step * rows * (2 * size.wide + (size.compute if size.compute != size.wide else 0)))
         if on_cpu:  # the softmax is taken in place, of products of what is widened before
             logits = float(size.wide * rows * (step + (model.hidden_size if size.compute != size.wide else 0)))
-    block = 0.0
-    if blocks:
-        width = max(layer.mlp_width(config.parallel) for layer in set(blocks))
-        block = size.compute * tokens * (model.hidden_size + 3.0 * width)  # gated: silu(gate) and the product
-        _, _, longest = _segments(config, len(blocks), how)
-        if longest:  # made again, and let go as the backward goes through it; its input is there already
-            again = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks))
-            block += longest * again - boundary_bytes(config)
-    return logits, block
+    graphs = config.parallel.hardware.cuda_graph_impl != "none"  # whose pools have it
+    return logits, 0.0 if graphs or not blocks else _block_workspace(config, blocks, how, on_cpu=on_cpu)
+
+
+def _block_workspace(config: Config, blocks: list[Layer], how: Recompute, *, on_cpu: bool = False) -> float:
+    """Tensors that come and go in the backward of a block of a stage."""
+    tokens, width = micro_tokens(config), max(layer.mlp_width(config.parallel) for layer in set(blocks))
+    # gated: silu(gate) and the product
+    block = ElementBytes.of(config).compute * tokens * (config.model.hidden_size + 3.0 * width)
+    _, _, longest = _segments(config, len(blocks), how)
+    if longest:  # made again, and let go as the backward goes through it; its input is there already
+        again = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks))
+        block += longest * again - boundary_bytes(config)
+    return block

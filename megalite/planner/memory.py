@@ -125,8 +125,9 @@ def rank_memory(
     coming = weights_moved(program, rank).peak if program.chunks is not None else 0
     messages = _messages(program, rank, on_cpu=on_cpu) * boundary_bytes(config)
     gradients = float(states.gradients)
-    on_device = program.chunks is None
-    if config.parallel.zero_stage >= 2 and not program.keeps_gradients and on_device:  # they come as activations go
+    lanes = full if config.parallel.hardware.cuda_graph_impl != "none" else 0.0  # activations that stay
+    comes = not (program.keeps_gradients or program.chunks is not None or lanes)
+    if config.parallel.zero_stage >= 2 and comes:  # as activations go
         gradients = max(0.0, gradients - full - boundary - head)
     found = RankMemory(
         weights=states.weights + coming,
@@ -141,9 +142,8 @@ def rank_memory(
         host=host,
         file=states.file,
     )
-    return _with_step(
-        found, states, _kept_by_step(program, rank, kept) + messages + shared_memory_bytes(config, on_cpu)
-    )
+    beside = _kept_by_step(program, rank, kept) + lanes + messages + shared_memory_bytes(config, on_cpu)
+    return _with_step(found, states, beside)
 
 
 def _with_step(memory: RankMemory, states: StateBytes, beside: float) -> RankMemory:

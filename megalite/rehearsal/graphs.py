@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.rehearsal.order import tensors_in
-from megalite.rehearsal.streams import Gpu
+from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.rehearsal.watch import ALLOCATE, Computed
 
 
@@ -73,9 +73,20 @@ class View:
 
 @dataclass
 class Pool:
-    """Memory of several graphs, in the order of their capture."""
+    """Memory of several graphs, in the order of their capture. alive, most: bytes that the program has, now and at most;
+    idle: the rest, which nobody else gets."""
 
     graphs: list[Graph] = field(default_factory=list)
+    alive = most = 0
+    idle: Tensor | None = None
+
+    def enter(self, storage: torch.UntypedStorage) -> None:
+        self.alive += (nbytes := storage.nbytes())
+        self.most = max(self.most, self.alive)
+        weakref.finalize(storage, self._gone, nbytes).atexit = False
+
+    def _gone(self, nbytes: int) -> None:
+        self.alive -= nbytes
 
 
 class Graph:
@@ -97,6 +108,7 @@ class Graph:
         assert self._gpu.capturing is None, "two captures at once"
         self._earlier = [cell for graph in self._pool.graphs for cell in graph.own]
         self._free_before = [cell for cell in self._earlier if cell.free]
+        self._pool.idle = None
         self._gpu.local.capturing, self._mode = self, Capture(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
@@ -106,6 +118,7 @@ class Graph:
         self._gpu.local.capturing = self._mode = None
         self._reused = [cell for cell in (*self._earlier, *self.own) if cell.free]
         self._pool.graphs.append(self)
+        self._pool.idle = torch.empty(self._pool.most - self._pool.alive, dtype=torch.uint8, device=DEVICE)
         self._spoil(self.own)
 
     def replay(self) -> None:
@@ -167,7 +180,9 @@ class Graph:
             known = [cell for cell in others if cell is not None and cell.there() is storage]
             cell = known[0] if known else Cell(storage, self._address(storage), own=made)
             self._cells[storage._cdata] = cell
-            self.own += [] if known or not made else [cell]
+            if made and not known:
+                self.own.append(cell)
+                self._pool.enter(storage)
         return View(cell, (x.dtype, int(x.storage_offset()), tuple(x.shape), x.stride()))
 
     def _address(self, storage: torch.UntypedStorage) -> int:

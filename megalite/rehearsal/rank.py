@@ -33,6 +33,8 @@ from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.train import OpenRun, open_run
 
 OWN_VOCABULARY = 32000
+UNTIL_CAPTURED = 3
+"""Iterations of which the last one captures no graph any more."""
 A_NODE = 8
 PATIENT = 1e6
 A_FEW, MOST_PROMPTS = 3, 64
@@ -72,6 +74,8 @@ def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
     )
     if problems := config_problems(config, size):
         raise ConfigError(problems)
+    if config.parallel.hardware.cuda_graph_impl != "none":
+        steps = max(steps, UNTIL_CAPTURED)
     full = _few_steps(config, size, steps)
     return Rehearsed(shortest(full, size), size, steps, full)
 
@@ -96,7 +100,7 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
             exit_interval=None,
         ),
         checkpoint=type(config.checkpoint)(),
-        logging=replace(config.logging, log_interval=max(2, steps), samples=samples),
+        logging=replace(config.logging, log_interval=2, samples=samples),
     )
 
 
@@ -114,7 +118,8 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
         with open_run(run.config, world) as opened:
             _name_communicators(opened)
             programs = opened.trainer.program
-            if run.full.num_microbatches(run.size) > WHOLE:
+            graphs = run.config.parallel.hardware.cuda_graph_impl != "none"
+            if run.full.num_microbatches(run.size) > WHOLE and not graphs:  # which are made for all in flight
                 opened.trainer.program = cache(lambda count, iteration: shortened(programs(count, iteration)))
             opened.trainer.executor.mark = gpu.calls.mark
             opened.trainer.train()

@@ -29,11 +29,13 @@ OF_WEIGHTS = frozenset({REDUCE, NORM, STEP, UNSHARD, RESHARD})
 
 
 def shortest(config: Config, size: int) -> Config:
-    """The run with the fewest micro-batches that its schedule takes: two for the ends and one that repeats at least."""
-    stages = config.parallel.pipeline_model_parallel_size
+    """The run with the fewest micro-batches that its schedule takes: two for the ends and one that repeats at least.
+    CUDA graphs are captured for all that are in flight, so these are."""
+    stages, graphs = config.parallel.pipeline_model_parallel_size, config.parallel.hardware.cuda_graph_impl != "none"
+    fewest = max(FEWEST, 2 * stages * graphs)
     unit = config.training.micro_batch_size * config.data_parallel_size(size)
     before = set(config_problems(config, size))
-    for count in sorted({FEWEST, *(n * stages for n in (1, 2, 4) if n * stages > FEWEST)}):
+    for count in sorted({fewest, *(n * stages for n in (1, 2, 4) if n * stages > fewest)}):
         short = replace(config, training=replace(config.training, global_batch_size=count * unit))
         if WHOLE < config.num_microbatches(size) > count and before.issuperset(config_problems(short, size)):
             return short

@@ -134,7 +134,8 @@ class Watch(TorchDispatchMode):
         wanted, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         if wanted is None or (name == "_to_copy" and not self._gpu.on_its_way):
             return there or _says_cuda(wanted), pinned  # of a copy that autograd makes, the device is the true one
-        own = self._gpu.place.type == "meta" and name in MADE_INSIDE and torch.device(wanted).type == "meta"
+        inside = name in MADE_INSIDE and (self._gpu.place.type == "meta" or (there and name == "new_empty_strided"))
+        own = inside and torch.device(wanted).type == self._gpu.place.type
         goes_there = _says_cuda(wanted) or own
         if name == "_to_copy" and there and not goes_there and kwargs.get("non_blocking"):
             pinned = True
@@ -167,29 +168,35 @@ class Watch(TorchDispatchMode):
         if at_launch:
             self._ledger.work(self._ledger.host, f"{name}, as it is launched,", at_launch, [])
             reads = [x for x in reads if there(x)]
-        stream = self._gpu.local.current
-        self._ledger.work(stream.line, name, reads, writes, self._cost)
+        self._launch(name, reads, writes, self._cost)
         if waits or not all(map(there, writes)):
-            stream.synchronize(SYNC_NAMES.get(name, name))
+            self._gpu.local.current.synchronize(SYNC_NAMES.get(name, name))
+
+    def _launch(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], cost: tuple[float, str] = (0.0, "")
+    ) -> None:
+        """Work of the current stream. What a graph gets is done when it is replayed."""
+        if self._gpu.local.capturing is None:
+            self._ledger.work(self._gpu.local.current.line, name, reads, writes, cost)
 
     def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:
         ledger, stream = self._ledger, self._gpu.current
         to, of = ledger.of(target), ledger.of(source)
         if to.on_device and of.on_device:
-            ledger.work(stream.line, name, [source], [target])
+            self._launch(name, [source], [target])
             return
         whole = source.dtype == target.dtype and is_dense(source) and is_dense(target)
         plain = whole and source.stride() == target.stride()
         if to.on_device:
             if plain and of.pinned:
-                ledger.work(stream.line, name, [source], [target])
+                self._launch(name, [source], [target])
             else:
                 ledger.work(ledger.host, f"{name}, packing for the device,", [source], [])
-                ledger.work(stream.line, name, [], [target])
+                self._launch(name, [], [target])
         elif plain:
-            ledger.work(stream.line, name, [source], [target])
+            self._launch(name, [source], [target])
         else:
-            ledger.work(stream.line, name, [source], [])
+            self._launch(name, [source], [])
             stream.synchronize("a copy that the host unpacks")
             ledger.work(ledger.host, f"{name}, unpacking on the host,", [], [target])
         if not free or (not to.on_device and not to.pinned):

@@ -116,3 +116,12 @@ def test_what_the_program_lets_go_stays_for_the_graphs_that_have_it() -> None:
         others = [new(9.0) for _ in range(3)]
         second.replay()
         assert y.tolist() == [3.0] * 4 and others[0].tolist() == [9.0] * 4
+
+
+def test_a_gradient_that_somebody_holds_is_copied_on_the_device() -> None:
+    with watched_gpu() as gpu:
+        x, dy = new().requires_grad_(), new(2.0)
+        syncs = sum(kind == "sync" for kind, *_ in gpu.ledger.log)
+        x.backward(dy)
+        assert x.grad is not None and x.grad.data_ptr() != dy.data_ptr()
+        assert gpu.on_device(x.grad) and sum(kind == "sync" for kind, *_ in gpu.ledger.log) == syncs

@@ -170,3 +170,20 @@ def test_a_peak_is_that_of_a_real_run(layout: str, size: int) -> None:
     real = run_ranks(real_peak, size, argv)
     for one, peak in zip(rehearse_run(rehearsed(argv, size)).memory, real, strict=True):
         assert peak > 4 * MIB and one.allocated == pytest.approx(peak, rel=0.05), one.rank
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("layout", ["1f1b --zero-stage 1", "zb-h1 --zero-stage 2"])
+def test_graphs_hold_what_is_planned(layout: str) -> None:
+    """Pools of CUDA graphs, with what they have at most and nobody else gets."""
+    flags = (
+        "--model-type llama --num-layers 8 --hidden-size 1024 --ffn-hidden-size 4096 --num-attention-heads 16 "
+        "--seq-length 2048 --micro-batch-size 1 --global-batch-size 16 --bf16 --train-iters 5 --lr 1e-3 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 4096 --untie-embeddings-and-output-weights --eval-iters 0 "
+        f"--cuda-graph-impl local --pipeline-model-parallel-size 4 --pipeline-schedule {layout}"
+    )
+    report = rehearse_run(rehearsed(flags.split(), 8), [0, 6])
+    assert all(fault.warns for fault in report.faults), str(report)
+    for each in report.memory:
+        assert each.planned is not None
+        assert each.allocated == pytest.approx(each.planned.total, rel=0.08), each.rank
