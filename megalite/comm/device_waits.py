@@ -8,7 +8,8 @@ the device has passed are read once an iteration, so a wait is counted an iterat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,3 +62,11 @@ class DeviceWaitClock(WaitClock):
 def message_stream() -> Any:
     """A stream of the current GPU in which one message follows another while the computing stream goes on."""
     return torch.cuda.Stream()
+
+
+@contextmanager
+def following(stream: Any) -> Iterator[None]:
+    """What is started inside goes into this stream, after what the current one has been given."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield

@@ -73,8 +73,8 @@ class View:
 
 @dataclass
 class Pool:
-    """Memory of several graphs, in the order of their capture. alive, most: bytes that the program has, now and at most;
-    idle: the rest, which nobody else gets."""
+    """Memory of several graphs, in the order of their capture. alive, most: bytes that the program has, now and at
+    most; idle: the rest, which nobody else gets."""
 
     graphs: list[Graph] = field(default_factory=list)
     alive = most = 0

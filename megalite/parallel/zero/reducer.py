@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, message_stream
+from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, following, message_stream
 from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, bytes_of
@@ -75,9 +75,7 @@ class ReductionOrder:
         if not self.overlap:
             gradient.finish()
         elif held and on_device and bucket.further:
-            behind = self._behind()
-            behind.wait_stream(torch.cuda.current_stream())  # an axis of one rank leaves no reduction to wait for
-            with torch.cuda.stream(behind):
+            with following(self._behind()):  # an axis of one rank leaves no reduction that could be waited for
                 gradient.follow(async_op=True)
         elif held and not on_device and gradient.handle is not None:
             self._in_flight.append((gradient, gradient.handle))
