@@ -54,7 +54,7 @@ def attempt_place(path: StoreUrl, save_id: str) -> StoreUrl:
 
 def read_proven(path: StoreUrl) -> tuple[bytes, bytes, str]:
     """COMMITTED without its last line, manifest.json as it stands, and the save id. Raises CheckpointError."""
-    where = path / COMMITTED
+    where, wrong = path / COMMITTED, f"{path}: {COMMITTED} and {MANIFEST} do not fit each other"
     for _ in range(REREADS):
         try:
             proof = where.store.read(where.key)
@@ -69,11 +69,12 @@ def read_proven(path: StoreUrl) -> tuple[bytes, bytes, str]:
             if manifest.store.size(manifest.key) > MAX_MANIFEST_BYTES:
                 break
             raw = manifest.read_bytes()
-        except Missing:
-            raise CheckpointError(f"{manifest}: missing; the checkpoint is damaged") from None
+        except Missing:  # or the name of the save was damaged on its way here
+            wrong = f"{manifest}: missing"
+            continue
         if own == commit_text(raw):
             return own, raw, found[1].decode()
-    raise CheckpointError(f"{path}: {COMMITTED} and {MANIFEST} do not fit each other; the checkpoint is damaged")
+    raise CheckpointError(f"{wrong}; the checkpoint is damaged")
 
 
 def save_id_of(path: StoreUrl) -> str | None:

@@ -14,7 +14,7 @@ import torch
 
 from megalite.checkpoint import Checkpointer, CheckpointReader, committed, resolve_checkpoint, verify_checkpoint
 from megalite.checkpoint.lease import RunLease
-from megalite.checkpoint.remote import attempt_place, committed_urls, save_id_of, sweep
+from megalite.checkpoint.remote import attempt_place, committed_urls, read_proven, save_id_of, sweep
 from megalite.checkpoint.run_dir import set_aside_newer
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
@@ -145,6 +145,27 @@ def test_flipped_bits_are_refused(url: StoreUrl, tmp_path: Path, count: int) -> 
         assert verify_checkpoint(path), f"{file} at {at}"
         file.write_bytes(whole)
     assert verify_checkpoint(path) == []
+
+
+def test_a_name_that_is_damaged_on_the_way_is_asked_for_again(
+    url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit of COMMITTED can make it name a save that there is not."""
+    save(url, tmp_path, 1)
+    path = url / "iter_0000001"
+    right, whose, damaged = url.store.read, str(save_id_of(path)), [False, True]
+
+    def read(name: str, *part: Any) -> bytes:
+        data = right(name, *part)
+        if not name.endswith("COMMITTED") or not damaged.pop():
+            return data
+        return data.replace(whose.encode(), bytes([ord(whose[0]) ^ 1]) + whose[1:].encode())
+
+    monkeypatch.setattr(url.store, "read", read)
+    assert read_proven(path)[2] == whose
+    damaged[:] = [True] * 9
+    with pytest.raises(CheckpointError, match=r"manifest.json: missing; the checkpoint is damaged"):
+        read_proven(path)
 
 
 def test_two_writers_make_one_commit(url: StoreUrl, tmp_path: Path) -> None:
