@@ -9,7 +9,9 @@ blocks    the smallest free one of the stream's pool that is large enough, split
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import count
 
 UNIT, SMALL, SMALL_SEGMENT, LARGE, LARGE_SEGMENT, STEP = 512, 1 << 20, 2 << 20, 10 << 20, 20 << 20, 2 << 20
 
@@ -30,17 +32,18 @@ class Allocator:
     """allocated, reserved: bytes now; peak_allocated, peak_reserved: at most."""
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}
+        self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._used: dict[object, Block] = {}
-        self._blocks = 0
+        self._numbers = count()
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
 
     def alloc(self, key: object, nbytes: int, stream: int) -> bool:
         """Whether this is the most that was ever allocated."""
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         pool = (stream, size <= SMALL)
-        block = self._found(pool, size) or self._segment(pool, size)
-        rest = block.size - size
+        at = bisect_left(self._free[pool], (size, -1))
+        block = self._segment(pool, size) if at == len(self._free[pool]) else self._free[pool].pop(at)[2]
+        block.free, rest = False, block.size - size
         if rest >= UNIT if pool[1] else rest > SMALL:
             self._split(block, size)
         self._used[key] = block
@@ -54,49 +57,28 @@ class Allocator:
         if block is None:
             return
         self.allocated -= block.size
+        pool = self._free[block.pool]
         for other in (block.before, block.behind):
             if other is not None and other.free:
-                self._drop(other)
-                block = self._joined(block, other)
+                del pool[bisect_left(pool, (other.size, other.number))]
+                first, second = (other, block) if block.before is other else (block, other)
+                first.size += second.size
+                first.behind = second.behind
+                if second.behind is not None:
+                    second.behind.before = first
+                block = first
         block.free = True
-        insort(self._free.setdefault(block.pool, []), (block.size, block.number, block))
-
-    def _found(self, pool: tuple[int, bool], size: int) -> Block | None:
-        blocks = self._free.setdefault(pool, [])
-        at = bisect_left(blocks, (size, -1))
-        if at == len(blocks):
-            return None
-        block = blocks.pop(at)[2]
-        block.free = False
-        return block
+        insort(pool, (block.size, block.number, block))
 
     def _segment(self, pool: tuple[int, bool], size: int) -> Block:
         whole = SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else -(-size // STEP) * STEP
         self.reserved += whole
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return self._block(whole, pool)
-
-    def _block(self, size: int, pool: tuple[int, bool]) -> Block:
-        self._blocks += 1
-        return Block(self._blocks, size, pool)
+        return Block(next(self._numbers), whole, pool)
 
     def _split(self, block: Block, size: int) -> None:
-        rest = self._block(block.size - size, block.pool)
-        rest.before, rest.behind, rest.free = block, block.behind, True
+        rest = Block(next(self._numbers), block.size - size, block.pool, block, block.behind, free=True)
         if block.behind is not None:
             block.behind.before = rest
         block.size, block.behind = size, rest
         insort(self._free[block.pool], (rest.size, rest.number, rest))
-
-    def _drop(self, block: Block) -> None:
-        blocks = self._free[block.pool]
-        del blocks[bisect_left(blocks, (block.size, block.number))]
-
-    @staticmethod
-    def _joined(one: Block, other: Block) -> Block:
-        first, second = (other, one) if one.before is other else (one, other)
-        first.size += second.size
-        first.behind = second.behind
-        if second.behind is not None:
-            second.behind.before = first
-        return first
