@@ -21,29 +21,23 @@ def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
     return make_mesh(run.config.parallel, World(rank, run.size, torch.device("meta"), local_size=run.size))
 
 
-def distinct_ranks(run: Rehearsed) -> list[int]:
-    """Of a small world all. Else of every pipeline rank the first of all other axes; and of one for each kind of
-    stages, for each axis the last of it, and the last of all."""
+def distinct_ranks(run: Rehearsed) -> tuple[list[int], list[int]]:
+    """(Of a small world all. Else of every pipeline rank the first of all other axes; and of one for each kind of
+    stages, the ends and one between them, for each axis the last of it, and the last of all; two more ranks of the kind
+    of each, which must do what it does)."""
     mesh = mesh_of(run)
     if run.size <= MOST or mesh.takes_turns:
-        return list(range(run.size))
-    inside, firsts = _stages(run, mesh)
-    chosen = _chosen(mesh, inside)
-    stages = range(0, run.size, inside)
-    return [first + rank for first in stages for rank in (chosen if first in firsts else [0])]
-
-
-def more_members(run: Rehearsed) -> list[int]:
-    """Two more ranks of the kind of each, which must do what it does."""
-    mesh = mesh_of(run)
-    if run.size <= MOST or mesh.takes_turns:
-        return []
-    inside, firsts = _stages(run, mesh)
-    chosen, more = _chosen(mesh, inside), set[int]()
-    for kind in {_place(mesh, rank) for rank in chosen}:
-        others = [rank for rank in range(inside) if rank not in chosen and _place(mesh, rank) == kind]
+        return list(range(run.size)), []
+    stages, axes = mesh.size("pp"), _axes(mesh)
+    inside = run.size // stages
+    chosen, more = {0, inside - 1, *((size - 1) * stride for stride, size in axes)}, set[int]()
+    for kind in {_place(axes, rank) for rank in chosen}:
+        others = [rank for rank in range(inside) if rank not in chosen and _place(axes, rank) == kind]
         more |= {others[0], others[len(others) // 2]} if others else set()
-    return [first + rank for first in firsts for rank in sorted(more)]
+    kinds = sorted({0, min(1, stages - 1), stages - 1})
+    of_stage = [sorted(chosen) if stage in kinds else [0] for stage in range(stages)]
+    distinct = [stage * inside + rank for stage, ranks in enumerate(of_stage) for rank in ranks]
+    return distinct, [stage * inside + rank for stage in kinds for rank in sorted(more)]
 
 
 def class_of(run: Rehearsed, rank: int) -> tuple[int, tuple[bool, ...]]:
@@ -52,32 +46,19 @@ def class_of(run: Rehearsed, rank: int) -> tuple[int, tuple[bool, ...]]:
     if mesh.takes_turns:
         return rank, ()
     inside = run.size // mesh.size("pp")
-    return rank // inside, _place(mesh, rank % inside)
+    return rank // inside, _place(_axes(mesh), rank % inside)
 
 
-def _place(mesh: ParallelMesh, rank: int) -> tuple[bool, ...]:
+def _axes(mesh: ParallelMesh) -> list[tuple[int, int]]:
+    """(Ranks from one member to the next, members) of each axis of a stage."""
     found = []
-    for view in VIEWS:
-        rest = rank
-        for axis in view:
-            rest, coordinate = divmod(rest, mesh.size(axis))
-            found.append(coordinate > 0)
-    return tuple(found)
-
-
-def _stages(run: Rehearsed, mesh: ParallelMesh) -> tuple[int, list[int]]:
-    """(Ranks of a stage; the first rank of one stage of each kind: the ends, and one between them)."""
-    stages = mesh.size("pp")
-    inside = run.size // stages
-    return inside, [stage * inside for stage in sorted({0, min(1, stages - 1), stages - 1})]
-
-
-def _chosen(mesh: ParallelMesh, inside: int) -> list[int]:
-    """Of a stage the first rank of all axes, for each axis its last, and the last of all."""
-    chosen = {0, inside - 1}
     for view in VIEWS:
         stride = 1
         for axis in view:
-            chosen.add((mesh.size(axis) - 1) * stride)
+            found.append((stride, mesh.size(axis)))
             stride *= mesh.size(axis)
-    return sorted(chosen)
+    return found
+
+
+def _place(axes: list[tuple[int, int]], rank: int) -> tuple[bool, ...]:
+    return tuple(rank // stride % size > 0 for stride, size in axes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,8 +108,7 @@ class Calls(list[Call]):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()
         self._ledger = ledger
-        self._times: dict[int, list[int]] = {}
-        self._numbers: dict[int, list[int]] = {}
+        self._begun: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._last_of: dict[Communicator, int] = {}
         self.phase, self.action = START_UP, ""
 
@@ -132,15 +132,13 @@ class Calls(list[Call]):
         """Notes a call that is the latest work of `line`."""
         number, after = len(self), set()
         for of, time in line.clock.items():
-            times = self._times.get(of)
-            if times and (at := bisect_right(times, time)):
-                after.add(self._numbers[of][at - 1])
+            if at := bisect_right(self._begun[of], (time, number)):
+                after.add(self._begun[of][at - 1][1])
         if call.peer is None and (last := self._last_of.get(call.communicator)) is not None:
             after.add(last)
         self._last_of[call.communicator] = number
         call.after, call.phase, call.action = tuple(sorted(after)), self.phase, self.action
-        self._times.setdefault(line.number, []).append(line.clock[line.number])
-        self._numbers.setdefault(line.number, []).append(number)
+        self._begun[line.number].append((line.clock[line.number], number))
         self.append(call)
         self._ledger.log.append(("call", number, 0, 0, ""))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.host_waits import allowed_wait
 from megalite.planner import Hardware
-from megalite.rehearsal.classes import class_of, distinct_ranks, more_members
+from megalite.rehearsal.classes import class_of, distinct_ranks
 from megalite.rehearsal.match import Fault, Records, deadlock, differ, match, or_nothing
 from megalite.rehearsal.memory import Found, memory, memory_faults
 from megalite.rehearsal.pieces import pieces
@@ -59,7 +59,7 @@ def rehearse_run(
     """Rehearses ranks (None: the distinct ones) and checks them against each other. device_bytes: what a run may use of
     a device. hardware: on which the time of a step is estimated."""
     run = run if hardware is None else replace(run, prices=Prices(run.config, hardware))
-    chosen = [*distinct_ranks(run), *more_members(run)] if ranks is None else and_the_first(ranks, run.size)
+    chosen = sum(distinct_ranks(run), []) if ranks is None else and_the_first(ranks, run.size)
     records = recorded(chosen, lambda rank: rehearse_rank(run, rank), on_rank)
     report = judged(records, run.size, lambda: memory(run, records), lambda: alike(run, records), device_bytes)
     if hardware is None or not report.memory or run.config.model.is_foreign:
@@ -105,14 +105,11 @@ def judged(
 
 def _once(faults: Sequence[Fault]) -> list[Fault]:
     """What is the same on many ranks but for their number, and for how much, is told once."""
-    first: dict[str, Fault] = {}
-    counts: Counter[str] = Counter()
+    found: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
-        what = RANK.sub("", fault.text) if fault.check in ("memory", "race", "sync") else fault.text
-        first.setdefault(what, fault)
-        counts[what] += 1
-    more = {what: f"\n    ({n - 1} more of the rehearsed ranks do)" if n > 1 else "" for what, n in counts.items()}
-    return [replace(fault, text=fault.text + more[what]) for what, fault in first.items()]
+        found[RANK.sub("", fault.text) if fault.check in ("memory", "race", "sync") else fault.text].append(fault)
+    more = {n: f"\n    ({n - 1} more of the rehearsed ranks do)" if n > 1 else "" for n in map(len, found.values())}
+    return [replace(same[0], text=same[0].text + more[len(same)]) for same in found.values()]
 
 
 def alike(run: Rehearsed, records: Records) -> list[Fault]:
@@ -129,9 +126,8 @@ def alike(run: Rehearsed, records: Records) -> list[Fault]:
 
 def races(records: Records) -> list[Fault]:
     """Check 3: what was found while each rank ran (`order.py`)."""
-    advice = "let the later one wait for the earlier"
-    found = [(rank, race) for rank, record in records.items() for race in record.races]
-    return [Fault("race", f"rank {rank}: {race}\n    {advice}") for rank, race in found]
+    told = [f"rank {rank}: {race}" for rank, record in records.items() for race in record.races]
+    return [Fault("race", f"{text}\n    let the later one wait for the earlier") for text in told]
 
 
 WIDE = 24
@@ -142,14 +138,15 @@ RANK = re.compile(r"^rank \d+|\d+\.\d+")
 def syncs(records: Records) -> list[Fault]:
     """Check 5: where the host waits for the device in the last iteration, `HOST_WAITS` apart."""
     advice = "keep the value on the device, or see megalite/host_waits.py"
-    found = [(rank, *each) for rank, record in records.items() for each in host_waits(record).items()]
-    told = [f"rank {rank}: the host waits for the device {count} times a step: {place}" for rank, place, count in found]
-    return [Fault("sync", f"{text}\n    {advice}", warns=True) for text in told]
+    return [
+        Fault("sync", f"rank {rank}: the host waits for the device {n} times a step: {at}\n    {advice}", warns=True)
+        for rank, record in records.items() for at, n in host_waits(record).items()
+    ]  # fmt: skip
 
 
 def host_waits(record: RankRecord) -> Counter[str]:
     """Why and where the host waits in the actions of the last iteration, and should not -> how often."""
-    found, counted, inside = Counter[str](), Counter[str](), False
+    found, inside = Counter[str](), False
     for kind, _, _, _, text in record.log:
         if kind == "phase" and text.startswith("iteration"):
             found = Counter()
@@ -157,8 +154,7 @@ def host_waits(record: RankRecord) -> Counter[str]:
             inside = bool(text)
         elif kind == "sync" and inside and allowed_wait(text) is None:
             found[text] += 1
-        counted = found
-    return counted
+    return found
 
 
 def as_json(report: Report) -> str:
