@@ -12,7 +12,6 @@ returned is remembered. Small tensors whose values the host has put there, or th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from itertools import zip_longest
 from typing import Any
 
@@ -23,7 +22,7 @@ from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import tensors_in
 from megalite.rehearsal.record import Call
 from megalite.rehearsal.streams import Gpu
-from megalite.rehearsal.watch import Computed
+from megalite.rehearsal.watch import Computed, written_by
 
 SMALL = 1 << 14
 """Bytes up to which values are computed where they are known."""
@@ -32,15 +31,8 @@ FEW = 64
 LARGE = 1 << 20
 """Bytes from which the host computes nothing either, but indices: of where documents begin shapes are made."""
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a property, whose type says bool
-
-
-class Nothing(Enum):
-    """In the place of a result."""
-
-    MISSING = 0
-
-
-MISSING = Nothing.MISSING
+MISSING: Any = NotImplemented
+"""In the place of a result that only the kernel itself can make."""
 
 
 class Shapes(Computed):
@@ -59,15 +51,11 @@ class Shapes(Computed):
         if name == "copy_" and there and args[0].device.type == "cpu":
             return args[0].copy_(self.read(args[1])) if args[0].nbytes <= LARGE else args[0]
         if there:
-            return self._device(function, name, args, kwargs)
-        given = tensors_in((args, kwargs))
-        large = sum(x.nbytes for x in given) > LARGE and not any(x.is_meta or x.dtype == torch.int64 for x in given)
-        return self._unchanged(function, args, kwargs) if large else function(*args, **kwargs)
-
-    @staticmethod
-    def _unchanged(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What a kernel that writes its arguments returns, without running it."""
-        out = written_first(function, args, kwargs) if function._schema.is_mutable else MISSING
+            out = self._device(function, name, args, kwargs)
+        else:
+            given = tensors_in((args, kwargs))
+            large = sum(x.nbytes for x in given) > LARGE and not any(x.is_meta or x.dtype == torch.int64 for x in given)
+            out = written_first(function, args, kwargs) if large else MISSING
         return function(*args, **kwargs) if out is MISSING else out
 
     def _device(self, function: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -79,13 +67,12 @@ class Shapes(Computed):
         if special is not None and (out := special(*args, **kwargs)) is not MISSING:
             return out
         if function._schema.is_mutable:
-            return self._unchanged(function, args, kwargs)
-        key: Any
+            return written_first(function, args, kwargs)
         try:
-            key = (function, _plain(args), tuple((k, _plain(v)) for k, v in kwargs.items()))
+            key: Any = (function, _plain(args), tuple((k, _plain(v)) for k, v in kwargs.items()))
             made = self._made.get(key)
         except TypeError:
-            return function(*args, **kwargs)
+            return MISSING
         if made is None:
             out = function(*args, **kwargs)
             if isinstance(out, Tensor) and out.is_meta:
@@ -109,21 +96,17 @@ class Shapes(Computed):
     def read(self, x: Tensor) -> Tensor:
         """What the host finds in it."""
         with self._gpu.state(quiet=True):
-            known = self.known(x)
-            if known is not None:
+            if (known := self.known(x)) is not None:
                 return known.clone()
-            value: Any = False if x.dtype == torch.bool else 1
-            return torch.full(x.shape, value, dtype=x.dtype)
+            return torch.full(x.shape, int(x.dtype != torch.bool), dtype=x.dtype)
 
     def know(self, x: Tensor, values: Tensor | None) -> None:
         """From now on its memory has these values; None: they are unknown."""
         memory = self._gpu.ledger.of(x)
-        if values is None:
+        if values is None or (memory.known is None and x.nbytes != x.untyped_storage().nbytes()):
             memory.known = None
             return
         if memory.known is None:
-            if x.nbytes != x.untyped_storage().nbytes():
-                return
             memory.known = torch.zeros(x.nbytes, dtype=torch.uint8)
         here = self.known(x)
         assert here is not None
@@ -150,13 +133,12 @@ class Shapes(Computed):
                 return
             only_written = name in ("copy_", "zero_", "fill_")
             small = all(x.nbytes <= SMALL for x in (*given, *outs)) or (name == "_to_copy" and not given[0].is_meta)
-            sources = [x for x in given if not (only_written and any(x is w for w in written))]
             if small and only_written:
                 for x in written:
                     if self.known(x) is None:
                         self.know(x, torch.zeros(x.shape, dtype=x.dtype))
             values: Any = {id(x): self.known(x) for x in given} if small else {}
-            if not small or any(values[id(x)] is None for x in (*sources, *written)):
+            if not small or any(value is None for value in values.values()):
                 for x in (*written, *outs):
                     if self._gpu.on_device(x):
                         few = x.is_floating_point() and x.nbytes == x.untyped_storage().nbytes() <= FEW
@@ -217,20 +199,19 @@ def _balanced(counts: Tensor, things: int) -> Tensor:
 def written_first(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a kernel that writes its arguments returns, without running it; MISSING where that is something new."""
     schema = function._schema
-    values = [*args, *(kwargs.get(argument.name) for argument in schema.arguments[len(args) :])]
-    written = [
-        v for a, v in zip(schema.arguments, values, strict=True) if a.alias_info is not None and a.alias_info.is_write
-    ]
+    if not schema.is_mutable or schema.name == "aten::set_":
+        return MISSING
     if not schema.returns:
         return None
-    if len(schema.returns) != len(written) or not all(isinstance(x, Tensor) for x in written):
+    written = written_by(function, args, kwargs)
+    if len(schema.returns) != len(written):
         return MISSING
-    return MISSING if schema.name == "aten::set_" else written[0] if len(written) == 1 else tuple(written)
+    return written[0] if len(written) == 1 else tuple(written)
 
 
 def _plain(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return (x.shape, x.stride(), x.dtype, _IS_META(x))
+        return *_form(x), _IS_META(x)
     return tuple(map(_plain, x)) if isinstance(x, (list, tuple)) else x
 
 

@@ -123,7 +123,7 @@ class Watch(TorchDispatchMode):
                 self._ledger.enter(storage, line, pinned=pinned)
         if silent:
             return out
-        written = _written(function, args, kwargs)
+        written = written_by(function, args, kwargs)
         self._record(name, args, kwargs, given, written, fresh, there or goes_there)
         if there or goes_there:
             self._gpu.kernels.follow(function, name, args, real, given, outs, written)
@@ -214,7 +214,7 @@ def _says_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_by(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The arguments that a kernel writes."""
     found = [args[at] if at < len(args) else kwargs.get(name) for at, name in _written_arguments(function)]
     return tensors_in(found) if found else []
