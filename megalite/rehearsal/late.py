@@ -47,11 +47,8 @@ class Held:
 
     def changes(self) -> None:
         """Its memory was written, or has become another."""
-        x = self.find()
-        if x is None:
-            self._values = None
-        elif self._values is not None:
-            self._values = x.clone()
+        x = None if self._values is None else self.find()
+        self._values = None if x is None else x.clone()
 
     def keep(self) -> None:
         """From now on nobody else gets it."""
@@ -60,7 +57,7 @@ class Held:
 
     def _again(self) -> bool:
         """Whether its pool may have given its memory to somebody else."""
-        line, since = self.memory.line, self._gpu.ledger.log[self._gone :] if self._gone else []
+        line, since = self.memory.line, self._gpu.ledger.log[self._gone :] if self._gone else ()
         return line is not None and any(event[0] == "alloc" and event[3] == line.number for event in since)
 
     def find(self) -> Tensor | None:
@@ -82,26 +79,23 @@ class Held:
 
 @dataclass(eq=False)
 class Piece:
-    """A piece of work that waits. begin: what can be seen of it before it is done. heirs: what the pool may have made
-    since of memory that it writes."""
+    """A piece of work that waits. into: what is NaN once it has begun; saved: what was there. heirs: what the pool may
+    have made since of memory that it writes."""
 
     number: int
     line: Line
     clock: Clock
-    begin: Callable[[], None]
-    run: Callable[[], None]
+    run: Callable[[Sequence[Tensor]], None]
     held: Sequence[Held]
-    written: Sequence[Held] = ()
+    into: Sequence[Held]
+    written: Sequence[Held]
+    saved: list[Tensor] = field(default_factory=list)
     heirs: list[weakref.ref[torch.UntypedStorage]] = field(default_factory=list)
     begun: bool = False
 
     @property
     def time(self) -> int:
         return self.clock[self.line.number]
-
-
-SHAPED_BY_VALUES = ("repeat_interleave",)
-"""Kernels that cannot run, not even for a shape, before their values are there."""
 
 
 class Late(Computed):
@@ -113,7 +107,6 @@ class Late(Computed):
         self._gpu, self._compute_is_late = gpu, late
         self._pieces: dict[int, deque[Piece]] = {}
         self._numbers = count()
-        self._eager: list[bool] = []
         self.wrong: list[str] = []
 
     def is_late(self, line: Line) -> bool:
@@ -126,7 +119,8 @@ class Late(Computed):
         line = self._gpu.current.line
         if there and name not in ALLOCATE:
             seeded = torch.Tag.nondeterministic_seeded in function.tags
-            waits = name in SHAPED_BY_VALUES or waits_for_values(name, args, kwargs)
+            # `repeat_interleave` cannot run, not even for a shape, before its values are there.
+            waits = name == "repeat_interleave" or waits_for_values(name, args, kwargs)
             if self.is_late(line) and not seeded and not waits:
                 out = written_first(function, args, kwargs) if function._schema.is_mutable else None
                 if out is not MISSING:
@@ -183,17 +177,10 @@ class Late(Computed):
         def compute() -> list[Tensor]:
             if values is not None:
                 return values
-            return tensors_in(self._computed(function, name, *_thawed(job)))
+            thawed = torch.utils._pytree.tree_map_only(Held, Held.read, job)
+            return tensors_in(self._computed(function, name, *thawed))
 
-        saved: list[Tensor] = []
-
-        def begin() -> None:
-            for target in into:
-                x = target.read()
-                saved.append(x.clone())
-                x.fill_(_nothing(x.dtype))
-
-        def run() -> None:
+        def run(saved: Sequence[Tensor]) -> None:
             for target, before in zip(into, saved, strict=False):
                 if (x := target.find()) is None:
                     self.wrong.append(f"{name} on {line.name} writes memory that has gone")
@@ -203,34 +190,28 @@ class Late(Computed):
                 if (x := target.find()) is not None:
                     x.copy_(value)
 
-        self.put_off(line, begin, run, [*targets, *(x for x in leaves if isinstance(x, Held))], into, [*targets, *into])
+        self.put_off(line, run, [*targets, *(x for x in leaves if isinstance(x, Held))], into, [*targets, *into])
 
     # ---- when --------------------------------------------------------------------------------------------------------
 
     def put_off(
-        self, line: Line, begin: Callable[[], None], run: Callable[[], None], held: Sequence[Held],
-        into: Sequence[Held], written: Sequence[Held] = (),
+        self, line: Line, run: Callable[[Sequence[Tensor]], None], held: Sequence[Held], into: Sequence[Held],
+        written: Sequence[Held] = (),
     ) -> None:  # fmt: skip
         """Work that was just given to `line`. Its targets are NaN from now on, where no earlier work needs them."""
         with self._gpu.ledger.lock:
-            piece = Piece(next(self._numbers), line, dict(line.clock), begin, run, held, written)
-            busy = {id(h.memory) for pieces in self._pieces.values() for other in pieces for h in other.held}
+            piece = Piece(next(self._numbers), line, dict(line.clock), run, held, into, written)
+            busy = {id(h.memory) for other in self._waiting() for h in other.held}
             self._pieces.setdefault(line.number, deque()).append(piece)
             if busy.isdisjoint(id(h.memory) for h in into):
-                self._begin(piece)
-            self._begin_what_can()
+                self._begin([piece])
+            self._begin(self._ready())
             self.settle(self._gpu.ledger.host.clock)
 
-    def _begin(self, piece: Piece) -> None:
-        if not piece.begun:
-            piece.begun = True
-            with self._gpu.state(quiet=True, true_device=True), torch.no_grad():
-                piece.begin()
-
     def _finish(self, piece: Piece) -> None:
-        self._begin(piece)
+        self._begin([piece])
         self._pieces[piece.line.number].remove(piece)
-        piece.run()
+        piece.run(piece.saved)
         for storage in filter(None, (heir() for heir in piece.heirs)):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # of real numbers NaN
 
@@ -243,8 +224,7 @@ class Late(Computed):
 
     def waited(self, line: Line) -> None:
         """What `line` frees from now on nobody else has before this work is over."""
-        known = [p for pieces in self._pieces.values() for p in pieces if p.time <= line.clock.get(p.line.number, 0)]
-        for held in (held for piece in known for held in piece.held if held.memory.line is line):
+        for held in (held for piece in self._waiting(line.clock) for held in piece.held if held.memory.line is line):
             held.keep()
 
     def arrival(self, line: Line, carried: Any, copies: Sequence[Tensor], reads: Any, writes: Any) -> Any:
@@ -255,11 +235,7 @@ class Late(Computed):
             held = [Held(self._gpu, x, keeps=self._compute_is_late, read=True) for x in (*writes, *own)]
             into, sent = held[: len(writes)], [x.clone() for x in own]
 
-        def begin() -> None:
-            for target in into:
-                target.read().fill_(_nothing(target.form[0]))
-
-        def run() -> None:
+        def run(_: Sequence[Tensor]) -> None:
             carried.wait()
             for target, came in zip(into, copies, strict=False):
                 if (x := target.find()) is not None:
@@ -272,22 +248,21 @@ class Late(Computed):
         if line is self._gpu.current.line and not self.is_late(line):
             carried.wait()
             return carried, copies
-        self.put_off(line, begin, run, held, into)
+        self.put_off(line, run, held, into)
         return SimpleNamespace(wait=lambda: None), []
 
     def settle(self, clock: Clock) -> None:
         """Does all that is over at `clock`, and no more."""
         with self._gpu.ledger.lock, self._gpu.state(quiet=True, true_device=True), torch.no_grad():
-            while ready := [p for p in self._heads() if p.time <= clock.get(p.line.number, 0) and self._can_begin(p)]:
+            while ready := [p for p in self._ready() if p.time <= clock.get(p.line.number, 0)]:
                 self._finish(max(ready, key=lambda piece: piece.number))
-            self._begin_what_can()
+            self._begin(self._ready())
 
     def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
         """Of what is over at `clock` only what these depend on."""
         memories, needed = {id(self._gpu.ledger.of(x)) for x in reads}, []
         with self._gpu.ledger.lock, self._gpu.state(quiet=True, true_device=True), torch.no_grad():
-            pieces = [p for each in self._pieces.values() for p in each if p.time <= clock.get(p.line.number, 0)]
-            for piece in sorted(pieces, key=lambda piece: -piece.number):
+            for piece in sorted(self._waiting(clock), key=lambda piece: -piece.number):
                 if not memories.isdisjoint(own := {id(held.memory) for held in piece.held}):
                     memories |= own
                     needed.append(piece)
@@ -304,24 +279,26 @@ class Late(Computed):
         """What waits for them may find something else there."""
         changed = set(map(id, memories))
         with self._gpu.state(quiet=True, true_device=True):
-            for pieces in self._pieces.values() if changed else ():
-                for held in (held for piece in pieces for held in piece.held if id(held.memory) in changed):
-                    held.changes()
+            for held in (h for p in (self._waiting() if changed else ()) for h in p.held if id(h.memory) in changed):
+                held.changes()
 
-    def _heads(self) -> Iterable[Piece]:
-        return [pieces[0] for pieces in self._pieces.values() if pieces]
+    def _waiting(self, clock: Clock | None = None) -> list[Piece]:
+        """All pieces; of a clock those that are over at it."""
+        pieces = (piece for pieces in self._pieces.values() for piece in pieces)
+        return [p for p in pieces if clock is None or p.time <= clock.get(p.line.number, 0)]
 
-    def _can_begin(self, piece: Piece) -> bool:
-        return all(other.time > piece.clock.get(other.line.number, 0) for other in self._heads() if other is not piece)
+    def _ready(self) -> list[Piece]:
+        """Pieces with no other before them."""
+        first = [pieces[0] for pieces in self._pieces.values() if pieces]
+        return [p for p in first if all(x.time > p.clock.get(x.line.number, 0) for x in first if x is not p)]
 
-    def _begin_what_can(self) -> None:
-        for piece in self._heads():
-            if self._can_begin(piece):
-                self._begin(piece)
-
-
-def _thawed(job: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Held, Held.read, job)
+    def _begin(self, pieces: Iterable[Piece]) -> None:
+        with self._gpu.state(quiet=True, true_device=True), torch.no_grad():
+            for piece in (piece for piece in pieces if not piece.begun):
+                piece.begun = True
+                for x in (target.read() for target in piece.into):
+                    piece.saved.append(x.clone())
+                    x.fill_(_nothing(x.dtype))
 
 
 def _nothing(dtype: torch.dtype) -> Any:
