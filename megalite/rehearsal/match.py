@@ -103,49 +103,38 @@ def _collectives(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> 
     first, *others = calls
     for rank in others:
         if (at := differ(calls[first], calls[rank], lambda call: call.what)) is not None:
-            told = [or_nothing(calls[each], at) for each in (first, rank)]
-            yield Fault(
-                "match",
-                f"collective {at + 1} of {members}: rank {first} starts {told[0]}\n    and rank {rank} starts "
-                f"{told[1]}\n    all of its ranks must start the same ones in the same order",
-            )
+            one, other = (f"rank {each} starts {or_nothing(calls[each], at)}" for each in (first, rank))
+            text = f"collective {at + 1} of {members}: {one}\n    and {other}"
+            yield Fault("match", f"{text}\n    all of its ranks must start the same ones in the same order")
             return
 
 
 def or_nothing(calls: Sequence[Call], at: int) -> str:
     if at < len(calls):
         return f"{calls[at]}, in {calls[at].phase}"
-    last = f" after {calls[-1]}" if calls else ""
-    return f"no further one{last}"
+    return f"no further one after {calls[-1]}" if calls else "no further one"
 
 
 def _tables(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> Iterable[Fault]:
     """The rows that one rank sends are those that the other expects."""
     place = {rank: members.ranks.index(rank) for rank in calls}
     for each in zip(*calls.values(), strict=False):
-        by_rank = dict(zip(calls, each, strict=True))
-        for (sender, sent), (target, received) in product(by_rank.items(), repeat=2):
+        for (sender, sent), (target, received) in product(zip(calls, each, strict=True), repeat=2):
             if not (sent.sent and received.received):
                 continue
             rows, expected = sent.sent[place[target]], received.received[place[sender]]
             if rows != expected:
-                yield Fault(
-                    "match",
-                    f"rank {sender} sends rank {target} {rows} rows by {sent}\n    and rank {target} expects "
-                    f"{expected} by {received}\n    both must come from one table",
-                )
+                text = f"rank {sender} sends rank {target} {rows} rows by {sent}\n    and rank {target} expects"
+                yield Fault("match", f"{text} {expected} by {received}\n    both must come from one table")
                 return
 
 
 def _messages(pair: Pair, out: Sequence[Call], into: Sequence[Call]) -> Iterable[Fault]:
     members, source, target = pair
     if (at := differ(out, into, lambda call: call.message)) is not None:
-        yield Fault(
-            "match",
-            f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
-            f"{members}): rank {source} starts {or_nothing(out, at)}\n    and rank {target} starts "
-            f"{or_nothing(into, at)}\n    each send needs its receive, of the same bytes and type",
-        )
+        text = f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
+        text += f"{members}): rank {source} starts {or_nothing(out, at)}\n    and rank {target} starts {or_nothing(into, at)}"
+        yield Fault("match", f"{text}\n    each send needs its receive, of the same bytes and type")
 
 
 # ---- check 2 ---------------------------------------------------------------------------------------------------------
@@ -161,32 +150,17 @@ def deadlock(records: Records) -> list[Fault]:
     return []
 
 
-class _Waits:
-    """Who waits for whom. partners: the calls on other ranks that must have begun before one is over."""
-
-    def __init__(self, records: Records, *, one_at_a_time: bool) -> None:
-        self.records = records
-        self.after: dict[Node, Sequence[Node]] = {}
-        self.partners: dict[Node, Sequence[Node]] = {}
-        for rank, record in records.items():
-            last: Node | None = None
-            for number, call in enumerate(record.calls):
-                behind = [(rank, n) for n in call.after]
-                if one_at_a_time and call.peer is None:
-                    behind += [last] if last is not None else []
-                    last = (rank, number)
-                self.after[rank, number] = behind
-        for group in matched(records):
-            for node in group:
-                self.partners[node] = group
-
-    def stuck(self) -> dict[Node, bool]:
-        """Calls that never end -> whether they begin."""
-        begun, over = set[Node](), set[Node]()
-        for node, ended in progress(self.after, self.partners):
-            begun.add(node)
-            over.update(ended)
-        return {node: node in begun for node in self.after if node not in over}
+def _after(records: Records, *, one_at_a_time: bool) -> dict[Node, Sequence[Node]]:
+    """Each call -> those of its rank that are over before it begins."""
+    found: dict[Node, Sequence[Node]] = {}
+    for rank, record in records.items():
+        last: list[Node] = []
+        for number, call in enumerate(record.calls):
+            behind = [(rank, n) for n in call.after]
+            if one_at_a_time and call.peer is None:
+                behind, last = behind + last, [(rank, number)]
+            found[rank, number] = behind
+    return found
 
 
 def progress(after: Mapping[T, Sequence[T]], partners: Mapping[T, Sequence[T]]) -> Iterator[tuple[T, Sequence[T]]]:
@@ -212,24 +186,30 @@ def progress(after: Mapping[T, Sequence[T]], partners: Mapping[T, Sequence[T]]) 
 
 
 def matched(records: Records) -> Iterable[Sequence[Node]]:
-    """Calls that belong together: of a collective one for each rank, of a message its two ends."""
+    """Calls that belong together: of a collective one for each rank, of a message its two ends; and (-1, 0) where one
+    of them is missing."""
     collectives, messages = lined_up(records)
     for lines in (*(by_rank.values() for by_rank in collectives.values()), *messages.values()):
-        for group in zip_longest(*lines, fillvalue=(-1, 0)):
-            yield [node for node in group if node != (-1, 0)] + [(-1, 0)] * ((-1, 0) in group)
+        yield from map(list, map(dict.fromkeys, zip_longest(*lines, fillvalue=(-1, 0))))
 
 
 def _circle(records: Records, *, one_at_a_time: bool) -> str | None:
     """The circle that is stuck, rank by rank; where there is none, the call that waits for one that never comes."""
-    waits = _Waits(records, one_at_a_time=one_at_a_time)
-    stuck = waits.stuck()
-    if not stuck:
-        return None
+    after = _after(records, one_at_a_time=one_at_a_time)
+    partners = {node: group for group in matched(records) for node in group}
+    begun, over = set[Node](), set[Node]()
+    for begins, ended in progress(after, partners):
+        begun.add(begins)
+        over.update(ended)
+    stuck = [node for node in after if node not in over]
     path: list[Node] = []
-    node: Node | None = next((node for node, begins in stuck.items() if begins), None) or next(iter(stuck))
+    node = next((each for each in stuck if each in begun), stuck[0] if stuck else None)
+    if node is None:
+        return None
     while node is not None and node not in path:
-        path.append(node)
-        node = _blamed(waits, stuck, node)
+        path.append(node)  # in vain it waits for a partner that does not begin, or for one of its own rank
+        ahead, there = (partners.get(node, ()), begun) if node in begun else (after[node], over)
+        node = next((other for other in ahead if other in after and other not in there), None)
     if node is None:  # a call whose partner never comes: check 1 has told it
         return None if one_at_a_time else f"{_told(records, path[-1])} waits for a call that nobody starts"
     hops = path[path.index(node) :]
@@ -240,14 +220,6 @@ def _circle(records: Records, *, one_at_a_time: bool) -> str | None:
         how = f"waits for that of rank {there[0]}" if here[0] != there[0] else f"is behind its own {other}"
         lines.append(f"    {_told(records, here)} {how}")
     return "\n".join(lines[:MOST_HOPS])
-
-
-def _blamed(waits: _Waits, stuck: Mapping[Node, bool], node: Node) -> Node | None:
-    """A call that `node` waits for in vain."""
-    if stuck[node]:
-        absent = [other for other in waits.partners.get(node, ()) if other in stuck and not stuck[other]]
-        return absent[0] if absent else None
-    return next(before for before in waits.after[node] if before in stuck)
 
 
 def _told(records: Records, node: Node) -> str:
