@@ -133,8 +133,9 @@ def _messages(pair: Pair, out: Sequence[Call], into: Sequence[Call]) -> Iterable
     members, source, target = pair
     if (at := differ(out, into, lambda call: call.message)) is not None:
         text = f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
-        text += f"{members}): rank {source} starts {or_nothing(out, at)}\n    and rank {target} starts {or_nothing(into, at)}"
-        yield Fault("match", f"{text}\n    each send needs its receive, of the same bytes and type")
+        text += f"{members}): rank {source} starts {or_nothing(out, at)}\n    and rank {target} starts "
+        text += f"{or_nothing(into, at)}\n    each send needs its receive, of the same bytes and type"
+        yield Fault("match", text)
 
 
 # ---- check 2 ---------------------------------------------------------------------------------------------------------
@@ -208,8 +209,8 @@ def _circle(records: Records, *, one_at_a_time: bool) -> str | None:
         return None
     while node is not None and node not in path:
         path.append(node)  # in vain it waits for a partner that does not begin, or for one of its own rank
-        ahead, there = (partners.get(node, ()), begun) if node in begun else (after[node], over)
-        node = next((other for other in ahead if other in after and other not in there), None)
+        ahead, done = (partners.get(node, ()), begun) if node in begun else (after[node], over)
+        node = next((other for other in ahead if other in after and other not in done), None)
     if node is None:  # a call whose partner never comes: check 1 has told it
         return None if one_at_a_time else f"{_told(records, path[-1])} waits for a call that nobody starts"
     hops = path[path.index(node) :]

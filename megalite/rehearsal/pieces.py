@@ -55,14 +55,12 @@ def pieces(records: Mapping[int, RankRecord]) -> Iterable[Fault]:
     """Pieces that are written twice, by two ranks or by one; one of each pair of lines."""
     by_name: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     found: dict[tuple[str, str], Fault] = {}
+    advice = "one of them holds a copy: give it a replica's number, or list it once"
     for rank, record in records.items():
         for piece in record.pieces:
             for other, theirs in by_name[piece.name]:
                 if piece.meets(theirs):
-                    text = f"rank {other} saves {theirs}\n    and rank {rank} saves {piece}"
-                    fault = Fault(
-                        "save", f"{text}\n    one of them holds a copy: give it a replica's number, or list it once"
-                    )
-                    found.setdefault((theirs.place, piece.place), fault)
+                    text = f"rank {other} saves {theirs}\n    and rank {rank} saves {piece}\n    {advice}"
+                    found.setdefault((theirs.place, piece.place), Fault("save", text))
             by_name[piece.name].append((rank, piece))
     return found.values()
