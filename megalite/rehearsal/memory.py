@@ -7,6 +7,7 @@ of the whole program are replayed with what was seen of the first micro-batch, o
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,8 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
         cuts, even = stage_layer_ranges(config, whole), replace(config.model.experts, moe_expert_capacity_factor=1.0)
         balanced = replace(config, model=replace(config.model, experts=even))  # as `values.py` has it
         planned = pipeline_memory(balanced, run.size, whole, cuts, plan or DEFAULT_PLAN)
-    program = lowered_program(config, _composed(run, whole), plan=plan)
+    rounds = max(ROUNDS, -(-WHOLE // whole.num_ranks))
+    program = lowered_program(config, min(whole.num_microbatches, rounds * whole.num_ranks), plan=plan)
     found = []
     for rank, record in records.items():
         stage = mesh_of(run, rank).coordinate("pp")
@@ -70,38 +72,31 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
     return found
 
 
-def _composed(run: Rehearsed, whole: Program) -> int:
-    """Micro-batches of the batch that is composed."""
-    rounds = max(WHOLE, ROUNDS * whole.num_ranks)
-    return min(whole.num_microbatches, -(-rounds // whole.num_ranks) * whole.num_ranks)
-
-
 def of_log(record: RankRecord, log: Iterable[Event], planned: RankMemory | None) -> Found:
     """What a log of allocations comes to."""
     allocator = Allocator()
     alive: dict[object, tuple[int, str, int]] = {}
     peak: dict[str, int] = {}
-    iteration, highest, grown = 0, 0, ""
-    states, ends = 0, [alive]
+    highest, grown = 0.0, ""
+    ends: list[dict[object, tuple[int, str, int]]] = []
     for kind, number, nbytes, stream, place in log:
         if kind == "alloc":
-            alive[number] = nbytes, place, iteration
+            alive[number] = nbytes, place, len(ends)
             before = allocator.reserved
             most = allocator.alloc(number, nbytes, stream)
             if allocator.reserved > before:
                 grown = place
             if most and allocator.allocated > highest:
-                highest = allocator.allocated * 1.001  # type: ignore[assignment]  # the sums below cost more
+                highest = allocator.allocated * 1.001  # the sums below cost more
                 peak = _by_place(alive.values())
         elif kind == "free":
             alive.pop(number, None)
             allocator.free(number)
-        elif kind == "phase" and (place.startswith("iteration") or iteration):
-            states = sum(size for size, _, _ in alive.values())
+        elif kind == "phase" and (place.startswith("iteration") or ends):
             ends.append(dict(alive))
-            iteration += 1
-    ended = ends[3] if len(ends) > 3 else {}
-    left = [Counter(_by_place(each for each in ended.values() if each[2] == n)) for n in (1, 2)]
+    states = sum(size for size, _, _ in ends[-1].values()) if ends else 0
+    ended = ends[2].values() if len(ends) > 2 else ()
+    left = [_by_place(each for each in ended if each[2] == n) for n in (1, 2)]
     kept = [(place, size) for place, size in left[1].items() if place in left[0] and place]
     pairs = {(c.communicator, c.peer, c.kind): c.place for c in reversed(record.calls) if c.peer is not None}
     largest = sorted(peak.items(), key=lambda each: -each[1])[:TOLD]
@@ -178,8 +173,7 @@ def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Insta
     fresh = -1
     for does, number in program:
         counts[does] += 1
-        known = seen.get(does)
-        if not known:
+        if not (known := seen.get(does)):
             continue
         # What repeats is the one that frees most of what others have left: near the end of a pipeline only the last
         # forward comes after a backward.
@@ -205,39 +199,37 @@ def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Insta
 def memory_faults(found: Sequence[Found], device_bytes: float | None) -> Iterator[Fault]:
     """device_bytes: what a run may use of the device; None: it is not known."""
     for each in found:
-        who = f"rank {each.rank}"
+        who, room = f"rank {each.rank}", sys.maxsize if device_bytes is None else device_bytes
         if each.kept:
             place, size = max(each.kept, key=lambda one: one[1])
             total = sum(size for _, size in each.kept)
             text = f"{who}: every iteration leaves {size:,} bytes ({total:,} in all) alive, allocated at {place}"
             yield Fault("memory", f"{text}\n    let go of them: something still holds a tensor of the step")
-        if device_bytes is not None and each.reserved > device_bytes:
+        if each.reserved > room:
             largest = "".join(f"\n    {size / 2**30:8.2f} GiB {place}" for place, size in each.at_peak[:5])
-            text = f"{who} needs {each.reserved / 2**30:.1f} GiB, {device_bytes / 2**30:.1f} are there; at its peak:"
-            yield Fault("memory", f"{text}{largest}\n    tools/plan.py --free all looks for a layout that fits")
+            text = f"{who} needs {each.reserved / 2**30:.1f} GiB, {room / 2**30:.1f} are there; at its peak:{largest}"
+            yield Fault("memory", f"{text}\n    tools/plan.py --free all looks for a layout that fits")
         if each.reserved > TORN * each.allocated and each.allocated > WORTH:
             text = f"{who} reserves {each.reserved / 2**30:.1f} GiB for {each.allocated / 2**30:.1f} that are allocated"
             text += f"; the last segment is for {each.last_segment}"
             yield Fault("memory", f"{text}\n    PYTORCH_ALLOC_CONF=expandable_segments:True", warns=True)
         buffers = len(each.pairs) * A_PAIR
-        if device_bytes is not None and each.reserved <= device_bytes < each.reserved + buffers:
+        if each.reserved <= room < each.reserved + buffers:
             text = f"{who} needs {each.reserved / 2**30:.2f} GiB, and NCCL {buffers / 2**30:.2f} for messages that it"
-            text += f" exchanges with others in {len(each.pairs)} directions; {device_bytes / 2**30:.2f} are there"
+            text += f" exchanges with others in {len(each.pairs)} directions; {room / 2**30:.2f} are there"
             yield Fault("memory", f"{text}; the last of them at {each.pairs[0]}\n    send to fewer ranks, or gather")
         yield from _unplanned(each, who)
 
 
 def _unplanned(found: Found, who: str) -> Iterator[Fault]:
-    if (plan := found.planned) is None:
+    plan, has = found.planned, found.allocated
+    if plan is None or abs(has - plan.total) <= max(APART * plan.total, WORTH):
         return
-    rest, planned_rest = found.allocated - found.states, plan.total - plan.model_states
-    difference = found.allocated - plan.total
-    if abs(difference) <= APART * plan.total or abs(difference) < WORTH:
-        return
+    rest, planned_rest = has - found.states, plan.total - plan.model_states
     of_states = abs(found.states - plan.model_states) > abs(rest - planned_rest)
     term = "weights, gradients and optimizer" if of_states else "activations and buffers"
     largest = f"; the largest at {found.at_peak[0][0]}" if found.at_peak else ""
-    text = f"{who} allocates {found.allocated / 2**30:.2f} GiB, the plan says {plan.total / 2**30:.2f}: {term} differ"
+    text = f"{who} allocates {has / 2**30:.2f} GiB, the plan says {plan.total / 2**30:.2f}: {term} differ"
     states = f"states {found.states / 2**30:.2f} of {plan.model_states / 2**30:.2f}"
     others = f"others {rest / 2**30:.2f} of {planned_rest / 2**30:.2f}"
     yield Fault("memory", f"{text} ({states}, {others}){largest}", warns=True)
