@@ -32,11 +32,8 @@ class FakeGroups:
         members, caller = tuple(self.world.ranks if ranks is None else ranks), sys._getframe(2)
         place = where() if caller is not self._caller else self.made[-1][0]
         self._caller = caller
-        if self.made and self.made[-1][0] == place:
-            count, digest = self.made.pop()[1:]
-            self.made.append((place, count + 1, hash((digest, members))))
-        else:
-            self.made.append((place, 1, hash(members)))
+        count, digest = self.made.pop()[1:] if self.made and self.made[-1][0] == place else (0, 0)
+        self.made.append((place, count + 1, hash((digest, members))))
         if self.rank not in members:
             return None
         number = self._counts.get(members, 0)

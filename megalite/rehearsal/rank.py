@@ -61,16 +61,12 @@ def rehearsed(argv: Sequence[str], size: int, *, steps: int = 2) -> Rehearsed:
     data = config.data
     vocabulary = config.model.vocab_size or VOCABULARIES.get(data.tokenizer_type or "", OWN_VOCABULARY)
     kept = {name: getattr(data, name) for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")}
+    hardware = replace(config.parallel.hardware, ignore_memory_estimate=True)
     config = replace(
         config,
         model=replace(config.model, vocab_size=vocabulary),
-        data=replace(DataConfig(mock_data=True, tokenizer_type="NullTokenizer", num_workers=0), **kept),
-        parallel=replace(
-            config.parallel,
-            nprocs=None,
-            check_pipeline_messages=False,
-            hardware=replace(config.parallel.hardware, ignore_memory_estimate=True),
-        ),
+        data=DataConfig(mock_data=True, tokenizer_type="NullTokenizer", num_workers=0, **kept),
+        parallel=replace(config.parallel, nprocs=None, check_pipeline_messages=False, hardware=hardware),
     )
     if problems := config_problems(config, size):
         raise ConfigError(problems)
@@ -85,23 +81,14 @@ def _few_steps(config: Config, size: int, steps: int) -> Config:
     training, samples = config.training, config.logging.samples
     each = None if config.parallel.experts.expert_model_parallel_size > 1 else samples.sample_interval and steps
     samples = replace(samples, sample_interval=each, sample_prompts="prompts" if each else None, sample_tokens=A_FEW)
-    ramp = replace(training.batch_ramp, **{name: None for name in vars(training.batch_ramp)})
-    return replace(
-        config,
-        training=replace(
-            training,
-            global_batch_size=config.global_batch_size(size),
-            batch_ramp=ramp,
-            length=replace(training.length, train_iters=steps, train_samples=None, train_tokens=None),
-            eval_interval=None,
-            eval_iters=int(training.evaluates),
-            full_validation=False,
-            compile=False,
-            exit_interval=None,
-        ),
-        checkpoint=type(config.checkpoint)(),
-        logging=replace(config.logging, log_interval=2, samples=samples),
-    )
+    length = replace(training.length, train_iters=steps, train_samples=None, train_tokens=None)
+    training = replace(
+        training, global_batch_size=config.global_batch_size(size), batch_ramp=type(training.batch_ramp)(),
+        length=length, eval_interval=None, eval_iters=int(training.evaluates), full_validation=False,
+        exit_interval=None, compile=False,
+    )  # fmt: skip
+    told = replace(config.logging, log_interval=2, samples=samples)
+    return replace(config, training=training, checkpoint=type(config.checkpoint)(), logging=told)
 
 
 def and_the_first(ranks: Sequence[int], size: int) -> list[int]:
@@ -138,23 +125,20 @@ def record_rank(
         host, inside = f"node{rank // A_NODE}", min(A_NODE, size)
         world = World(rank, size, DEVICE, rank % A_NODE, inside, host=host, report_phase=gpu.calls.enter)
         gpu.ledger.prices = prices
-        problem: str | None = None
-        pieces: Sequence[Piece] = ()
+        record = RankRecord(rank, gpu.calls, gpu.ledger.log, made=groups.made)
         try:
-            pieces = body(gpu, world)
+            record.pieces = body(gpu, world)
         except ConfigError:  # no rank would start
             raise
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
             said = str(error).partition("\n")[0]
-            problem = f"{type(error).__name__}: {said} (at {_product_line(error)})"
-        log = gpu.ledger.log
+            record.problem = f"{type(error).__name__}: {said} (at {_product_line(error)})"
         # What the last iteration has started, the next one would wait for.
-        last = next((e[4] for e in reversed(log) if e[0] == "phase" and e[4].startswith("iteration")), "")
-        unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
-        lines = [line.name for line in gpu.ledger.lines]
-        return RankRecord(
-            rank, gpu.calls, log, unwaited, groups.made, gpu.races, gpu.ledger.launches, problem, pieces, lines
-        )
+        last = next((e[4] for e in reversed(record.log) if e[0] == "phase" and e[4].startswith("iteration")), "")
+        record.unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
+        record.races, record.launches = gpu.races, gpu.ledger.launches
+        record.lines = [line.name for line in gpu.ledger.lines]
+        return record
 
 
 @contextmanager
