@@ -174,19 +174,15 @@ class Late(Computed):
             for x in () if written else outs:
                 x.data.fill_(_nothing(x.dtype))
 
-        def compute() -> list[Tensor]:
-            if values is not None:
-                return values
-            thawed = torch.utils._pytree.tree_map_only(Held, Held.read, job)
-            return tensors_in(self._computed(function, name, *thawed))
-
         def run(saved: Sequence[Tensor]) -> None:
             for target, before in zip(into, saved, strict=False):
                 if (x := target.find()) is None:
                     self.wrong.append(f"{name} on {line.name} writes memory that has gone")
                     return
                 x.copy_(before)
-            for target, value in zip(targets, compute(), strict=False):
+            thawed = torch.utils._pytree.tree_map_only(Held, Held.read, job)
+            made = tensors_in(self._computed(function, name, *thawed)) if values is None else values
+            for target, value in zip(targets, made, strict=False):
                 if (x := target.find()) is not None:
                     x.copy_(value)
 

@@ -6,7 +6,7 @@ import gc
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +100,7 @@ def judged(
         found = memory_of()
         faults = [*match(records), *more(), *deadlock(records), *races(records), *pieces(records), *syncs(records)]
         faults += memory_faults(found, device_bytes)
-    return Report(_once(faults), [*_rows(records, size), *_memory_rows(found)], records, found)
+    return Report(_once(faults), [*_rows(records, size, found)], records, found)
 
 
 def _once(faults: Sequence[Fault]) -> list[Fault]:
@@ -192,20 +192,16 @@ def explain(report: Report, what: str) -> str:
     return "\n".join(lines)
 
 
-def _memory_rows(found: Sequence[Found]) -> list[tuple[str, str]]:
-    if not found:
-        return []
-    most = max(found, key=lambda each: each.reserved)
-    used = f"{most.allocated / 2**30:.2f} GiB allocated, {most.reserved / 2**30:.2f} reserved"
-    plan = "" if most.planned is None else f"; the plan says {most.planned.total / 2**30:.2f}, any experts balanced"
-    return [("memory", f"{used} on rank {most.rank}{plan}")]
-
-
-def _rows(records: Records, size: int) -> list[tuple[str, str]]:
+def _rows(records: Records, size: int, found: Sequence[Found]) -> Iterator[tuple[str, str]]:
     most = max(records.values(), key=lambda record: len(record.calls))
     steps = sum(event[0] == "phase" and event[4].startswith("iteration") for event in most.log)
     messages = sum(call.peer is not None for call in most.calls)
     ranks = ", ".join(map(str, list(records)[:8])) + (", ..." if len(records) > 8 else "")
     counts = f"{len(most.calls) - messages:,} collectives, {messages:,} messages, {most.launches:,} kernels"
-    told = f"{steps} steps, from start to end, of {len(records)} of {size:,} ranks ({ranks})"
-    return [("rehearsed", told), ("a rank at most", counts)]
+    yield "rehearsed", f"{steps} steps, from start to end, of {len(records)} of {size:,} ranks ({ranks})"
+    yield "a rank at most", counts
+    if found:
+        full = max(found, key=lambda each: each.reserved)
+        used = f"{full.allocated / 2**30:.2f} GiB allocated, {full.reserved / 2**30:.2f} reserved on rank {full.rank}"
+        plan = "" if full.planned is None else f"; the plan says {full.planned.total / 2**30:.2f}, any experts balanced"
+        yield "memory", used + plan

@@ -150,9 +150,8 @@ def step_rows(run: Rehearsed, records: Records, hardware: Hardware) -> Iterator[
             if work.call is not None and record.calls[work.call].peer is not None:
                 hop, work.seconds = max(hop, work.seconds), 0.0  # the simulator sends
         settle(own)
-        taken = _taken(own)
         rest = 0.0
-        for words, each in taken.items():
+        for words, each in _taken(own).items():
             action = known.get(words)
             if action is not None and action.is_compute:
                 at = action.stage, action.kind
@@ -160,32 +159,27 @@ def step_rows(run: Rehearsed, records: Records, hardware: Hardware) -> Iterator[
             else:
                 rest += sum(each)
         after = max(after, rest)
-        if rank == 0:
-            for work in own:
-                shares[work.kind] += work.seconds
+        for work in own if rank == 0 else ():
+            shares[work.kind] += work.seconds
     if {stage for stage, _ in costs} != set(range(program.num_stages)):
         return
     pipeline = steady_state(config, program, Costs(communication=hop, exact=costs), plan).makespan
     plan_s = predict(config, run.size, hardware, Roofline(hardware))
-    planned = plan_s.step_time - plan_s.breakdown["overhead"]
-    other = planned - plan_s.breakdown["pipeline"]
+    planned, batch = plan_s.step_time - plan_s.breakdown["overhead"], plan_s.breakdown["pipeline"]
     mine = pipeline + after
     yield "time", f"a step of {mine:.3g} s by its kernels on {hardware.name}, the plan says {planned:.3g}"
     if abs(mine - planned) > APART * planned:
         told = ", ".join(f"{what} {seconds:.3g} s" for what, seconds in shares.items())
-        terms = (
-            f"micro-batches {pipeline:.3g} s of {plan_s.breakdown['pipeline']:.3g}, update {after:.3g} of {other:.3g}"
-        )
+        terms = f"micro-batches {pipeline:.3g} s of {batch:.3g}, update {after:.3g} of {planned - batch:.3g}"
         yield "  of it", f"{terms}; what rank 0 launches in a rehearsed iteration: {told}"
 
 
 def _taken(own: Sequence[Work]) -> dict[str, list[float]]:
     """Words of an action without its micro-batch -> seconds by which each of it moves the end of the first stream."""
     seconds, reached = defaultdict[str, float](float), 0.0
-    for work in own:
-        if work.line == 0:
-            seconds[work.action] += work.end - reached
-            reached = work.end
+    for work in (work for work in own if work.line == 0):
+        seconds[work.action] += work.end - reached
+        reached = work.end
     found: dict[str, list[float]] = defaultdict(list)
     for words, each in seconds.items():
         found[NUMBER.sub("", words)].append(each)
@@ -196,12 +190,8 @@ def write_trace(path: Path, run: Rehearsed, records: Records, hardware: Hardware
     """A Chrome trace of the last iteration: a process a rank, a row a stream."""
     events: list[dict[str, Any]] = []
     for rank, record in records.items():
-        names = [(None, f"rank {rank}"), *enumerate(record.lines)]
-        events += [
-            {"ph": "M", "name": "process_name" if line is None else "thread_name", "pid": rank, "tid": line or 0,
-             "args": {"name": name}}
-            for line, name in names
-        ]  # fmt: skip
+        names = [("process_name", 0, f"rank {rank}"), *(("thread_name", *each) for each in enumerate(record.lines))]
+        events += [{"ph": "M", "name": a, "pid": rank, "tid": n, "args": {"name": name}} for a, n, name in names]
     for work in together(run, records, Prices(run.config, hardware)):
         call = {} if work.call is None else {"call": str(records[work.rank].calls[work.call])}
         name, _, place = work.text.partition(" at ")

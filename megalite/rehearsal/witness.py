@@ -15,7 +15,7 @@ from megalite.errors import RuntimeFailure
 from megalite.proof import shrink
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.late import COMPUTE, OTHERS
-from megalite.rehearsal.match import Fault
+from megalite.rehearsal.match import Fault, differ
 from megalite.rehearsal.rank import Rehearsed
 from megalite.rehearsal.streams import DEVICE
 from megalite.testing import run_ranks
@@ -52,13 +52,10 @@ def with_values(run: Rehearsed) -> tuple[list[Fault], tuple[str, str]]:
     for late, name in NAMES.items():
         for rank, (numbers, races, wrong) in enumerate(runs[late]):
             right = runs[None][rank][0]
-            at = next((i for i, (a, b) in enumerate(zip(numbers, right, strict=False)) if a != b), None)
-            if at is None and not wrong:
+            if (at := differ(numbers, right)) is None and not wrong:
                 continue
             what = f"has {numbers[at]} in iteration {at + 1}, else {right[at]}" if at is not None else wrong[0]
             cause = races[0] if races else "no race explains it: the device of bookkeeping is wrong"
             faults.append(Fault("values", f"with {name} late rank {rank} {what}\n    {cause}"))
-    told = (
-        f"{STEPS} steps of {small.world_size} ranks on real values, thrice: {'they differ' if faults else 'equal bits'}"
-    )
-    return faults[:1], ("values", told)
+    seen = "they differ" if faults else "equal bits"
+    return faults[:1], ("values", f"{STEPS} steps of {small.world_size} ranks on real values, thrice: {seen}")
