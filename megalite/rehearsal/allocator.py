@@ -53,8 +53,7 @@ class Allocator:
 
     def free(self, key: object) -> None:
         """Nothing where it is not there."""
-        block = self._used.pop(key, None)
-        if block is None:
+        if (block := self._used.pop(key, None)) is None:
             return
         self.allocated -= block.size
         pool = self._free[block.pool]

@@ -65,11 +65,8 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
         planned = pipeline_memory(balanced, run.size, whole, cuts, plan or DEFAULT_PLAN)
     rounds = max(ROUNDS, -(-WHOLE // whole.num_ranks))
     program = lowered_program(config, min(whole.num_microbatches, rounds * whole.num_ranks), plan=plan)
-    found = []
-    for rank, record in records.items():
-        stage = mesh_of(run, rank).coordinate("pp")
-        found.append(of_log(record, events(run, record, program, stage), planned[stage]))
-    return found
+    stages = {rank: mesh_of(run, rank).coordinate("pp") for rank in records}
+    return [of_log(r, events(run, r, program, stages[rank]), planned[stages[rank]]) for rank, r in records.items()]
 
 
 def of_log(record: RankRecord, log: Iterable[Event], planned: RankMemory | None) -> Found:
@@ -84,8 +81,7 @@ def of_log(record: RankRecord, log: Iterable[Event], planned: RankMemory | None)
             alive[number] = nbytes, place, len(ends)
             before = allocator.reserved
             most = allocator.alloc(number, nbytes, stream)
-            if allocator.reserved > before:
-                grown = place
+            grown = place if allocator.reserved > before else grown
             if most and allocator.allocated > highest:
                 highest = allocator.allocated * 1.001  # the sums below cost more
                 peak = _by_place(alive.values())
@@ -167,8 +163,7 @@ def _replayed(parts: list[tuple[Instance, list[Event]]], program: Sequence[Insta
                 owner[event[1]] = does, number, at
             told.append((event, owner.get(event[1])))
         seen[does].append((number, told))
-    totals = Counter(does for does, _ in program)
-    counts: Counter[str] = Counter()
+    totals, counts = Counter(does for does, _ in program), Counter[str]()
     alive: dict[tuple[str, object], dict[int, int]] = defaultdict(dict)
     fresh = -1
     for does, number in program:
