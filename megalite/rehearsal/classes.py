@@ -22,8 +22,8 @@ def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
 
 
 def distinct_ranks(run: Rehearsed) -> tuple[list[int], list[int]]:
-    """(Those that are rehearsed, two more of the kind of each, which must do what it does). Of a small world all. Else of
-    every stage the first rank, and of its ends and one between them the last of each axis and of all."""
+    """(Those that are rehearsed, two more of the kind of each, which must do what it does). Of a small world all; else
+    of every stage the first rank, and of the first, second and last stage the last of each axis and of all."""
     mesh = mesh_of(run)
     if run.size <= MOST or mesh.takes_turns:
         return list(range(run.size)), []
