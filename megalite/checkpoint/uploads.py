@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megalite.checkpoint.format import parse_json
+from megalite.checkpoint.format import checksum, parse_json
 from megalite.checkpoint.local import LocalSaves
-from megalite.checkpoint.remote import LeaseLost, attempt_place, send_file
+from megalite.checkpoint.remote import REREADS, LeaseLost, attempt_place, send_file
 from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space, first_problem
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
@@ -72,15 +72,25 @@ class Upload:
             name = self.report["file"]
             send_file(self.attempt / name, self.job.staging / name, rank=rank, step=step)
         if rank:
-            (self.attempt / f"report_{rank:05d}.json").write_bytes(json.dumps(self.report).encode())
+            told = json.dumps(self.report).encode()
+            (self.attempt / f"report_{rank:05d}.json").write_bytes(f"{checksum(told)}\n".encode() + told)
         self.sent = True
+
+    def _reported(self, name: str) -> SaveReport:
+        """What another rank has reported. Raises CheckpointError."""
+        for _ in range(REREADS):
+            proof, _, told = (self.attempt / name).read_bytes().partition(b"\n")
+            if proof == checksum(told).encode():
+                report: SaveReport = parse_json(told, name)
+                return report
+        raise CheckpointError(f"{self.attempt / name}: damaged")
 
     def commit(self, world_size: int) -> bool:
         """Rank 0: commits if all ranks have reported. Raises CheckpointError."""
         names = [f"report_{rank:05d}.json" for rank in range(1, world_size)]
         if set(names) - set(self.attempt.store.list(self.attempt.key).objects):
             return False
-        others = [parse_json((self.attempt / name).read_bytes(), name) for name in names]
+        others = [self._reported(name) for name in names]
         assert self.report is not None
         self.job.commit_upload([self.report, *others])
         for name in names:

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megalite.checkpoint import Checkpointer, CheckpointReader, committed, resol
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.remote import attempt_place, committed_urls, read_proven, save_id_of, sweep
 from megalite.checkpoint.run_dir import set_aside_newer
+from megalite.checkpoint.uploads import Upload
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
@@ -185,6 +187,21 @@ def test_two_writers_make_one_commit(url: StoreUrl, tmp_path: Path) -> None:
         thread.join()
     assert sorted(map(bool, said)) == [False, True, True, True], said
     assert verify_checkpoint(url / "iter_0000010") == []
+
+
+def test_a_report_that_is_damaged_on_the_way_is_asked_for_again(
+    url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what has arrived reads as a report: a manifest would be made of it."""
+    job: Any = SimpleNamespace(final=url / "iter_0000001", save_id="0" * 12, rank=1, step=1, staging=tmp_path)
+    upload, right, damaged = Upload(job, lambda: None), url.store.read, [False, True]
+    upload.report = {"tensors": "1"}
+    upload.send()
+    monkeypatch.setattr(url.store, "read", lambda *a: right(*a).replace(b'"1"', b'"3"' if damaged.pop() else b'"1"'))
+    assert upload._reported("report_00001.json") == upload.report
+    damaged[:] = [True] * 9
+    with pytest.raises(CheckpointError, match=r"report_00001.json: damaged"):
+        upload._reported("report_00001.json")
 
 
 def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
