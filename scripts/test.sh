@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold: formatting, lint, spelling, types, tests. Sets up what it needs (see environment.sh).
 #
-#   scripts/test.sh            every room; large matrices are sampled; ten minutes on two idle cores
+#   scripts/test.sh            every room; large matrices are sampled; seven minutes on two idle cores
 #   scripts/test.sh --landing  what CI asks of every change (.ci/run): more kills, mutations and cases
 #   scripts/test.sh --full     all of the large matrices; run before a large change is called done
 #   scripts/test.sh --coverage     which lines of the product the unit tests run
