@@ -16,7 +16,7 @@ from types import TracebackType
 
 from megalite.checkpoint.lock import HEARTBEAT_SECONDS, LOCK_FILE, STALE_SECONDS, LockHolder, RunLock, process_lives
 from megalite.errors import CheckpointError
-from megalite.stores import Missing, StoreError, StoreUrl, Tagged, place
+from megalite.stores import REREADS, Missing, StoreError, StoreUrl, Tagged, place
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,12 @@ class RunLease:
     @property
     def held(self) -> bool:
         """Whether the store still says that we hold it. Raises StoreError where it does not answer."""
+        return not self._lost and self._me is not None and any(self._names_us() for _ in range(REREADS))
+
+    def _names_us(self) -> bool:
         found = self._read()
         holder = None if found is None else LockHolder.parse(found.data)
-        return not self._lost and self._me is not None and holder is not None and holder.token == self._me.token
+        return holder is not None and holder.token == self.token
 
     def _read(self) -> Tagged | None:
         try:

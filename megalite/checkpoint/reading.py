@@ -31,9 +31,9 @@ from megalite.checkpoint.format import (
     commit_text,
     parse_manifest,
 )
-from megalite.checkpoint.remote import REREADS, attempt_place, read_proven
+from megalite.checkpoint.remote import attempt_place, read_proven
 from megalite.errors import CheckpointError
-from megalite.stores import Missing, Place, RangesAhead, StoreUrl
+from megalite.stores import REREADS, Missing, Place, RangesAhead, StoreUrl
 
 _READ_BYTES = 2**18  # hashing and copying alternate in pieces that stay in the processor's cache
 _LOOKS = 16

@@ -30,11 +30,10 @@ from megalite.checkpoint.format import (
 )
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
-from megalite.stores import Missing, StoreUrl
+from megalite.stores import REREADS, Missing, StoreUrl
 
 logger = logging.getLogger(__name__)
 
-REREADS = 3  # a bit can flip on the way: what does not fit its checksum is asked for again
 SETTLE_SECONDS = 30.0
 READ_BACK = 16 * 2**20
 _CHECKPOINT = re.compile(r"iter_\d{7,12}", re.ASCII)

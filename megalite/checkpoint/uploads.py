@@ -20,12 +20,12 @@ from pathlib import Path
 
 from megalite.checkpoint.format import checksum, parse_json
 from megalite.checkpoint.local import LocalSaves
-from megalite.checkpoint.remote import REREADS, LeaseLost, attempt_place, send_file
+from megalite.checkpoint.remote import LeaseLost, attempt_place, send_file
 from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space, first_problem
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
 from megalite.events import tell_event
-from megalite.stores import StoreUrl
+from megalite.stores import REREADS, StoreUrl
 
 logger = logging.getLogger(__name__)
 

@@ -172,7 +172,9 @@ class RankWatch:
     def _tell_lost(self, lost: str) -> None:
         """Names who is lost, unless somebody has, and has all ranks end."""
         assert self._store is not None
-        if self._store.add(TOLD, 1) == 1 and not self._leaving.is_set():
+        if self._leaving.is_set():  # asked first: who takes the word must speak, or nobody does
+            return
+        if self._store.add(TOLD, 1) == 1:
             line = f"{lost} did not answer any more; {self._me} waited{self._where()}"
             print(f"error: {line}", file=sys.stderr, flush=True)
             tell_event("lost", line=line)

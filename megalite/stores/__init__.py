@@ -17,5 +17,5 @@ that fails on purpose.
 """
 
 from megalite.stores.ahead import RangesAhead, merged
-from megalite.stores.store import Missing, Store, StoreError, Tagged
+from megalite.stores.store import REREADS, Missing, Store, StoreError, Tagged
 from megalite.stores.url import Place, StoreUrl, close_stores, place, run_place

@@ -21,6 +21,7 @@ ATTEMPT = 120.0  # seconds for one
 END_SECONDS, LAST_SECONDS = 20.0, 5.0  # both, of a process that is to end
 PART_BYTES = 16 * 2**20
 MOST_PARTS = 10_000
+REREADS = 3  # a bit can flip on the way: what is not as expected is asked for again
 
 
 class StoreError(CheckpointError):
@@ -126,11 +127,14 @@ class Store:
 
     def _holds(self, name: str, data: bytes) -> str | None:
         """The tag of an object if its content is `data`."""
-        try:
-            found = self.read_tagged(name)
-        except Missing:
-            return None
-        return found.etag if found.data == data else None
+        for _ in range(REREADS):
+            try:
+                found = self.read_tagged(name)
+            except Missing:
+                return None
+            if found.data == data:
+                return found.etag
+        return None
 
     def delete(self, name: str) -> None:
         """Removes an object; no error where there is none."""

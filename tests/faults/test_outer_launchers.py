@@ -20,6 +20,7 @@ from megalite.events import EventHandler
 from megalite.faults import fault_point
 from megalite.launch import watch
 from megalite.launch.launcher import LaunchEnvironment, launch
+from megalite.launch.rank_page import RankPage
 from megalite.testing import run_single
 
 TIMEOUT_SECONDS = 2.0
@@ -103,6 +104,32 @@ def test_no_stacks_bury_the_cause_where_it_is_known(capfd: pytest.CaptureFixture
     assert statuses == [1, -9, 1], output
     assert len(re.findall(r"rank 1 \(\S+\) did not answer any more", output)) == 1, output
     assert "most recent call first" not in output and output.count("\n") < 8, output
+
+
+class LateStore(dist.HashStore):
+    """The rank begins to leave while its watch thread asks for the word."""
+
+    watch: watch.RankWatch
+
+    def add(self, key: str, value: int) -> int:
+        self.watch._leaving.set()
+        return super().add(key, value)
+
+
+def body_both_tell(world: World) -> int:
+    place = LaunchEnvironment("torchrun", 0, 2, 0, 2)
+    store = LateStore()
+    store.watch = watch.RankWatch(place, RankPage(), hang_seconds=60, host="here")
+    store.watch._store = store
+    store.watch._tell_lost("rank 1 (here)")
+    blame = store.watch.account("closed by peer")
+    return int(blame is not None) + int(store.get("end/told"))
+
+
+def test_one_of_two_threads_of_a_rank_tells_who_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    """The one that has taken the word, also where the other has begun to leave meanwhile."""
+    assert run_single(body_both_tell) == 1
+    assert capfd.readouterr().out.count("error: rank 1 (here) did not answer any more") == 1
 
 
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:

@@ -223,6 +223,24 @@ def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, mo
     assert not url.store.exists(second.path.key)
 
 
+def test_a_bit_that_flips_on_the_way_takes_no_lease(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not where an answer was lost and what was written is read back."""
+    lease, right, damaged = RunLease(url, heartbeat=60).acquire(), url.store.read_tagged, [True]
+
+    def read(name: str) -> Tagged:
+        data, etag = right(name)
+        return Tagged(data.replace(b'"token": "', b'"token": "x') if damaged and damaged.pop() else data, etag)
+
+    monkeypatch.setattr(url.store, "read_tagged", read)
+    assert lease.held
+    damaged[:] = [True]
+    assert url.store.create(lease.path.key, right(lease.path.key).data)
+    damaged[:] = [True] * 9
+    assert not lease.held
+    damaged.clear()
+    lease.release()
+
+
 def test_failed_uploads_are_kept_tried_again_and_end_the_run(
     url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
