@@ -9,52 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megalite.comm.axis import Axis
-from megalite.comm.collectives import all_gather_into
+from megalite.comm.collectives import all_gather
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import Channel, Incoming, IncomingMessage, MessageLabel, TensorSpec
-from megalite.inventory import GATHERED, RELAYED, Transfer, TransferPlan, tiles, transfer_plan
+from megalite.inventory import GATHERED, RELAYED, Transfer, TransferPlan, transfer_plan
 
 
 @dataclass
 class IncomingParts:
-    """Receives that have been posted. whole: where they arrive; gathered: what they are put together in, if it is
-    another tensor, over `axis`."""
-
-    parts: Sequence[IncomingMessage]
-    whole: Tensor
-    gathered: Tensor | None
-    axis: Axis
-
-    def wait(self) -> Tensor:
-        for part in self.parts:
-            part.wait()
-        if self.gathered is None:
-            return self.whole
-        all_gather_into(self.gathered, self.whole, self.axis)
-        return self.gathered
-
-
-@dataclass
-class RelayedParts:
-    """Chunks, each of which goes on to the next rank as soon as it is here. parts: receives from another stage that
-    have been posted, or calls that post them, where the rank before sends them on while it waits for the same message.
-    """
+    """Receives of parts of `whole`. parts: that have been posted, or calls that post them, where the rank before sends
+    them on while it waits for the same message. onward: is given each as soon as it is here. gather: axis over which
+    what arrived is put together, if any."""
 
     parts: Sequence[IncomingMessage | Callable[[], IncomingMessage]]
     whole: Tensor
-    onward: Callable[[Tensor], None]
+    onward: Callable[[Tensor], None] | None
+    gather: Axis | None
 
     def wait(self) -> Tensor:
         for part in [part() if callable(part) else part for part in self.parts]:
-            self.onward(part.wait())
-        return self.whole
+            arrived = part.wait()
+            if self.onward is not None:
+                self.onward(arrived)
+        return self.whole if self.gather is None else all_gather(self.whole, self.gather)
 
 
 class MeshChannel(Channel):
@@ -90,7 +74,7 @@ class MeshChannel(Channel):
         """From one pipeline rank to another. shape: of what this rank has of the tensor."""
         whole = (shape[0] * (self._tp.size if self._split else 1), *shape[1:])
         sizes = (len(self._mesh.ranks_of(rank)) for rank in (sender, receiver))
-        return _plan_between(whole, *sizes, self._split, self._mesh.way_between(sender, receiver))
+        return transfer_plan(whole, *sizes, split=self._split, way=self._mesh.way_between(sender, receiver))
 
     def send(self, x: Tensor, *, peer: int, label: MessageLabel) -> None:
         plan = self._plan(self._stage, peer, tuple(x.shape))
@@ -101,29 +85,21 @@ class MeshChannel(Channel):
 
     def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> Incoming:
         plan, mine = self._plan(peer, self._stage, spec.shape), self._tp.rank
-        ranks, own = self._mesh.ranks_of(peer), self._tp.ranks
-        box = tiles(plan.shape, self._tp.size, split=True)[mine] if plan.way == GATHERED else plan.target[mine]
+        ranks, own, box = self._mesh.ranks_of(peer), self._tp.ranks, plan.target[mine]
         whole = torch.empty(box.shape, dtype=spec.dtype, device=spec.device)
 
         def post(task: Transfer, sender: int) -> IncomingMessage:
             part = TensorSpec(task.box.shape, spec.dtype, spec.device)
             return self._post(part, peer=sender, label=label, into=whole[task.box.slices_in(box)])
 
-        def onward(x: Tensor) -> None:
-            if mine + 1 < len(own):
-                Channel.send(self, x, peer=own[mine + 1], label=label)
-
+        parts: Sequence[IncomingMessage | Callable[[], IncomingMessage]]
+        parts = [post(task, ranks[task.sender]) for task in plan.tasks if task.receiver == mine]
+        onward = None
         if plan.way == RELAYED and mine > 0:
-            return RelayedParts([partial(post, task, own[mine - 1]) for task in plan.tasks], whole, onward)
-        posted = [post(task, ranks[task.sender]) for task in plan.tasks if task.receiver == mine]
-        if plan.way == RELAYED:
-            return RelayedParts(posted, whole, onward)
-        return IncomingParts(posted, whole, spec.empty() if plan.way == GATHERED else None, self._tp)
-
-
-@cache
-def _plan_between(whole: tuple[int, ...], source: int, target: int, split: bool, way: str) -> TransferPlan:
-    return transfer_plan(whole, tiles(whole, source, split=split), tiles(whole, target, split=split), way=way)
+            parts = [partial(post, task, own[mine - 1]) for task in plan.tasks]
+        if plan.way == RELAYED and mine + 1 < len(own):
+            onward = partial(super().send, peer=own[mine + 1], label=label)
+        return IncomingParts(parts, whole, onward, self._tp if plan.way == GATHERED else None)
 
 
 def open_channel(

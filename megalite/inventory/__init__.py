@@ -84,6 +84,5 @@ from megalite.inventory.transfer_plan import (
     Transfer,
     TransferPlan,
     fastest_way,
-    tiles,
     transfer_plan,
 )

@@ -10,10 +10,9 @@ wanted; of the ranks that hold it, the one that has least to send so far sends i
     [ 0  | 1  ]                    [    0    ]                  [    0    ]
     [0 | 1 | 2]  each part once    to 0, to 1: twice            half to 0, half to 1: once; then 0 and 1 swap
 
-Gathered, a tensor crosses the link between the stages once, whatever the number of receivers (this is also
-Megatron-LM's scatter/gather); it pays where that link is slower than the one among the receivers. Where these are on
-several hosts, their swap takes as long again. Relayed, chunks go from the first receiver to the last, each of which
-sends one on while the next one arrives: a pipelined broadcast.
+Gathered, a tensor crosses the link between the stages once, whatever the number of receivers (Megatron-LM's
+scatter/gather); where these are on several hosts, their swap takes as long again. Relayed, chunks go from the first
+receiver to the last, each of which sends one on while the next one arrives: a pipelined broadcast.
 
     to A hosts of B ranks, by the time of one copy over a host's link      directly A B      relayed 1 + (A - 1) / K
 """
@@ -22,6 +21,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,19 +45,18 @@ class Transfer(NamedTuple):
 
 
 class TransferPlan(NamedTuple):
-    """shape: of the whole tensor. source, target: what each rank holds, and wants. tasks: in the order in which each
-    rank sends and posts. way: gathered, if each receiver gets a part, and the parts are then put together among them;
-    relayed, if the first one gets all of them and each sends them on to the next.
+    """source, target: what each rank holds, and what arrives there. tasks: in the order in which each rank sends and
+    posts. way: gathered, if parts arrive that are then put together among the receivers; relayed, if the first one gets
+    all of them and each sends them on to the next.
     """
 
-    shape: Shape
     source: tuple[Box, ...]
     target: tuple[Box, ...]
     tasks: tuple[Transfer, ...]
-    way: str = DIRECT
+    way: str
 
 
-def tiles(shape: Sequence[int], parts: int, *, split: bool) -> tuple[Box, ...]:
+def tiles(shape: Shape, parts: int, *, split: bool) -> tuple[Box, ...]:
     """What each of `parts` ranks holds: its part of the sequence (dimension 0), or with `split` False all of it."""
     whole = Box.whole(shape)
     if not split:
@@ -78,21 +77,21 @@ def fastest_way(senders: int, receivers: int, copies: int) -> str:
     return min(times, key=lambda way: times[way])
 
 
-def transfer_plan(
-    shape: Sequence[int], source: Sequence[Box], target: Sequence[Box], *, way: str = DIRECT
-) -> TransferPlan:
-    """The plan from `source` tiles to `target` tiles, which cover the tensor.
+@cache
+def transfer_plan(shape: Shape, senders: int, receivers: int, *, split: bool, way: str) -> TransferPlan:
+    """The plan for a tensor of `shape` from so many ranks to so many others, of which each has its part of the sequence
+    (`split`) or all of it.
 
-    way: of receivers that want the same; another than directly only where all want the whole, and gathered only where
-    the sequence comes out even.
+    way: of copies to several receivers, gathered only where the sequence comes out even; all else goes directly.
     """
-    whole, count = Box.whole(shape), len(target)
-    if count == 1 or any(box != whole for box in target) or (way == GATHERED and shape[0] % count):
+    if split or receivers == 1 or (way == GATHERED and shape[0] % receivers):
         way = DIRECT
-    wanted = list(enumerate(tiles(shape, count, split=True) if way == GATHERED else target))
+    source = tiles(shape, senders, split=split)
+    target = tiles(shape, receivers, split=split or way == GATHERED)
+    wanted = list(enumerate(target))
     if way == RELAYED:
         wanted = [(0, chunk) for chunk in tiles(shape, min(CHUNKS, shape[0]), split=True)]
-    load = [0] * len(source)
+    load = [0] * senders
     tasks: list[Transfer] = []
     for receiver, box in wanted:
         for part in _cut(box, source):
@@ -101,7 +100,7 @@ def transfer_plan(
             load[sender] += part.numel
             tasks.append(Transfer(part, sender, receiver))
     ordered = tasks if way == RELAYED else in_rounds(tasks)  # they arrive one behind the other
-    return TransferPlan(tuple(shape), tuple(source), tuple(target), tuple(ordered), way)
+    return TransferPlan(source, target, tuple(ordered), way)
 
 
 def _cut(box: Box, source: Sequence[Box]) -> list[Box]:

@@ -4,6 +4,7 @@ layouts, and mutations that must be seen."""
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +20,7 @@ from equivalence.layouts import OPTIMIZERS, TINY, Layout, assert_close, compare,
 from megalite.comm import Done, mesh_channel
 from megalite.comm.world import World
 from megalite.config.cli import parse
-from megalite.inventory import tiles
+from megalite.inventory.transfer_plan import tiles
 from megalite.parallel.pipeline.shared_rows import SharedRows
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.rehearsal import rehearse_run, rehearsed
@@ -289,7 +290,7 @@ def first_again(self: mesh_channel.IncomingParts) -> torch.Tensor:
 FACTORS, GET, WAIT = BatchReader._factors, BatchReader.get, mesh_channel.IncomingParts.wait
 STALE: dict = {}
 MUTATIONS = {
-    "a wrong tile": (mesh_channel, "tiles", reversed_tiles),
+    "a wrong tile": (sys.modules["megalite.inventory.transfer_plan"], "tiles", reversed_tiles),
     "a factor of one replica": (BatchReader, "_factors", twice_on_rank_3),
     "a lost tie": (SharedRows, "start_sum", lambda self, copies: Done()),
     "the norm of a stage counted twice": (ShardedOptimizer, "_counts", lambda self, master: True),

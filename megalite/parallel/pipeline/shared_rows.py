@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.comm import Done, Exchange, Handle, ParallelMesh, device_of, start_swap
+from megalite.comm import Done, Handle, ParallelMesh, device_of, start_swap
 from megalite.schedule import StagePlacement
 
 
@@ -25,10 +25,8 @@ class _Holder(NamedTuple):
     """A rank with a part of a copy: its rows, and those of them that it sums."""
 
     rank: int
-    begin: int
-    end: int
-    first: int
-    last: int
+    rows: range
+    sums: range
 
 
 class SharedRows:
@@ -51,38 +49,35 @@ class SharedRows:
         (full,) = local_copies
         mine = self._mine
         assert mine is not None, "a rank between the ends holds no copy"
-        gradient = full[: (mine.end - mine.begin) * self._width].view(-1, self._width)
+        gradient = full[: len(mine.rows) * self._width].view(-1, self._width)
         device = device_of(self._axis)
-        parts: list[tuple[int, Tensor]] = []  # of my rows to sum, in the order of the holders: where they begin
+
+        def of(rows: range) -> Tensor:
+            return gradient[rows.start - mine.rows.start : rows.stop - mine.rows.start]
+
+        parts: list[tuple[range, Tensor]] = []  # of my rows to sum, in the order of the holders
         sending, receiving = [], []
         for other in self._holders:
-            begin, end = max(mine.first, other.begin), min(mine.last, other.end)
+            wanted, asked = _common(mine.sums, other.rows), _common(other.sums, mine.rows)
             if other == mine:
-                parts.append((mine.first, gradient[mine.first - mine.begin : mine.last - mine.begin].clone()))
-            elif begin < end:
-                parts.append((begin, torch.empty(end - begin, self._width, dtype=full.dtype, device=device)))
+                parts.append((wanted, of(wanted).clone()))
+                continue
+            if wanted:
+                parts.append((wanted, torch.empty(len(wanted), self._width, dtype=full.dtype, device=device)))
                 receiving.append((other.rank, parts[-1][1]))
-            begin, end = max(other.first, mine.begin), min(other.last, mine.end)
-            if other != mine and begin < end:
-                sending.append((other.rank, gradient[begin - mine.begin : end - mine.begin].to(device)))
-        return _RowSum(start_swap(sending, receiving, self._axis), full, gradient, parts, mine)
+            if asked:
+                sending.append((other.rank, of(asked).to(device)))
+
+        def add_up() -> None:
+            full.zero_()
+            for rows, part in parts:
+                of(rows).add_(part.to(gradient.device))
+
+        return start_swap(sending, receiving, self._axis, add_up)
 
 
-class _RowSum(NamedTuple):
-    """A sum in flight."""
-
-    messages: Exchange
-    full: Tensor
-    gradient: Tensor
-    parts: list[tuple[int, Tensor]]
-    mine: _Holder
-
-    def wait(self) -> None:
-        self.messages.wait()
-        self.full.zero_()
-        for begin, part in self.parts:
-            first = begin - self.mine.begin
-            self.gradient[first : first + len(part)] += part.to(self.gradient.device)
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
 
 
 def _holders(mesh: ParallelMesh, placement: StagePlacement, rows: int, padded: Callable[[int], int]) -> list[_Holder]:
@@ -93,7 +88,7 @@ def _holders(mesh: ParallelMesh, placement: StagePlacement, rows: int, padded: C
             ranks = mesh.ranks_of(placement.rank_of(stage, 0, turn))
             each = padded(len(ranks)) // len(ranks)
             for number, rank in enumerate(ranks):
-                begin, end = min(number * each, rows), min((number + 1) * each, rows)
-                share = [begin + (end - begin) * part // workers for part in (turn, turn + 1)]
-                found.append(_Holder(rank, begin, end, *share))
+                own = _common(range(number * each, (number + 1) * each), range(rows))
+                first, last = (own.start + len(own) * part // workers for part in (turn, turn + 1))
+                found.append(_Holder(rank, own, range(first, last)))
     return found
