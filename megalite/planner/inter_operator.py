@@ -12,9 +12,9 @@ t_max alone is no better than the best plan. Costs are compared relatively: they
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import NamedTuple
 
 from megalite.config import StageMesh
@@ -35,8 +35,7 @@ class PlannedStage(NamedTuple):
     mesh: StageMesh
 
 
-@dataclass(frozen=True)
-class StagePlan:
+class StagePlan(NamedTuple):
     """seconds: of a batch."""
 
     seconds: float
@@ -66,15 +65,14 @@ def plan_stages(
     *,
     asynchronous: bool = False,
     unit: int = 1,
-    tolerance: float = 0.0,
 ) -> StagePlan | None:
     """The fastest pipeline on exactly `devices` devices; None where nothing fits.
 
     meshes: that a stage may have. asynchronous: a pipeline that never drains pays the passes once a run, not in every
-    batch. unit: devices are counted in so many; sizes of submeshes are multiples of it.
-    tolerance: of paces that differ by less than this part one is tried.
+    batch. unit: devices are counted in so many; submeshes are multiples of it, and of paces that differ by less than a
+    thousandth one is tried.
     """
-    total, fill = devices // unit, 0.0 if asynchronous else 1.0
+    total, fill, tolerance = devices // unit, 0.0 if asynchronous else 1.0, 1e-3 if unit > 1 else 0.0
 
     def choices(begin: int, left: int) -> list[_Choice]:
         """Those of the quickest pace first."""
@@ -86,43 +84,28 @@ def plan_stages(
                 found += [_Choice(one.pace, one.latency, rest, PlannedStage(begin, end, mesh))] if one else []
         return sorted(found)
 
-    starts = [
-        (begin, left) for begin in reversed(range(layers)) for left in (range(1, total + 1) if begin else [total])
-    ]
+    starts = [(begin, left) for begin in reversed(range(layers)) for left in range(1 if begin else total, total + 1)]
     table = {start: choices(*start) for start in starts}
+
+    def least_sum(pace: float) -> tuple[_Choice, ...]:
+        """The stages with the least sum of passes, none slower than `pace`; none if there are none."""
+        best: dict[tuple[int, int], tuple[float, tuple[_Choice, ...]]] = {(layers, 0): (0.0, ())}
+        for start, found in table.items():
+            for one in found[: bisect_right(found, pace, key=lambda one: one.pace)]:
+                latency, behind = best.get((one.stage.end, one.left), (inf, ()))
+                if one.latency + latency < best.get(start, (inf,))[0]:
+                    best[start] = one.latency + latency, (one, *behind)
+        return best.get((0, total), (inf, ()))[1]
+
     paces = sorted({one.pace for found in table.values() for one in found})
-    first = bisect_left(paces, True, key=lambda pace: _least_sum(layers, total, table, pace) is not None)
-    best: StagePlan | None = None
-    tried = 0.0
-    for pace in paces[first:]:
+    best, tried = StagePlan(inf, ()), 0.0
+    for pace in paces[bisect_left(paces, True, key=lambda pace: bool(least_sum(pace))) :]:
         if pace < tried * (1 + tolerance):
             continue
-        tried = pace
-        if best is not None and (microbatches - 1) * pace >= best.seconds:
+        if (microbatches - 1) * pace >= best.seconds:
             break
-        chosen = _least_sum(layers, total, table, pace) or []
+        tried, chosen = pace, least_sum(pace)
         slowest = max(one.pace for one in chosen)
         seconds = fill * sum(one.latency for one in chosen) + (microbatches - fill) * slowest
-        if best is None or seconds < best.seconds:
-            best = StagePlan(seconds, tuple(one.stage for one in chosen))
-    return best
-
-
-def _least_sum(
-    layers: int, total: int, table: Mapping[tuple[int, int], Sequence[_Choice]], pace: float
-) -> list[_Choice] | None:
-    """The stages with the least sum of passes, none slower than `pace`; None: there are none."""
-    best: dict[tuple[int, int], tuple[float, _Choice | None]] = {(layers, 0): (0.0, None)}
-    for start, choices in table.items():
-        for one in choices:
-            if one.pace > pace:
-                break
-            behind = best.get((one.stage.end, one.left))
-            if behind is not None and (start not in best or one.latency + behind[0] < best[start][0]):
-                best[start] = one.latency + behind[0], one
-    stages: list[_Choice] = []
-    following = best.get((0, total), (0.0, None))[1]
-    while following is not None:
-        stages.append(following)
-        following = best[following.stage.end, following.left][1]
-    return stages or None
+        best = min(best, StagePlan(seconds, tuple(one.stage for one in chosen)), key=lambda plan: plan.seconds)
+    return best if best.stages else None

@@ -12,10 +12,7 @@ message forward and its conjugate backward. What a way keeps for backward, and t
 `price` seconds a byte; the price is found by bisection as the least at which the block fits into its memory. Where
 memory is ample that gives Megatron-LM's column and row with two all-reduces in each direction; where it is not,
 sequence parallelism. Norms count by what they keep; their time goes with the products that they are merged into, as in
-Alpa.
-
-Of all ways the engine runs two chains, of columns and rows with a stream that is whole or lies by tokens. The search
-for layouts tries both, so the choice among these is the search's (`tests/unit/planner`).
+Alpa. Of all ways the engine runs two chains, which the search for layouts tries.
 """
 
 from __future__ import annotations
@@ -32,16 +29,13 @@ from megalite.planner.hardware import Hardware
 
 WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
 BISECTIONS = 40
+REDUCE, GATHER, EXCHANGE = ("all_reduce",), ("gather",), ("exchange",)
 MESSAGES = {
-    (SUMS, WHOLE): ("all_reduce", ""),
-    (TOKENS, WHOLE): ("gather", ""),
-    (CHANNELS, WHOLE): ("gather", ""),
-    (SUMS, TOKENS): ("gather", "gather"),
-    (WHOLE, TOKENS): ("", "gather"),
-    (CHANNELS, TOKENS): ("exchange", "exchange"),
-    (SUMS, CHANNELS): ("gather", "gather"),
-    (WHOLE, CHANNELS): ("", "gather"),
-    (TOKENS, CHANNELS): ("exchange", "exchange"),
+    (SUMS, WHOLE): (REDUCE, ()),
+    **dict.fromkeys([(TOKENS, WHOLE), (CHANNELS, WHOLE)], (GATHER, ())),
+    **dict.fromkeys([(WHOLE, TOKENS), (WHOLE, CHANNELS)], ((), GATHER)),
+    **dict.fromkeys([(SUMS, TOKENS), (SUMS, CHANNELS)], (GATHER, GATHER)),
+    **dict.fromkeys([(CHANNELS, TOKENS), (TOKENS, CHANNELS)], (EXCHANGE, EXCHANGE)),
 }
 """(Layout before, behind) -> messages forward and backward. A reduce-scatter counts as a gather: the same bytes."""
 
@@ -77,10 +71,9 @@ class BlockPlan(NamedTuple):
     seconds: float = 0.0
     kept: float = 0.0
 
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether what lies between the operations is cut by tokens."""
-        return self.ways[0][1] == TOKENS
+    def priced(self, price: float) -> float:
+        """Seconds, with those that the bytes are worth."""
+        return self.seconds + price * self.kept
 
     def __str__(self) -> str:
         how = ", ".join(f"{operation} {way}" for operation, way in self.ways)
@@ -92,8 +85,7 @@ def plan_block(chains: Sequence[Sequence[Operation]], group: CommGroup, room: fl
     """The fastest ways of a dense block, of these chains, that keep at most `room` bytes a rank; None: none does."""
 
     def at(price: float) -> BlockPlan:
-        found = [cheapest(chain, group, price) for chain in chains]
-        return min(found, key=lambda plan: plan.seconds + price * plan.kept)
+        return min((cheapest(chain, group, price) for chain in chains), key=lambda plan: plan.priced(price))
 
     low, high = 0.0, 1e-3  # seconds a byte: a link of a kilobyte per second
     fastest, plan = at(low), at(high)
@@ -113,10 +105,8 @@ def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, i
     tokens, e, rate = micro_tokens(config), size.compute, hardware.matrix_flops[precision_name(config)]
     speed, states = rate * hardware.matrix_efficiency, size.compute + size.gradient + 3.0 * size.wide
     reduce = CommGroup(hardware, t)
-
-    def norm() -> list[Way]:
-        part = tokens * model.hidden_size * e / (t if stream == TOKENS else 1)
-        return [Way(stream, stream, stream, 0.0, 2 * in_flight * part)]  # its input, and the stream's
+    part = tokens * model.hidden_size * e / (t if stream == TOKENS else 1)
+    norm = [Way(stream, stream, stream, 0.0, 2 * in_flight * part)]  # its input, and the stream's
 
     def matrix(name: str) -> list[Way]:
         sizes = layer.product(name)
@@ -141,8 +131,8 @@ def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, i
         Way(TOKENS, TOKENS, TOKENS, work / t + keys, kept / t),
     ]
     ways = {
-        **{"norm": norm(), "qkv": matrix("qkv"), "core": core, "proj": matrix("proj")},
-        **{"norm of the MLP": norm(), "fc1": matrix("fc1"), "fc2": matrix("fc2")},
+        **{"norm": norm, "qkv": matrix("qkv"), "core": core, "proj": matrix("proj")},
+        **{"norm of the MLP": norm, "fc1": matrix("fc1"), "fc2": matrix("fc2")},
         "stream": [Way(stream, stream, stream, 0.0, 0.0)],
     }
     width = {"core": model.query_size + 2 * model.kv_size, "proj": model.query_size, "fc2": model.ffn_size}
@@ -154,41 +144,34 @@ def follows(before: Way, way: Way) -> bool:
     return not way.again or before.behind == TOKENS
 
 
-def extended(plan: BlockPlan, before: Way | None, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
+def extended(plan: BlockPlan, before: Way, operation: Operation, way: Way, group: CommGroup) -> BlockPlan:
     """One operation more, and the messages in front of it."""
-    forward = backward = ""
-    if before is not None:
-        forward, backward = MESSAGES.get((before.behind, WHOLE if way.again else way.before), ("", ""))
-    if before is not None and way.partial:  # the gradient of the whole input is a sum
-        backward = "gather" if before.behind == TOKENS else "all_reduce"
-    ahead = tuple(filter(None, [forward]))
-    back = tuple(filter(None, [backward, "gather" if way.again and before else ""]))
-    one = {"all_reduce": group.all_reduce(operation.nbytes), "gather": group.gather(operation.nbytes)}
-    one["exchange"] = one["gather"] / group.size
+    forward, backward = MESSAGES.get((before.behind, WHOLE if way.again else way.before), ((), ()))
+    if way.partial:  # the gradient of the whole input is a sum
+        backward = GATHER if before.behind == TOKENS else REDUCE
+    backward += GATHER if way.again else ()
+    gather = group.gather(operation.nbytes)
+    one = {"all_reduce": group.all_reduce(operation.nbytes), "gather": gather, "exchange": gather / group.size}
     return BlockPlan(
         (*plan.ways, (operation.name, way.name)),
-        (*plan.forward, *ahead),
-        (*plan.backward, *back),
-        plan.seconds + way.seconds + sum(one[kind] for kind in (*ahead, *back)),
+        plan.forward + forward,
+        plan.backward + backward,
+        plan.seconds + way.seconds + sum(one[kind] for kind in forward + backward),
         plan.kept + way.kept,
     )
 
 
 def cheapest(chain: Sequence[Operation], group: CommGroup, price: float) -> BlockPlan:
     """Viterbi: the least of seconds + price * bytes over all choices."""
-
-    def cost(plan: BlockPlan) -> float:
-        return plan.seconds + price * plan.kept
-
-    best: dict[Way | None, BlockPlan] = {None: BlockPlan()}
+    best = {chain[-1].ways[0]: BlockPlan()}  # the stream comes as it goes
     for operation in chain:
-        found: dict[Way | None, BlockPlan] = {}
+        found: dict[Way, BlockPlan] = {}
         for way, (before, plan) in product(operation.ways, best.items()):
-            if before is None or follows(before, way):
+            if follows(before, way):
                 plan = extended(plan, before, operation, way, group)
-                found[way] = min(found.get(way, plan), plan, key=cost)
+                found[way] = min(found.get(way, plan), plan, key=lambda plan: plan.priced(price))
         best = found
-    return min(best.values(), key=cost)
+    return min(best.values(), key=lambda plan: plan.priced(price))
 
 
 def block_text(config: Config, world_size: int, hardware: Hardware) -> str:

@@ -114,13 +114,15 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
     dp, batch = config.data_parallel_size(world_size), config.global_batch_size(world_size)
     iterations, samples = config.train_iterations(world_size), config.total_train_samples(world_size)
     number = config.num_microbatches(world_size)
+    alike = f"on {dp} replica{'s' * (dp > 1)}"
+    taken_by = "in turn on the replicas of each stage" if config.parallel.meshes else alike
     return [
         ("layout", f"{describe_layout(config, world_size)}, on {world_size} x {device}"),
         ("precision", _precision(config)),
         (
             "batch",
             f"{batch:,} samples = {number} micro-batch{'es' * (number != 1)} of {training.micro_batch_size} "
-            f"{_taken_by(config, dp)}; {in_units(batch * seq_length)} tokens per step",
+            f"{taken_by}; {in_units(batch * seq_length)} tokens per step",
         ),
         (
             "training",
@@ -141,13 +143,6 @@ def _local_rows(config: Config, world_size: int) -> list[tuple[str, str]]:
     needed = in_units(2 * local.copies * state / world_size, "B")
     known = f"; {needed} of {kind} for each rank of a host" if state else ""
     return [("local saves", f"{every}, each file on {local.copies}{known}")]
-
-
-def _taken_by(config: Config, dp: int) -> str:
-    """Who runs the micro-batches of a batch."""
-    if config.parallel.meshes:
-        return "in turn on the replicas of each stage"
-    return f"on {dp} replica{'s' * (dp > 1)}"
 
 
 def embedding_rows(config: Config) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise, product
 from math import gcd, lcm
+from typing import NamedTuple
 
 from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, layout_problems, shown
 from megalite.errors import ScheduleError
@@ -26,16 +27,7 @@ from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import pipeline_memory
 from megalite.planner.predict import program_of
 from megalite.planner.search_space import Layout, apply, divisors
-from megalite.schedule import (
-    BACKWARD,
-    FORWARD,
-    SCHEDULES,
-    Costs,
-    Partition,
-    build_program,
-    compact_layout,
-    simulate,
-)
+from megalite.schedule import BACKWARD, FORWARD, SCHEDULES, Costs, Partition, build_program, compact_layout, simulate
 
 MOST_GROUPS = 16
 """Blocks are moved between stages in at most so many groups of neighbours (Alpa's clusters of operators)."""
@@ -46,8 +38,7 @@ ROOMS = (1.0, 0.9, 0.75, 0.6)
 """Parts of the memory that closed forms may fill, until what they leave out fits, too."""
 
 
-@dataclass(frozen=True)
-class DeviceClass:
+class DeviceClass(NamedTuple):
     """`devices` neighbours of one kind."""
 
     devices: int
@@ -55,8 +46,7 @@ class DeviceClass:
     source: TimeSource
 
 
-@dataclass(frozen=True)
-class UnlikePlan:
+class UnlikePlan(NamedTuple):
     """A configuration that runs, and what a batch of it takes. seconds: simulated. kinds: of devices, of each stage."""
 
     config: Config
@@ -72,23 +62,18 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
     config: with vocabulary and global batch size resolved; its layout is replaced. stale: also 2BW.
     """
     batch = config.training.global_batch_size or 0
-    endless = [name for name, each in SCHEDULES.items() if each.takes_turns and each.asynchronous]
-    endless = [name for name in endless if stale and not SCHEDULES[name].update_per_microbatch]
+    schedules = [ParallelConfig().schedule, *(["2bw"] if stale else [])]
     found: list[UnlikePlan] = []
-    for micro, schedule, sequence in product(TRIED_MICRO, (ParallelConfig().schedule, *endless), (True, False)):
+    for micro, schedule, sequence in product(TRIED_MICRO, schedules, (True, False)):
         if batch % micro == 0:
-            one = _Problem(_plain(config, micro, schedule, sequence), tuple(classes), batch // micro)
+            layout = Layout(1, 1, 1, None, sequence, schedule, 1, micro, config.model.recompute_granularity)
+            plain = apply(config, layout)
+            parallel = replace(plain.parallel, stage_meshes=None, stage_layout=StageLayout(), nprocs=None)
+            one = _Problem(replace(plain, parallel=parallel), tuple(classes), batch // micro)
             plans = (one.plan(room) for room in ROOMS)
             tried = (one.made(plan) for plan in plans if plan is not None and len(plan.stages) > 1)
             found += filter(None, [next(filter(None, tried), None)])
     return min(found, key=lambda made: made.seconds, default=None)
-
-
-def _plain(config: Config, micro: int, schedule: str, sequence: bool) -> Config:
-    """Without a layout."""
-    layout = Layout(1, 1, 1, None, sequence, schedule, 1, micro, config.model.recompute_granularity)
-    plain = apply(config, layout)
-    return replace(plain, parallel=replace(plain.parallel, stage_meshes=None, stage_layout=StageLayout(), nprocs=None))
 
 
 @dataclass(frozen=True)
@@ -131,14 +116,10 @@ class _Problem:
         found = [StageMesh(tp, dp) for tp in wide for dp in divisors(self.microbatches) if dp & (dp - 1) == 0 or dp < 8]
         return [mesh for mesh in found if mesh.size <= self.devices and mesh.size % self.unit == 0]
 
-    def _class_of(self, left: int, size: int) -> int | None:
-        """The kind of the `size` devices behind which `left - size` are left; None: they are of several."""
-        begin, at = self.devices - left, 0
-        for number, each in enumerate(self.classes):
-            at += each.devices
-            if begin < at:
-                return number if begin + size <= at else None
-        return None
+    @cached_property
+    def kinds(self) -> list[int]:
+        """Of each device, the number of its class."""
+        return [number for number, each in enumerate(self.classes) for _ in range(each.devices)]
 
     @cached_property
     def _sums(self) -> dict[tuple[int, int], tuple[list[float], ...]]:
@@ -174,8 +155,9 @@ class _Problem:
             links[number, mesh] = CommGroup(each.hardware, mesh.dp, mesh.tp), 2 * self._hop(each.hardware, mesh.tp)
 
         def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
-            number = self._class_of(left, mesh.size)
-            if number is None:
+            first = self.devices - left
+            number, last = self.kinds[first], self.kinds[first + mesh.size - 1]
+            if number != last:
                 return None
             seconds, elements, kept = (row[end] - row[begin] for row in sums[number, mesh.tp])
             hardware, (group, hop) = self.classes[number].hardware, links[number, mesh]
@@ -186,16 +168,8 @@ class _Problem:
             reduce = (1 - hardware.overlap) * group.all_reduce(elements * size.gradient)
             return StageCost(seconds + hop, (seconds + hop) / mesh.dp + reduce / self.microbatches)
 
-        return plan_stages(
-            len(self.edges) - 1,
-            self.devices,
-            self.meshes,
-            cost,
-            self.microbatches,
-            asynchronous=endless,
-            unit=self.unit,
-            tolerance=1e-3 if self.unit > 1 else 0.0,
-        )
+        layers, unit = len(self.edges) - 1, self.unit
+        return plan_stages(layers, self.devices, self.meshes, cost, self.microbatches, asynchronous=endless, unit=unit)
 
     def made(self, plan: StagePlan) -> UnlikePlan | None:
         """As a configuration, simulated; None where it is not legal or does not fit."""
@@ -218,8 +192,7 @@ class _Problem:
             memory = pipeline_memory(config, self.devices, program, stages, on_cpu=self.classes[0].hardware.on_cpu)
         except ScheduleError:
             return None
-        left = accumulate((mesh.size for mesh in meshes), lambda left, size: left - size, initial=self.devices)
-        kinds = tuple(self._class_of(rest, mesh.size) or 0 for rest, mesh in zip(left, meshes, strict=False))
+        kinds = tuple(self.kinds[first] for first in accumulate((mesh.size for mesh in meshes[:-1]), initial=0))
         rooms = [self.classes[kinds[program.placement.stages_of(r)[0][0]]].hardware for r in range(len(memory))]
         if any(needed.total > room.usable_bytes for needed, room in zip(memory, rooms, strict=True)):
             return None
