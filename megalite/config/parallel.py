@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megalite import schedule as schedules
@@ -12,7 +12,6 @@ from megalite.config.schema import OneOf, Spelled, option
 from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
 from megalite.config.tensor_grid import GridShape, TensorGrid
 from megalite.config.zero_plus_plus import ZeroPlusPlus
-from megalite.errors import ConfigError
 
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
@@ -187,22 +186,13 @@ class ParallelConfig:
     @property
     def meshes(self) -> tuple[StageMesh, ...]:
         """tp and replicas of each stage where stages differ; empty where they are alike."""
-        try:
-            given = parse_meshes(self.stage_meshes or "")
-        except ConfigError:
-            return ()
+        given = parse_meshes(self.stage_meshes) if self.stage_meshes else ()
         return given if unlike(given) else ()
 
     @property
     def workers(self) -> tuple[int, ...]:
         """Replicas of each stage that take its micro-batches in turn; empty where stages are alike."""
         return tuple(mesh.dp for mesh in self.meshes)
-
-    def of_stage(self, stage: int) -> ParallelConfig:
-        """The layout in which all stages are as this one is; itself where they are alike."""
-        if not self.meshes:
-            return self
-        return replace(self, stage_meshes=None, tensor_model_parallel_size=self.meshes[stage].tp)
 
     @property
     def grid(self) -> GridShape | None:

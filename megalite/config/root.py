@@ -55,8 +55,8 @@ class Config:
         meshes = self.parallel.meshes
         if not meshes:
             return self, world_size
-        parallel = self.parallel.of_stage(stage)
-        return dataclasses.replace(self, parallel=parallel), len(meshes) * meshes[stage].size
+        alike = dataclasses.replace(self.parallel, stage_meshes=None, tensor_model_parallel_size=meshes[stage].tp)
+        return dataclasses.replace(self, parallel=alike), len(meshes) * meshes[stage].size
 
     def gradient_ranks(self, world_size: int) -> int:
         """Ranks that hold the same dense parameters and whose gradients are summed: data x context parallel."""

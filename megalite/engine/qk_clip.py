@@ -94,11 +94,8 @@ class QueryKeyClip:
             clips = (largest > self._settings.qk_clip_threshold) & largest.isfinite() & (found_inf == 0)
             eta = torch.where(clips, self._settings.qk_clip_threshold / largest, 1.0)
             alpha = self._settings.qk_clip_alpha
-            of_head = [
-                *[eta**alpha] * (like.r * like.sharers.size),
-                eta ** (1 - alpha),
-                torch.ones_like(eta),
-            ]  # rows: queries, key, value
+            queries = [eta**alpha] * (like.r * like.sharers.size)
+            of_head = [*queries, eta ** (1 - alpha), torch.ones_like(eta)]  # rows: queries, key, value
             rows = torch.stack(of_head, -1).repeat_interleave(like.d, -1).flatten(1)  # [layers, g (r + 2) d]
             rows = rows.chunk(like.sharers.size, 1)[like.sharers.rank]
             factors |= {f"{name}.attention.qkv": row for name, row in zip(names, rows, strict=True)}

@@ -20,7 +20,7 @@ from megalite.config import Rates
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import Delay
-from megalite.parallel.pipeline import SharedGradient, Stage, SumsCopies, replica_axes
+from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import (
     Fill,
@@ -63,7 +63,7 @@ class Ties:
     names: frozenset[str] = frozenset()
     ranks: Sequence[int] = ()
     home: StageKey = (0, 0)
-    unlike: Callable[[], SumsCopies] | None = None
+    unlike: Callable[[], SharedGradient] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Weights:
     buffers: dict[StageKey, list[ParameterBuffers]]
     optimizer: ShardedOptimizer
     placement: StagePlacement
-    shared: SumsCopies
+    shared: SharedGradient
     num_versions: int
     together: int | None
     delay: Delay

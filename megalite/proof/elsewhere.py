@@ -8,18 +8,16 @@ from itertools import product
 from typing import Any
 
 from megalite.config import Config, ModelConfig, ParallelConfig, config_problems
+from megalite.proof.reference import endless_program
 from megalite.proof.shrink import Small
-from megalite.schedule import build_program
 
 
 def elsewhere(small: Small) -> tuple[Config, int]:
     """Another layout for the same model and batch, as unlike as four ranks allow: where the checkpoint is taken to."""
     here = small.config.parallel
-    dp = (
-        small.config.microbatches_together(small.world_size)
-        if small.by_microbatch
-        else small.world_size // here.model_parallel_size
-    )
+    count = Config.microbatches_together if small.by_microbatch else Config.data_parallel_size
+    dp = count(small.config, small.world_size)
+    delays = endless_program(small.config).staleness if small.by_microbatch else ()
     best: tuple[int, Config, int] | None = None
     for tp, pp, new_dp, zero in product((1, 2), (1, 2, 4), (1, 2, 4), (0, 1, 2, 3)):
         ranks = tp * pp * new_dp
@@ -36,7 +34,7 @@ def elsewhere(small: Small) -> tuple[Config, int]:
             **_kept(small),
         )
         config = replace(small.config, parallel=parallel, model=nothing_recomputed(small.config))
-        if config_problems(config, ranks) or (small.by_microbatch and _delays(config) != _delays(small.config)):
+        if config_problems(config, ranks) or (small.by_microbatch and endless_program(config).staleness != delays):
             continue
         before = (here.tensor_model_parallel_size, here.pipeline_model_parallel_size, dp, here.zero_stage)
         unlike = sum(a != b for a, b in zip(before, (tp, pp, new_dp, zero), strict=True))
@@ -58,18 +56,11 @@ def plain(small: Small, own: Config) -> tuple[Config, int]:
     replicas = small.config.microbatches_together(small.world_size)
     wider = replace(own.training, micro_batch_size=own.training.micro_batch_size * replicas)
     together = replace(config, parallel=replace(parallel, pipeline_model_parallel_size=stages), training=wider)
-    if _delays(together) != _delays(small.config):
+    if endless_program(together).staleness != endless_program(small.config).staleness:
         return own, small.world_size
     if _weigh_alike(own) and not config_problems(together, stages):
         return together, stages
     return replace(together, training=own.training), stages * replicas
-
-
-def _delays(config: Config) -> tuple[int, ...]:
-    """How many updates old the gradients of each stage are, of a schedule that steps after every micro-batch."""
-    parallel = config.parallel
-    p, long = parallel.pipeline_model_parallel_size, config.microbatches_together(parallel.model_parallel_size)
-    return build_program(parallel.schedule, p, 4 * p * long, **parallel.pipeline_shape).staleness
 
 
 def nothing_recomputed(config: Config) -> ModelConfig:

@@ -26,7 +26,7 @@ from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import PIECE, Microbatch
 from megalite.proof.branches import Branches, clips, is_delayed
 from megalite.proof.correction import LAST_STEP, Corrected, Delays, delay_of
-from megalite.schedule import build_program, find_schedule
+from megalite.schedule import Program, build_program, find_schedule
 from megalite.testing.oracle import Pupil
 from megalite.testing.rates import decay_of, learning_rates
 
@@ -103,11 +103,16 @@ def _alone(config: Config, world_size: int) -> Config:
 
 def _lags(pupil: Pupil, config: Config) -> Delays:
     """PipeDream: updates that a layer's weights are behind when a micro-batch comes to it."""
-    parallel, stages = config.parallel, config.parallel.pipeline_model_parallel_size
-    long = 4 * stages * config.microbatches_together(parallel.model_parallel_size)
-    program = build_program(parallel.schedule, stages, long, **parallel.pipeline_shape)
+    program = endless_program(config)
     cuts = stage_layer_ranges(config, program)
     return {pupil.specs[i].name: program.staleness[stage] for stage, cut in enumerate(cuts) for i in cut}
+
+
+def endless_program(config: Config) -> Program:
+    """PipeDream's, of batches that are long enough for any delay."""
+    parallel, p = config.parallel, config.parallel.pipeline_model_parallel_size
+    long = 4 * p * config.microbatches_together(parallel.model_parallel_size)
+    return build_program(parallel.schedule, p, long, **parallel.pipeline_shape)
 
 
 def _behind(config: Config, step: int, lag: Delays) -> Delays:

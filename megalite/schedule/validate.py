@@ -268,14 +268,15 @@ def _circle(program: Program, lists: Lists, run: Sequence[BatchRange]) -> list[M
     which every rank has to come (NORM, or STEP without one), and at the end of a batch for its loss. A rank that is not
     at its end is in a circle, or behind one."""
     done: set[ResultKey] = set()
-    arrived: dict[int | tuple[int], set[int]] = defaultdict(set)
-    ends = [set(accumulate(len(program.order(rank, batch)) for batch in run)) for rank in range(len(lists))]
+    arrived: dict[tuple[str, int], set[int]] = defaultdict(set)
+    lengths = ((len(program.order(rank, batch)) for batch in run) for rank in range(len(lists)))
+    ends = [{end: number for number, end in enumerate(accumulate(each))} for each in lengths]
     everyone = sum(map(bool, lists))  # but for a rank whose turn never comes
     position = [0] * len(lists)
     needs: list[tuple[int, list[ResultKey]]] = [(-1, [])] * len(lists)
-    moved = True
-    while moved:
-        moved = False
+    before: list[int] = []
+    while before != (now := [*position, sum(map(len, arrived.values()))]):
+        before = now
         for rank, actions in enumerate(lists):
             while position[rank] < len(actions):
                 action = actions[position[rank]]
@@ -284,20 +285,15 @@ def _circle(program: Program, lists: Lists, run: Sequence[BatchRange]) -> list[M
                 if not done.issuperset(needs[rank][1]):
                     break
                 if action.kind in (NORM, STEP) and not program.update_per_microbatch:
-                    moved |= rank not in arrived[action.microbatch]
-                    arrived[action.microbatch].add(rank)
-                    if action.kind == STEP and len(arrived[action.microbatch]) < everyone:
-                        break
-                if position[rank] + 1 in ends[rank]:
-                    number = (sum(end <= position[rank] for end in ends[rank]),)
-                    moved |= rank not in arrived[number]
-                    arrived[number].add(rank)
-                    done.update(produced(action))
-                    if len(arrived[number]) < everyone:
+                    arrived[STEP, action.microbatch].add(rank)
+                    if action.kind == STEP and len(arrived[STEP, action.microbatch]) < everyone:
                         break
                 done.update(produced(action))
+                if (number := ends[rank].get(position[rank] + 1)) is not None:
+                    arrived["end", number].add(rank)
+                    if len(arrived["end", number]) < everyone:
+                        break
                 position[rank] += 1
-                moved = True
     return [
         MessageFault(f"rank {rank} waits for the input of {lists[rank][place]}", rank, place)
         for rank, place in enumerate(position)

@@ -8,7 +8,6 @@ from megalite.config.root import Config
 from megalite.config.rules.layout import meshes_near
 from megalite.config.rules.text import CP, EP, VPP
 from megalite.config.stage_meshes import parse_meshes
-from megalite.errors import ConfigError
 
 ALIKE = "drop it, or give stages of one size"
 
@@ -18,11 +17,7 @@ def stage_meshes(config: Config, world_size: int) -> Iterator[str]:
     parallel, given = config.parallel, config.parallel.stage_meshes
     if given is None:
         return
-    try:
-        meshes = parse_meshes(given)
-    except ConfigError as error:
-        yield str(error)
-        return
+    meshes = parse_meshes(given)
     flag, total = f"`stage_meshes`={given}", sum(mesh.size for mesh in meshes)
     if total != world_size:
         legal = meshes_near(config, meshes, world_size)
@@ -41,23 +36,21 @@ def stage_meshes(config: Config, world_size: int) -> Iterator[str]:
 
 def training_stage_meshes(config: Config, world_size: int) -> Iterator[str]:
     """Does the training allow stages that differ?"""
-    parallel, log = config.parallel, config.logging
-    switches = {
-        "`expert_tensor_parallel_size`": parallel.experts.expert_tensor_parallel_size,
-        "`pipeline_schedule_file`": parallel.pipeline_schedule_file,
-        "`tp_comm_overlap`": parallel.tp_comm_overlap,
-        "`model_module`": config.model.is_foreign,
-        "`seq_length_schedule`": config.training.seq_length_schedule,
-        "`param_offload`": config.optimizer.offload.param_offload == "cpu",
-        "`mtp_num_layers`": config.model.further.depth,
-        "`embedding_offload`": config.optimizer.offload.embedding_offload,
-        "`device_memory_budget_gb`": parallel.hardware.device_memory_budget_gb,
+    parallel, log, offload = config.parallel, config.logging, config.optimizer.offload
+    fix = "drop it, and let tools/{} checkpoints"
+    excluded = {
+        "`expert_tensor_parallel_size`": (parallel.experts.expert_tensor_parallel_size, ALIKE),
+        "`pipeline_schedule_file`": (parallel.pipeline_schedule_file, ALIKE),
+        "`tp_comm_overlap`": (parallel.tp_comm_overlap, ALIKE),
+        "`model_module`": (config.model.is_foreign, ALIKE),
+        "`seq_length_schedule`": (config.training.seq_length_schedule, ALIKE),
+        "`param_offload`": (offload.param_offload == "cpu", ALIKE),
+        "`mtp_num_layers`": (config.model.further.depth, ALIKE),
+        "`embedding_offload`": (offload.embedding_offload, ALIKE),
+        "`device_memory_budget_gb`": (parallel.hardware.device_memory_budget_gb, ALIKE),
+        "`sample_interval`": (log.samples.sample_interval, fix.format("generate_text.py continue texts from")),
+        "`eval_task_files`": (log.eval_tasks.eval_task_files, fix.format("evaluate_harness.py measure")),
     }
-    tools = {
-        "`sample_interval`": (log.samples.sample_interval, "generate_text.py continue texts from"),
-        "`eval_task_files`": (log.eval_tasks.eval_task_files, "evaluate_harness.py measure"),
-    }
-    found = [(name, ALIKE) for name, value in switches.items() if value]
-    found += [(name, f"drop it, and let tools/{text} checkpoints") for name, (value, text) in tools.items() if value]
-    for name, instead in found if parallel.meshes else ():
-        yield f"`stage_meshes`={parallel.stage_meshes}: not with {name}; {instead}"
+    for name, (value, instead) in excluded.items() if parallel.meshes else ():
+        if value:
+            yield f"`stage_meshes`={parallel.stage_meshes}: not with {name}; {instead}"

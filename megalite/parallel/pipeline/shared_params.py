@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -25,14 +24,6 @@ def holders(placement: StagePlacement) -> list[int]:
     """Pipeline ranks that hold the first or the last stage of any replica, ascending."""
     ends = (0, placement.num_stages - 1)
     return sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas) for stage in ends})
-
-
-class SumsCopies(Protocol):
-    """What sums the gradient of a tied parameter over its copies."""
-
-    def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
-        """Starts the sum; the result is in the copies once the handle has been waited for."""
-        ...
 
 
 class SharedGradient:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Done, Handle, ParallelMesh, device_of, start_swap
+from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.schedule import StagePlacement
 
 
@@ -29,7 +30,7 @@ class _Holder(NamedTuple):
     sums: range
 
 
-class SharedRows:
+class SharedRows(SharedGradient):
     """`SharedGradient` between the ends of a pipeline whose stages differ. Made by all ranks together.
 
     shape: of the logical tensor. padded: tensor-parallel size -> its rows with padding.
@@ -38,12 +39,12 @@ class SharedRows:
     def __init__(
         self, mesh: ParallelMesh, placement: StagePlacement, shape: tuple[int, int], padded: Callable[[int], int]
     ) -> None:
-        self._axis, self._width = mesh.over("pp", apart="tied"), shape[1]
+        super().__init__(mesh.over("pp", apart="tied"))
+        self._width = shape[1]
         self._holders = _holders(mesh, placement, shape[0], padded)
         self._mine = next((holder for holder in self._holders if holder.rank == mesh.rank), None)
 
     def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
-        """Starts to sum the gradient; the result is there once the handle has been waited for."""
         if not local_copies:
             return Done()
         (full,) = local_copies
