@@ -32,10 +32,14 @@ BISECTIONS = 40
 REDUCE, GATHER, EXCHANGE = ("all_reduce",), ("gather",), ("exchange",)
 MESSAGES = {
     (SUMS, WHOLE): (REDUCE, ()),
-    **dict.fromkeys([(TOKENS, WHOLE), (CHANNELS, WHOLE)], (GATHER, ())),
-    **dict.fromkeys([(WHOLE, TOKENS), (WHOLE, CHANNELS)], ((), GATHER)),
-    **dict.fromkeys([(SUMS, TOKENS), (SUMS, CHANNELS)], (GATHER, GATHER)),
-    **dict.fromkeys([(CHANNELS, TOKENS), (TOKENS, CHANNELS)], (EXCHANGE, EXCHANGE)),
+    (TOKENS, WHOLE): (GATHER, ()),
+    (CHANNELS, WHOLE): (GATHER, ()),
+    (WHOLE, TOKENS): ((), GATHER),
+    (WHOLE, CHANNELS): ((), GATHER),
+    (SUMS, TOKENS): (GATHER, GATHER),
+    (SUMS, CHANNELS): (GATHER, GATHER),
+    (CHANNELS, TOKENS): (EXCHANGE, EXCHANGE),
+    (TOKENS, CHANNELS): (EXCHANGE, EXCHANGE),
 }
 """(Layout before, behind) -> messages forward and backward. A reduce-scatter counts as a gather: the same bytes."""
 
