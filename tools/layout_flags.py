@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from command_line import ToolParser, stored
 from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, show, stage_sizes
@@ -104,23 +104,18 @@ def layout_of(flags: argparse.Namespace) -> ParallelConfig:
         if least is not None and any(number is not None and number < least for number in numbers):
             raise ConfigError(f"{option.flag}={show(value)}: must be at least {least}")
         values[option.name] = tuple(value) if isinstance(value, list) else value
-    if values["stage_meshes"] is not None:
-        values |= _sizes_of_stages(values)
+    if (meshes := values["stage_meshes"]) is not None:
+        sizes = stage_sizes(meshes)
+        for name, size in values.items():
+            if name.endswith("parallel_size") and size not in (None, 1):
+                drop = f"drop --{name.replace('_', '-')}"
+                raise ConfigError(f"--stage-meshes={meshes}: says the sizes of each stage; {drop}")
+        values |= sizes
     parallel: ParallelConfig = build_section(ParallelConfig, values)
     if parallel.context.context_parallel_size == 1 and parallel.context.cp_comm_type != "p2p":
         kind = parallel.context.cp_comm_type
         raise ConfigError(f"--cp-comm-type={kind}: has no effect at --context-parallel-size=1; drop it")
     return parallel
-
-
-def _sizes_of_stages(values: dict[str, Any]) -> dict[str, Any]:
-    """What `--stage-meshes` says of other fields. Raises ConfigError."""
-    sizes = stage_sizes(values["stage_meshes"])
-    for name, size in values.items():
-        if name.endswith("parallel_size") and size not in (None, 1):
-            given = f"--stage-meshes={values['stage_meshes']}"
-            raise ConfigError(f"{given}: says the sizes of each stage; drop --{name.replace('_', '-')}")
-    return sizes
 
 
 def _options() -> list[ConfigOption]:

@@ -117,13 +117,11 @@ class ParallelMesh:
 
         Raises ConfigError if the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
-        if stages:
-            if (needed := sum(tp * dp for tp, dp in stages)) != size:
-                raise ConfigError(f"world size {size}: the stages have {needed} ranks")
-            alike = [_views(tp * dp, (tp, 1, 1), (tp, 1), 1, 1) for tp, dp in stages]
-            return cls(rank, alike, timeout=timeout)
-        one = _views(size, (tp, cp_heads, cp // cp_heads), (tp if etp is None else etp, ep), dp_replicate, pp)
-        return cls(rank, [one] * pp, timeout=timeout)
+        if stages and (needed := sum(tp * dp for tp, dp in stages)) != size:
+            raise ConfigError(f"world size {size}: the stages have {needed} ranks")
+        grids = [_views(tp * dp, (tp, 1, 1), (tp, 1), 1, 1) for tp, dp in stages]
+        dense, expert = (tp, cp_heads, cp // cp_heads), (tp if etp is None else etp, ep)
+        return cls(rank, grids or [_views(size, dense, expert, dp_replicate, pp)] * pp, timeout=timeout)
 
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -174,8 +172,10 @@ class ParallelMesh:
 
     def _place(self, rank: int, view: tuple[str, ...]) -> dict[str, int]:
         """A world rank's coordinates."""
-        grid = self._grid(rank)
-        place = _coordinates(rank - grid.first, grid.dense if view is DENSE else grid.expert)
+        grid, place = self._grid(rank), {}
+        rest = rank - grid.first
+        for base, size in (grid.dense if view is DENSE else grid.expert).items():  # mixed radix, innermost first
+            rest, place[base] = divmod(rest, size)
         turn = place["dp_shard"] if self.takes_turns and view is DENSE else 0
         return {**place, "pp": grid.pipeline + turn}
 
@@ -304,11 +304,3 @@ def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: i
     if world // used % replicate:
         raise ConfigError(f"dp_replicate={replicate}: does not divide the data-parallel size {world // used}")
     return dict(zip(names, (*inner, world // used // replicate, replicate), strict=True))
-
-
-def _coordinates(rank: int, view: dict[str, int]) -> dict[str, int]:
-    """The rank formula: a world rank's coordinates, mixed radix, innermost first."""
-    place = {}
-    for base, size in view.items():
-        rank, place[base] = divmod(rank, size)
-    return place

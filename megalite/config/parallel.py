@@ -9,7 +9,7 @@ from typing import Any
 from megalite import schedule as schedules
 from megalite.config.restarts import Restarts
 from megalite.config.schema import OneOf, Spelled, option
-from megalite.config.stage_meshes import StageMesh, parse_meshes, unlike
+from megalite.config.stage_meshes import StageMesh, parse_meshes
 from megalite.config.tensor_grid import GridShape, TensorGrid
 from megalite.config.zero_plus_plus import ZeroPlusPlus
 
@@ -187,7 +187,7 @@ class ParallelConfig:
     def meshes(self) -> tuple[StageMesh, ...]:
         """tp and replicas of each stage where stages differ; empty where they are alike."""
         given = parse_meshes(self.stage_meshes) if self.stage_meshes else ()
-        return given if unlike(given) else ()
+        return given if len(set(given)) > 1 else ()
 
     @property
     def workers(self) -> tuple[int, ...]:

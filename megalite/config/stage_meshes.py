@@ -42,10 +42,6 @@ def parse_meshes(text: str) -> tuple[StageMesh, ...]:
     return tuple(found)
 
 
-def shown(meshes: Sequence[StageMesh]) -> str:
-    return ",".join(map(str, meshes))
-
-
 def nearest_meshes(
     meshes: Sequence[StageMesh], world_size: int, microbatches: Sequence[int], tensor_sizes: Sequence[int]
 ) -> list[str]:
@@ -62,16 +58,11 @@ def nearest_meshes(
 
     choices = islice(product(*map(near, meshes)), _TRIED)
     legal = (zip(*choice, strict=True) for choice in choices if sum(mesh.size for _, mesh in choice) == world_size)
-    return [text for _, text in sorted((sum(costs), shown(found)) for costs, found in legal)[:3]]
-
-
-def unlike(meshes: Sequence[StageMesh]) -> bool:
-    """Whether stages differ."""
-    return len(set(meshes)) > 1
+    return [text for _, text in sorted((sum(costs), ",".join(map(str, found))) for costs, found in legal)[:3]]
 
 
 def stage_sizes(text: str) -> dict[str, int]:
     """The sizes that meshes say, by name: alike, they are another spelling of two. Raises ConfigError."""
     meshes = parse_meshes(text)
-    tensor = {} if unlike(meshes) else {"tensor_model_parallel_size": meshes[0].tp}
+    tensor = {"tensor_model_parallel_size": meshes[0].tp} if len(set(meshes)) == 1 else {}
     return {"pipeline_model_parallel_size": len(meshes), **tensor}

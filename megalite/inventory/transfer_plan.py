@@ -22,7 +22,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 from megalite.inventory.boxes import Box
@@ -94,20 +93,13 @@ def transfer_plan(shape: Shape, senders: int, receivers: int, *, split: bool, wa
     load = [0] * senders
     tasks: list[Transfer] = []
     for receiver, box in wanted:
-        for part in _cut(box, source):
+        for part in sorted({common for held in source if (common := held.intersect(box))}):
             holders = [rank for rank, held in enumerate(source) if held.intersect(part) == part]
             sender = min(holders, key=load.__getitem__)
             load[sender] += part.numel
             tasks.append(Transfer(part, sender, receiver))
     ordered = tasks if way == RELAYED else in_rounds(tasks)  # they arrive one behind the other
     return TransferPlan(source, target, tuple(ordered), way)
-
-
-def _cut(box: Box, source: Sequence[Box]) -> list[Box]:
-    """The parts of a box between the ends of the tiles, all of which share all but dimension 0 with it."""
-    begin, end = box.offset[0], box.end[0]
-    edges = {edge for held in source for edge in (held.offset[0], held.end[0]) if begin < edge < end}
-    return [box.rows(first - begin, last - begin) for first, last in pairwise(sorted({begin, *edges, end}))]
 
 
 def in_rounds(tasks: Sequence[Transfer], seed: int = 0) -> list[Transfer]:

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise, product
 from math import gcd, lcm
 from typing import NamedTuple
 
-from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, layout_problems, shown
+from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, layout_problems
 from megalite.errors import ScheduleError
 from megalite.inventory import ElementBytes, boundary_bytes, given_recompute
 from megalite.planner.activations import stage_activations
@@ -62,9 +62,9 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
     config: with vocabulary and global batch size resolved; its layout is replaced. stale: also 2BW.
     """
     batch = config.training.global_batch_size or 0
-    schedules = [ParallelConfig().schedule, *(["2bw"] if stale else [])]
+    late = [name for name, each in SCHEDULES.items() if stale and each.takes_turns and each.flush_schedule]
     found: list[UnlikePlan] = []
-    for micro, schedule, sequence in product(TRIED_MICRO, schedules, (True, False)):
+    for micro, schedule, sequence in product(TRIED_MICRO, (ParallelConfig().schedule, *late), (True, False)):
         if batch % micro == 0:
             layout = Layout(1, 1, 1, None, sequence, schedule, 1, micro, config.model.recompute_granularity)
             plain = apply(config, layout)
@@ -178,7 +178,7 @@ class _Problem:
         meshes, stages = [stage.mesh for stage in plan.stages], [cut.items(stage) for stage in range(cut.num_stages)]
         parallel = replace(
             self.config.parallel,
-            stage_meshes=shown(meshes),
+            stage_meshes=",".join(map(str, meshes)),
             pipeline_model_parallel_size=len(meshes),
             stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cut)),
             sequence_parallel=self.config.parallel.sequence_parallel and any(mesh.tp > 1 for mesh in meshes),

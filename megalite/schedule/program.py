@@ -261,20 +261,6 @@ def shift(action: Action, batch: BatchRange) -> Action:
     return action._replace(microbatch=action.microbatch + batch.start, version=version)
 
 
-def in_turn(action: Action, turn: int, turns: int) -> Action:
-    """A computation of a rank's own micro-batch j -> of the one it is among those of all ranks that take turns."""
-    if turns == 1 or not action.is_compute:
-        return action
-    return action._replace(microbatch=action.microbatch * turns + turn)
-
-
-def own_part(batch: BatchRange, turns: int) -> BatchRange:
-    """The batch as one of `turns` ranks that take turns counts it: its own micro-batches alone."""
-    if turns == 1:
-        return batch
-    return batch._replace(start=batch.start // turns, size=batch.size // turns, next_size=batch.next_size // turns)
-
-
 def flush_program(
     name: str,
     placement: StagePlacement,
@@ -290,7 +276,10 @@ def flush_program(
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         turn, turns = placement.turn_of(rank)
-        actions = [shift(in_turn(action, turn, turns), batch) for action in rank_order(rank, batch.size // turns)]
+        own = rank_order(rank, batch.size // turns)
+        if turns > 1:
+            own = (action._replace(microbatch=action.microbatch * turns + turn) for action in own)
+        actions = [shift(action, batch) for action in own]
         return actions + [step(stage, batch.iteration, replica=replica) for stage, replica in placement.stages_of(rank)]
 
     return Program(

@@ -269,7 +269,7 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         scaler=state.scaler,
         nonfinite=config.training.nonfinite,
         max_skipped=config.training.loss_scaling.max_skipped_updates,
-        version=progress.updates if together is None else progress.microbatches // together,
+        version=state.version(progress),
         update_of=update_of,
         late=late,
         spikes=state.spikes,

@@ -71,11 +71,10 @@ def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
         yield f"{TP}={size}: cannot share `num_query_groups`={groups} evenly; legal: {legal}"
     elif heads % groups == 0 and groups < size:
         apart = sorted({"q", "k", "v"} & set(model.adapted_parts if model.lora.lora_rank is not None else ()))
-        across = "`qk_layernorm_across_heads`" if model.qk_layernorm_across_heads else ""
-        for excluded in [across, f"adapters of {', '.join(apart)} alone" if apart else ""]:
-            if excluded:
-                most = f"{TP} {groups} at most"
-                yield f"{TP}={size}: `num_query_groups`={groups}, so ranks share keys: not with {excluded}; use {most}"
+        excluded = ["`qk_layernorm_across_heads`"] * model.qk_layernorm_across_heads
+        for each in [*excluded, *([f"adapters of {', '.join(apart)} alone"] if apart else [])]:
+            keys = f"`num_query_groups`={groups}, so ranks share keys"
+            yield f"{TP}={size}: {keys}: not with {each}; use {TP} {groups} at most"
     if model.ffn_size % size:
         yield (
             f"{TP}={size}: does not divide the MLP width {model.ffn_size} (`ffn_hidden_size`); "

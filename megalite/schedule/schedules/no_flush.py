@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from megalite.schedule.action import Action, backward, forward, norm, step
 from megalite.schedule.definition import ScheduleShape
-from megalite.schedule.program import BatchRange, own_part
+from megalite.schedule.program import BatchRange
 
 
 def window(
@@ -40,7 +40,7 @@ def window(
     """
     stage = shape.stage_of(rank)
     turn, turns = shape.placement.turn_of(rank)
-    batch = own_part(batch, turns)
+    batch = batch._replace(start=batch.start // turns, size=batch.size // turns, next_size=batch.next_size // turns)
 
     def compute(build: Callable[..., Action], microbatch: int) -> Action:
         return build(stage, microbatch * turns + turn, version=version(microbatch, batch))

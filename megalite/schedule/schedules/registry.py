@@ -71,11 +71,9 @@ def resolve_chunks(name: str, num_chunks: int | None) -> int:
     return num_chunks if num_chunks is not None else (schedule.num_chunks or schedule.min_chunks)
 
 
-def shape_of(
-    name: str, p: int, m: int, num_chunks: int | None = None, num_pairs: int = 1, **more: Any
-) -> ScheduleShape:
+def shape_of(name: str, p: int, m: int, v: int | None = None, num_pairs: int = 1, **more: Any) -> ScheduleShape:
     """The numbers that a schedule is built for, its own chunks filled in."""
-    return ScheduleShape(p, m, resolve_chunks(name, num_chunks), num_pairs, **more)
+    return ScheduleShape(p, m, resolve_chunks(name, v), num_pairs, **more)
 
 
 def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
@@ -107,20 +105,15 @@ def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
             f"`pipeline_max_in_flight`={shape.max_in_flight}: {name} runs a fixed list; leave it out, or use "
             "`pipeline_schedule`=message-driven"
         )
-    return reasons + _unequal(schedule, shape) + schedule.problems(shape)
-
-
-def _unequal(schedule: Schedule, shape: ScheduleShape) -> list[str]:
-    """What is wrong with stages of unlike numbers of ranks."""
     if shape.workers and not schedule.takes_turns:
         legal = ", ".join(name for name, entry in SCHEDULES.items() if entry.takes_turns)
-        return [f"`pipeline_schedule`={schedule.name}: not with `stage_meshes`; legal: {legal}"]
-    return [
-        f"`stage_meshes`: {count} replicas of a stage do not divide m = {shape.m} micro-batches per batch; make m a "
-        f"multiple of {lcm(*shape.workers)} by `global_batch_size`, or choose replicas that divide {shape.m}"
-        for count in shape.workers
-        if shape.m % count
-    ][:1]
+        reasons.append(f"`pipeline_schedule`={schedule.name}: not with `stage_meshes`; legal: {legal}")
+    elif count := next((replicas for replicas in shape.workers if shape.m % replicas), 0):
+        reasons.append(
+            f"`stage_meshes`: {count} replicas of a stage do not divide m = {shape.m} micro-batches per batch; make "
+            f"m a multiple of {lcm(*shape.workers)} by `global_batch_size`, or choose replicas that divide {shape.m}"
+        )
+    return reasons + schedule.problems(shape)
 
 
 def schedule_warnings(name: str, *numbers: Any, **more: Any) -> list[str]:
@@ -146,9 +139,8 @@ def build_program(
     message-driven, L.
     Raises ScheduleError with every reason why the shape is illegal.
     """
-    more: dict[str, Any] = {"num_pairs": num_pairs, "workers": workers, "vertical_sync": vertical_sync}
-    more["max_in_flight"] = max_in_flight
-    reasons = schedule_problems(name, num_ranks, num_microbatches, num_chunks, **more)
-    if reasons:
+    numbers = (name, num_ranks, num_microbatches, num_chunks, num_pairs)
+    more: dict[str, Any] = {"workers": workers, "vertical_sync": vertical_sync, "max_in_flight": max_in_flight}
+    if reasons := schedule_problems(*numbers, **more):
         raise ScheduleError("\n".join(reasons))
-    return find_schedule(name).build(shape_of(name, num_ranks, num_microbatches, num_chunks, **more))
+    return find_schedule(name).build(shape_of(*numbers, **more))
