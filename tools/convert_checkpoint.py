@@ -216,6 +216,10 @@ def main(argv: list[str]) -> None:
             if words
             else f"without a tokenizer ({flags.load} has {kind}); for Megatron-LM name that of your data"
         )
+    if flags.target == "peft" and cast("AdaptedSource", source).adapted.lora.frozen_weights_int8:
+        print(
+            "trained beside a base in 8 bits: peft puts these beside the base as it is; --to hf merges what was trained"
+        )
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
         print(
             "its base model's name on the Hub is not known, so none is written: load the base model, then "

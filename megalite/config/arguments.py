@@ -137,8 +137,14 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "lora": ArgumentFlag(
         "low-rank adapters (LoRA), which are trained in place of the model; they are saved apart",
-        {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "lora_targets", "shared_a": "lora_shared_a"},
-        alone={"shared_a": "true"},
+        {
+            "rank": "lora_rank",
+            "alpha": "lora_alpha",
+            "targets": "lora_targets",
+            "shared_a": "lora_shared_a",
+            "int8": "frozen_weights_int8",
+        },
+        alone={"shared_a": "true", "int8": "true"},
     ),
     "mup": ArgumentFlag(
         "muP and CompleteP: what was tuned for a small model holds for a wide and a deep one",

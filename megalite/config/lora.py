@@ -66,6 +66,12 @@ class Lora(Spelled):
         False, "experts of a layer share the matrix A of their adapters, and each has its own B", needs="lora_rank"
     )
 
+    frozen_weights_int8: bool = option(
+        False,
+        "frozen matrices of blocks are held in 8 bits, a scale for each row, and dequantised where they are multiplied",
+        needs="lora_rank",
+    )
+
     @property
     def scale(self) -> float:
         """alpha / R."""

@@ -36,7 +36,8 @@ from megalite.convert.registry import family_of
 from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
-from megalite.inventory import Adapter, adapters_of, block_models
+from megalite.inventory import Adapter, adapters_of, block_models, held_in_8_bits
+from megalite.parallel.tensor import dequantised, in_8_bits
 
 PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 OUTER = "base_model.model."
@@ -197,6 +198,8 @@ class AdaptedSource:
 
     def _base_and_merged(self, name: str) -> tuple[Tensor, Tensor]:
         values, (layer, _, kind) = self._base.read(name), name.rpartition(".")
+        if name.startswith("layers.") and held_in_8_bits(self.adapted, name):  # so it was beside the adapters
+            values = dequantised(*in_8_bits(values), values.dtype)
         found = list(self.adapters(layer)) if kind == "weight" and name.startswith("layers.") else []
         if not found:
             return values, values

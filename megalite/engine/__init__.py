@@ -10,6 +10,7 @@
     older_weights.py   the weight versions before the newest, in checkpoints
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
+    int8_base.py   frozen weights in 8 bits
     averages.py    averages of the masters as weights
     spikes.py      which gradient norms are out of proportion
 
@@ -22,6 +23,7 @@ Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_librar
 from megalite.engine.averages import averages_as_weights, begin_averages
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
+from megalite.engine.int8_base import quantize_base
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
 from megalite.engine.qk_clip import QueryKeyClip
 from megalite.engine.rules import rule_maker, sharded_maker

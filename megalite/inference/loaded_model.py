@@ -26,7 +26,7 @@ from megalite.generation import Generator, ModelParts
 from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
-from megalite.parallel.tensor import LayerContext
+from megalite.parallel.tensor import LayerContext, hold_in_8_bits
 from megalite.schedule import StagePlacement, forward_program, loop, round_robin, token_pairs
 from megalite.stores import Place
 from megalite.train import config_of, load_model, load_weights, make_mesh, parameter_dtype
@@ -129,6 +129,8 @@ def load_for_inference(
     parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
     found.load(shards, mesh.world)
+    if config.model.lora.frozen_weights_int8:
+        hold_in_8_bits(parts.stages.values())
     loaded = LoadedModel(
         config,
         found.tokenizer,

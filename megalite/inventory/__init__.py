@@ -31,7 +31,7 @@ from megalite.inventory.activation_bytes import (
     micro_tokens,
     weight_only_bytes,
 )
-from megalite.inventory.adapters import Adapter, adapters_of
+from megalite.inventory.adapters import Adapter, adapters_of, held_in_8_bits
 from megalite.inventory.boxes import Box, cover, find_overlap
 from megalite.inventory.buckets import (
     ALIGNMENT,

@@ -95,6 +95,11 @@ def _of_experts(model: ModelConfig, linear: str) -> list[Adapter]:
     return [Adapter(part, a, b)]
 
 
+def held_in_8_bits(model: ModelConfig, name: str) -> bool:
+    """Whether a parameter of a block (`mlp.fc1.weight`) is in 8 bits: the matrices of its linear layers are."""
+    return model.lora.frozen_weights_int8 and name.endswith(("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight"))
+
+
 def with_adapters(parameters: Iterable[Parameter], model: ModelConfig) -> Iterator[Parameter]:
     """The parameters of a layer, frozen, each linear layer's followed by those of its adapters; without adapters as
     they are."""

@@ -1,4 +1,5 @@
-"""What `--fp8` takes beside its products: passes over memory that round operands, and weights that are kept rounded.
+"""What `--fp8` and `--lora int8` take: passes over memory that round or widen operands, and what weights
+take in 8 bits.
 
 Bytes an element as `tests/unit/nn/test_float8_operands.py` counts them of the compiled kernels: x is looked at (2), and
 rounded along each of the two dimensions that are contracted (3 each); dy likewise, its transpose made of bytes (2).
@@ -11,7 +12,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory import Layer, Product, micro_tokens, model_layers
+from megalite.inventory import (
+    ElementBytes,
+    Layer,
+    Product,
+    held_in_8_bits,
+    micro_tokens,
+    model_layers,
+    stage_parameters,
+)
 from megalite.planner.communication import shards_of
 
 LOOK, ROUND, TURN = 2.0, 3.0, 2.0
@@ -36,6 +45,9 @@ def rounded_products(layer: Layer) -> Iterator[Product]:
 def rounding_passes(config: Config, layer: Layer) -> Passes:
     """Of a layer. Weights that are kept are rounded once for all micro-batches, which is left out."""
     given, tokens = config.training.float8, micro_tokens(config)
+    if config.model.lora.frozen_weights_int8:
+        sizes = (math.prod(p.local(p.shards(config.parallel))) for p in rounded_products(layer))
+        return Passes(*[sum(sizes) * (1.0 + ElementBytes.of(config).compute)] * 2)
     if given.fp8_format is None:
         return Passes()
     look = 0.0 if given.fp8_recipe == "delayed" else LOOK
@@ -68,3 +80,20 @@ def gathered_bytes(config: Config, items: range, world_size: int) -> int:
         return 0
     each = [rounded_elements(config, range(item, item + 1)) for item in items]
     return sum(each) // shards + max(each, default=0)
+
+
+def int8_bytes(config: Config, items: range, kind: tuple[str, bool]) -> tuple[int, int] | None:
+    """Of the frozen weights of a family, wide or not, under `--lora int8`: (held, of the largest matrix as it was);
+    else None. Codes have a scale for each row."""
+    if not config.model.lora.frozen_weights_int8:
+        return None
+    size, weights, largest = ElementBytes.of(config), 0, 0
+    for _, parameter in stage_parameters(config.model, items):
+        if not parameter.frozen or (parameter.family, parameter.wide) != kind:
+            continue
+        shape, held = parameter.local(config.parallel), held_in_8_bits(config.model, parameter.name)
+        numel = math.prod(shape)
+        as_it_was = numel * (size.wide if parameter.wide else size.compute)
+        weights += numel + numel // shape[-1] * size.wide if held else as_it_was
+        largest = max(largest, as_it_was * held)
+    return weights, largest

@@ -29,6 +29,7 @@ from megalite.inventory import (
     stage_parameters,
 )
 from megalite.planner.communication import shards_of
+from megalite.planner.float8 import int8_bytes
 from megalite.planner.step_bytes import step_numbers, tapped_numbers
 
 
@@ -94,7 +95,7 @@ def _state_bytes(
     num_gradients: int,
     on_cpu: bool,
 ) -> StateBytes:
-    named = list(stage_parameters(config.model, items))
+    named, sharded = list(stage_parameters(config.model, items)), config.parallel.zero_stage == 3
     total = embedding_rows(config) if any(_on_host(config, name) for name, _ in named) else StateBytes()
     several = config.num_microbatches(world_size) > 1
     kinds = dict.fromkeys((p.family, p.wide, p.frozen) for name, p in named if not _on_host(config, name))
@@ -106,10 +107,10 @@ def _state_bytes(
             config, plan, buckets, size, shards, 1 if frozen else versions, num_gradients, on_cpu, several
         )
         if frozen and plan.hosts_params:
-            sharded = config.parallel.zero_stage == 3
             part = StateBytes(host=sum(b.share if sharded else b.numel for b in buckets) * size.compute)
         elif frozen:
-            part = StateBytes(weights=part.weights, gathered=part.gathered)
+            held, come_and_go = int8_bytes(config, items, (family, wide)) or (part.weights, part.gathered)
+            part = StateBytes(weights=held, gathered=come_and_go)
         scratch = max(total.scratch, part.scratch)  # of all families one after the other
         total = replace(total + part, scratch=scratch)
     one_stage = num_stages == 1 and config.model.shares_embedding
@@ -377,8 +378,7 @@ def _away(
     flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
     keeps_step = config.staleness.keeps_step
     shared = plan.hosts_params and size.compute == size.wide  # weights on the host are the masters
-    moved = on_host = in_file = left = 0
-    temporary = 0.0
+    moved, on_host, in_file, left, temporary = 0, 0, 0, 0, 0.0
     for bucket in buckets:
         share = bucket.share
         state = bucket.matrix_state * size.wide if bucket.whole else bucket.elements * flat

@@ -166,7 +166,8 @@ def _parameters(model: ModelConfig) -> str:
 
 def _adapters(model: ModelConfig) -> str:
     lora = model.lora
-    return f"adapters of rank {lora.lora_rank}, factor {lora.scale:g}, beside {', '.join(model.adapted_parts)}"
+    base = "; the matrices beside them in 8 bits" * lora.frozen_weights_int8
+    return f"adapters of rank {lora.lora_rank}, factor {lora.scale:g}, beside {', '.join(model.adapted_parts)}{base}"
 
 
 def _experts(model: ModelConfig) -> str:

@@ -29,7 +29,7 @@ from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, older_shards
+from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, older_shards, quantize_base
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -67,6 +67,15 @@ class RunState:
     base: BaseModel | None = None
     origin: Origin = field(default_factory=Origin)
     spikes: SpikeGuard | None = None
+
+    def __post_init__(self) -> None:
+        if self.base is not None and self.base.path is None:
+            self._base_is_there()
+
+    def _base_is_there(self) -> None:
+        """What is made of the frozen weights once they have their values."""
+        if self.config.model.lora.frozen_weights_int8:
+            quantize_base(self.model)
 
     def save(self, progress: TrainingProgress) -> str:
         """Writes a checkpoint of the state after `progress.iteration`; the pipeline must be empty. Collective."""
@@ -141,6 +150,7 @@ class RunState:
         shards += stored
         if self.base is not None and self.base.path is not None:
             load_base(self.base, [*frozen_shards(model.optimizer.buffers)], self.checkpointer.world)
+            self._base_is_there()
         if self.base is not None and self.base.path == start.path.resolve():
             pass  # the model alone: its adapters begin as they are
         elif start.run is not None:

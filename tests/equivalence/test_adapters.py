@@ -25,11 +25,13 @@ from equivalence.layouts import (
 )
 from megalite.comm.world import World
 from megalite.config.cli import parse
-from megalite.convert import CheckpointSource, write_huggingface
+from megalite.convert import CheckpointSource, HuggingFaceSource, open_checkpoint, write_huggingface
 from megalite.gradient import sink_of
+from megalite.inference import load_for_inference
 from megalite.inventory.layers import count_parameters, count_trained_parameters
 from megalite.planner.model_states import state_bytes
 from megalite.testing import run_ranks
+from megalite.testing.adapters import in_eight_bits
 from megalite.testing.oracle import reference
 from megalite.train.run import open_run
 
@@ -159,6 +161,27 @@ def test_a_run_is_stopped_and_goes_on_at_another_layout(base: Path, tmp_path: Pa
             assert torch.equal(value, whole[name]) if exact else (value - whole[name]).abs().max() < 1e-11, name
 
 
+def test_a_run_beside_8_bits_goes_on_and_is_merged_as_it_was_trained(base: Path, tmp_path: Path) -> None:
+    """Checkpoints hold adapters alone; merged weights and tools have the base as it was dequantised."""
+    lora = f"{LORA} int8"
+    fine_tune(base, tmp_path / "whole", 4, lora=lora)
+    fine_tune(base, tmp_path / "run", 2, lora=lora)
+    fine_tune(base, tmp_path / "run", 2, flags="--auto-resume", lora=lora)
+    whole, stored = saved_tensors(tmp_path / "whole"), saved_tensors(tmp_path / "run")
+    assert whole.keys() == stored.keys() and all(torch.equal(whole[name], stored[name]) for name in whole)
+    plain, merged = HuggingFaceSource(base), open_checkpoint(tmp_path / "run")
+    name = "layers.1.mlp.fc2"
+    a, b = (stored[f"{name}.adapters.fc2.lora_{letter}"].double() for letter in "ab")
+    expected = in_eight_bits(plain.read(f"{name}.weight").double()) + 5 / 3 * b @ a
+    assert (merged.merged(f"{name}.weight").double() - expected).abs().max() < 1e-6
+    assert torch.equal(merged.read("head.final_norm.weight"), plain.read("head.final_norm.weight"))
+    layer = load_for_inference(tmp_path / "run", device="cpu").model.get_submodule("layers.1.mlp.fc2")
+    assert layer.weight.dtype == torch.int8
+    assert (
+        layer.weight * layer.products.scale - in_eight_bits(plain.read(f"{name}.weight").double())
+    ).abs().max() < 1e-6
+
+
 def test_another_base_is_refused(base: Path, tmp_path: Path) -> None:
     """Not there, or with other bits: one line that says which and what to do. It may lie elsewhere."""
     moved = tmp_path / "moved"
@@ -205,6 +228,60 @@ def test_loss_on_answers_is_the_same_at_every_layout(tmp_path: Path) -> None:
         found = train([*argv, *flags.split()], world_size, 3)
         assert_close(found.losses, expected.losses, 1e-12, "loss")
         assert_same_tensors(found.tensors, expected, 1e-11)
+
+
+INT8 = {
+    "tp and pp": ("--lora int8", f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-h1", 4),
+    "2bw and ZeRO 1": (
+        f"{GROUPED} --lora int8 targets=q_proj,down_proj",
+        f"{PP} --pipeline-schedule 2bw --zero-stage 1",
+        4,
+    ),
+    "ZeRO 2": ("--lora int8", "--zero-stage 2", 2),
+    "recomputed, cp": ("--swiglu --lora int8", "--context-parallel-size 2 --recompute-granularity full", 2),
+}
+
+
+@pytest.mark.parametrize("name", [next(iter(INT8)), *(pytest.param(n, marks=pytest.mark.full) for n in [*INT8][1:])])
+def test_a_base_in_8_bits_is_plain_torch(name: str) -> None:
+    compare(layout(*INT8[name]))
+
+
+def eight_bit_body(world: World, argv: list[str], by_hand: bool) -> tuple[list[float], int]:
+    """Losses of three steps, of a run or of one whose frozen matrices are made what 8 bits say; bytes of weights."""
+    config = parse(argv, world_size=world.size)
+    with open_run(config, world) as run:
+        modules = [module for stage in run.state.model.stages.values() for module in stage.modules]
+        named = {name: p for m in modules for name, p in m.logical_parameters() if not p.requires_grad}
+        for name, p in named.items() if by_hand else ():
+            if name.startswith("layers.") and p.dim() > 1:
+                p.data.copy_(in_eight_bits(p.data.to(torch.promote_types(p.dtype, torch.float32))))
+        losses = [float(run.trainer.train_step(drain=step == 2).lm_loss) for step in range(3)]
+        layers = [part.products for m in modules for part in m.modules() if hasattr(part, "products")]
+        scales = [products.scale for products in layers if hasattr(products, "scale")]
+        held = {t.data_ptr(): t.nbytes for t in [*named.values(), *scales]}
+        trained = sum(f.memory()["weights"] for stage in run.state.model.buffers.values() for f in stage)
+        return losses, trained + sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [("--bf16", 1), pytest.param(f"{PP} --pipeline-schedule 2bw", 2, marks=pytest.mark.landing)],
+)
+def test_a_base_in_8_bits_is_bitwise_the_dequantised_one(flags: str, world_size: int) -> None:
+    """And takes what the plan says, to the byte: codes and a scale for each row."""
+    argv = [*TINY, "--num-layers", "4", *LORA.split(), "--micro-batch-size", "1", *flags.split()]
+    argv = [flag for flag in argv if flag != "--fp64" or "--bf16" not in argv]
+    plain = run_ranks(eight_bit_body, world_size, argv, True)
+    config = parse(argv := [*argv, "--lora", "int8"], world_size=world_size)
+    items = [range(6)] if world_size == 1 else [range(3), range(3, 6)]
+    for rank, other, part in zip(run_ranks(eight_bit_body, world_size, argv, False), plain, items, strict=True):
+        assert rank[0] == other[0]
+        count = world_size
+        expected = state_bytes(
+            config, world_size, part, num_stages=world_size, versions=count, num_gradients=count, on_cpu=True
+        )
+        assert rank[1] == expected.weights
 
 
 EP2 = "--expert-model-parallel-size 2"

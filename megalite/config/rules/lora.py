@@ -25,6 +25,8 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
             "(only `mock_data` does without)"
         )
     yield from _experts(model, flag)
+    if given.frozen_weights_int8:
+        yield from _in_int8(config)
     if config.training.float8.fp8_format is not None:
         yield f"`fp8_format`={config.training.float8.fp8_format}: not with `lora_rank`; use `bf16`"
     parts = model.adapted_parts
@@ -48,6 +50,22 @@ def _experts(model: ModelConfig, flag: str) -> Iterator[str]:
         yield f"{flag}: gate and value of experts have one adapter; use linear_fc1"
     if given.moe_router_enable_expert_bias:
         yield "`moe_router_enable_expert_bias`: not with `lora_rank`, beside which no router changes; train it whole"
+
+
+def _in_int8(config: Config) -> Iterator[str]:
+    """Codes stand where the weights were: whole, on the device, of one dtype."""
+    stage, offload = config.parallel.zero_stage, config.optimizer.offload
+    others: dict[str, tuple[object, str]] = {
+        "num_experts": (config.model.experts.num_experts, "whose matrices stay as they are; drop one"),
+        "zero_stage": (3 if stage == 3 else None, "which gathers weights; use stage 2"),
+        "param_offload": ("cpu" if offload.param_offload == "cpu" else None, "which sends weights; drop one"),
+    }
+    budget = config.parallel.hardware.device_memory_budget_gb
+    if budget is not None and offload.param_offload == "auto":
+        others["device_memory_budget_gb"] = budget, "which may send weights; add `param_offload` none"
+    for name, (value, why) in others.items():
+        if value:
+            yield f"`frozen_weights_int8`: not with `{name}`={value}, {why}"
 
 
 def _rank(model: ModelConfig) -> Iterator[str]:

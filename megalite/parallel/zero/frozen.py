@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from megalite.comm import TensorShard, shards_of_range
 from megalite.parallel.zero.flat_weights import move_parameter
 from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
+from megalite.parallel.zero.unshard import BucketWeights
 
 
 def frozen_shards(families: Sequence[ParameterBuffers]) -> Iterator[TensorShard]:
@@ -18,6 +19,16 @@ def frozen_shards(families: Sequence[ParameterBuffers]) -> Iterator[TensorShard]
             if start < stop:
                 part, at = values[start - first : stop - first], start - range_.start
                 yield from shards_of_range(entry.name, entry.placement, entry.shape, part, at, replica=0)
+
+
+def release_frozen(families: Sequence[ParameterBuffers]) -> None:
+    """Lets go of the memory of frozen weights, which no parameter is a view of any more."""
+    for family in families:
+        for bucket in family.frozen:
+            for weights in bucket.weights:
+                assert isinstance(weights, BucketWeights), "neither in shards nor on the host"
+                weights.full = weights.shard = weights.full.new_empty(0)
+        family.frozen.clear()
 
 
 def share_frozen(family: ParameterBuffers, versions: Sequence[NamedParameters]) -> None:

@@ -31,6 +31,20 @@ ONE_LINE = [
         "--lora-rank 4 --num-experts 4 --moe-router score_function=sigmoid expert_bias",
         "--moe-router expert_bias: not with --lora-rank, beside which no router changes; train it whole",
     ),
+    ("--lora int8", "--lora int8: needs --lora-rank"),
+    (
+        "--lora rank=4 int8 --num-experts 4",
+        "--lora int8: not with --num-experts=4, whose matrices stay as they are; drop one",
+    ),
+    ("--lora rank=4 int8 --zero-stage 3", "--lora int8: not with --zero-stage=3, which gathers weights; use stage 2"),
+    (
+        "--lora rank=4 int8 --offload params",
+        "--lora int8: not with --offload params, which sends weights; drop one",
+    ),
+    (
+        "--lora rank=4 int8 --device-memory-budget-gb 9",
+        "--lora int8: not with --device-memory-budget-gb=9.0, which may send weights; add --param-offload none",
+    ),
     ("--lora-rank 4 --fp8-format e4m3", "--fp8-format=e4m3: not with --lora-rank; use --bf16"),
     (
         "--lora-rank 4 --lora-targets linear_qkv v_proj",
