@@ -3,8 +3,7 @@
     any room --tell_event--> a logger of their own --> EventHandler --Popen--> the command, never waited for
 
 The entry script listens, from before the ranks start to the end of the process: ranks inherit it, and the process that
-supervises them tells who was killed. Telling costs nothing where nobody listens: the logger is then off, as the level
-of its records is below every other's.
+supervises them tells who was killed. Where nobody listens, the logger is off.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
-
-SECONDS = 10.0
-"""After which a command is ended."""
 
 logger = logging.getLogger(__name__)
 _told = logging.getLogger("megalite.events.told")
@@ -39,15 +35,12 @@ def share_facts(**facts: Any) -> None:
 
 
 class EventHandler(logging.Handler):
-    """Starts a command for each event, with `facts` that all events of the process share.
+    """Starts a command for each event. command: as a shell would split it; no shell runs it. facts: of all events of
+    the process. seconds: after which the command is ended."""
 
-    command: as a shell would split it; no shell runs it. seconds: after which it is ended.
-    """
-
-    def __init__(self, command: str, facts: Mapping[str, Any], seconds: float = SECONDS) -> None:
+    def __init__(self, command: str, facts: Mapping[str, Any], seconds: float = 10.0) -> None:
         super().__init__()
-        self._command, self.facts, self._seconds = shlex.split(command), dict(facts), seconds
-        self._warned = False
+        self._command, self.facts, self._seconds, self._warned = shlex.split(command), dict(facts), seconds, False
 
     def __enter__(self) -> EventHandler:
         _told.setLevel(logging.DEBUG)
@@ -58,7 +51,6 @@ class EventHandler(logging.Handler):
     def __exit__(self, *_: object) -> None:
         _told.removeHandler(self)
         _told.setLevel(logging.NOTSET)
-        _told.propagate = True
 
     def emit(self, record: logging.LogRecord) -> None:
         time = datetime.now().astimezone().isoformat(timespec="microseconds")

@@ -40,7 +40,7 @@ from megalite.checkpoint.format import (
 )
 from megalite.checkpoint.hosts import LocalSettings
 from megalite.checkpoint.lease import RunLease, lock_of
-from megalite.checkpoint.loading import AVERAGES, AveragedReader, CheckpointReader, reader_of, verify_checkpoint
+from megalite.checkpoint.loading import AVERAGES, CheckpointReader, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors
 from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small

@@ -237,13 +237,20 @@ def verify_unread(path: Place, manifest: Manifest) -> None:
 class CheckpointReader:
     """One process reads a checkpoint tensor by tensor, or slice by slice: for conversion and inspection.
 
-    Raises CheckpointError where it is not committed, and from every read that meets damage.
+    use_ema: averages (`--ema-decay`) in place of the weights that have one, `averaged`. Raises CheckpointError where
+    the checkpoint is not committed, or holds no average, and from every read that meets damage.
     """
 
-    def __init__(self, path: Place | str) -> None:
-        self.path = place(path)
+    def __init__(self, path: Place | str, *, use_ema: bool = False) -> None:
+        self.path = self.directory = place(path)
         self.manifest = read_manifest(self.path)
         self._places = self.manifest.shards_by_tensor()
+        averages = [name for name in self.manifest.tensors if use_ema and name.startswith(AVERAGES)]
+        self.averaged = {name.removeprefix(AVERAGES) for name in averages}
+        if use_ema and not averages:
+            raise CheckpointError(
+                f"`use_ema`: {self.path} holds no average of weights, its run had no `ema_decay`; drop it"
+            )
 
     @property
     def names(self) -> list[str]:
@@ -251,6 +258,7 @@ class CheckpointReader:
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """The tensor, or the part of it in `box`, verified, in the stored dtype."""
+        name = AVERAGES + name if name in self.averaged else name
         stored = self.manifest.tensors.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path}: holds no tensor {name}")
@@ -272,34 +280,6 @@ class CheckpointReader:
         rows = max(1, max_bytes // (stored.nbytes // stored.shape[0]))
         for first in range(0, stored.shape[0], rows):
             yield whole.rows(first, min(first + rows, stored.shape[0]))
-
-
-class AveragedReader(CheckpointReader):
-    """Reads averages of weights (`--ema-decay`) in place of the weights; what has none is read as it is.
-
-    Raises CheckpointError where the checkpoint holds no averages.
-    """
-
-    def __init__(self, path: Place | str) -> None:
-        super().__init__(path)
-        self.directory = self.path
-        if not any(name.startswith(AVERAGES) for name in self.manifest.tensors):
-            raise CheckpointError(
-                f"`use_ema`: {self.path} holds no average of weights, its run had no `ema_decay`; drop it"
-            )
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """As `CheckpointReader.read`."""
-        return super().read(AVERAGES + name if self.averages(name) else name, box)
-
-    def averages(self, name: str) -> bool:
-        """Whether it holds an average of the weight."""
-        return AVERAGES + name in self.manifest.tensors
-
-
-def reader_of(path: Place | str, *, use_ema: bool) -> CheckpointReader:
-    """Reads a checkpoint's weights, or their averages. Raises CheckpointError."""
-    return AveragedReader(path) if use_ema else CheckpointReader(path)
 
 
 def names_mask(manifest: Manifest, names: Collection[str]) -> str:

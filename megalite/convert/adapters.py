@@ -22,7 +22,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, reader_of, resolve_checkpoint
+from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, resolve_checkpoint
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
@@ -231,7 +231,7 @@ def open_checkpoint(
 ) -> ModelSource:
     """The weights of a checkpoint, or their averages, merged where it holds adapters. base, dtype: see `AdaptedSource`.
     Raises CheckpointError."""
-    reader = reader_of(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
+    reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
     if BASE_META in reader.manifest.meta:
         return AdaptedSource(reader, base, dtype)
     if base is not None:

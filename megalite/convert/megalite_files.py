@@ -18,7 +18,6 @@ from megalite.checkpoint import (
     check_tensors,
     copy_extras,
     directory_name,
-    reader_of,
     resolve_checkpoint,
     write_tracker,
     write_whole,
@@ -42,7 +41,7 @@ class CheckpointSource:
     """
 
     def __init__(self, directory: Place | str, ckpt_step: int | None = None, *, use_ema: bool = False) -> None:
-        self._reader = reader_of(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
+        self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
         meta = self._reader.manifest.meta
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")

@@ -9,19 +9,21 @@ named last: a mean of moments belongs to no weights that a gradient was taken at
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import reader_of
-from megalite.config import Config, architecture_differences, from_dict
+from megalite.checkpoint import directory_name, write_tracker, write_whole
+from megalite.config import architecture_differences
 from megalite.convert.adapters import BASE_META
-from megalite.convert.megalite_files import CheckpointSource
+from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
+from megalite.convert.source import staged
+from megalite.data import tokenizer_files
 from megalite.errors import CheckpointError
+from megalite.inventory import layer_of
 from megalite.stores import Place
 
 MERGED = "merged"
@@ -32,67 +34,54 @@ class MergedSource(CheckpointSource):
     """The mean of several checkpoints.
 
     paths: of committed checkpoints; the last one gives what is not averaged. weights: one for each, above 0.
-    parts: what is merged, as the result's meta says it.
+    parts: what is merged, as the result's meta says it. iteration: after which the mean continues; None where the last
+    checkpoint is of weights alone.
     Raises CheckpointError where models differ, or have adapters or layers that are not ours.
     """
 
     def __init__(self, paths: Sequence[Place], weights: Sequence[float], *, use_ema: bool = False) -> None:
         super().__init__(paths[-1], use_ema=use_ema)
-        readers, last = [*(reader_of(path, use_ema=use_ema) for path in paths[:-1]), self._reader], self._reader
-        self._readers = {reader: weight / sum(weights) for reader, weight in zip(readers, weights, strict=True)}
-        self.parts = [{"checkpoint": str(reader.path), "share": share} for reader, share in self._readers.items()]
-        for reader in self._readers:
-            where, meta = reader.path, reader.manifest.meta
-            config = from_dict(meta["config"], str(where)) if isinstance(meta.get("config"), dict) else None
-            if config is None or config.model.is_foreign:
-                raise CheckpointError(f"{where}: holds no model of ours; only those of gpt and llama are merged")
-            if BASE_META in meta or config.model.lora.lora_rank is not None:
+        sources = [*(CheckpointSource(path, use_ema=use_ema) for path in paths[:-1]), self]
+        for source in sources:
+            if BASE_META in source._reader.manifest.meta or source.model.lora.lora_rank is not None:
                 raise CheckpointError(
-                    f"{where}: holds adapters, whose products have another mean than they; export each merged with its "
-                    "model (tools/convert_checkpoint.py --to hf) first"
+                    f"{source.path}: holds adapters, whose products have another mean than they; export each merged "
+                    "with its model (tools/convert_checkpoint.py --to hf) first"
                 )
-            if differing := architecture_differences(config.model, self.model):
+            if differing := architecture_differences(source.model, self.model):
                 listed = ", ".join(f"`{name}`={here} and {there}" for name, (there, here) in differing.items())
-                raise CheckpointError(f"{where} and {last.path}: different models ({listed}); name those of one model")
-            for name, stored in reader.manifest.tensors.items():
-                known = last.manifest.tensors.get(name)
-                if not name.startswith(("optimizer/", "previous/")) and (known is None or known.shape != stored.shape):
-                    raise CheckpointError(f"{where}: {name} is not what it is in {last.path}")
-
-    @property
-    def run(self) -> MergedRun | None:
-        """The run that continues from the mean; None where the checkpoint named last is of weights alone."""
-        return MergedRun(self) if "progress" in self._reader.manifest.meta else None
+                raise CheckpointError(
+                    f"{source.path} and {self.path}: different models ({listed}); name those of one model"
+                )
+        self._shares = {source._reader: weight / sum(weights) for source, weight in zip(sources, weights, strict=True)}
+        self.parts = [{"checkpoint": str(reader.path), "share": share} for reader, share in self._shares.items()]
+        manifest = self._reader.manifest
+        self.iteration = manifest.step if "progress" in manifest.meta else None
 
     def read(self, name: str) -> Tensor:
-        """The mean of a weight, in the dtype that it has in the checkpoint named last."""
+        """The mean of a weight, or state of the optimizer, as the checkpoint named last has it: its dtype, its state."""
+        if name.startswith("optimizer/"):
+            return self._reader.read(name)
         total = torch.zeros((), dtype=torch.float64)
-        for reader, share in self._readers.items():
+        for reader, share in self._shares.items():
             total = total + reader.read(name).to(torch.float64) * share
         return total.to(self._reader.manifest.tensors[name].torch_dtype)
 
+    def write(self, directory: Path, *, with_state: bool = True) -> Path:
+        """A committed checkpoint, one file a layer; returns its directory. with_state: one that continues, where the
+        last does. Raises CheckpointError."""
+        if self.iteration is None or not with_state:
+            return write_checkpoint(self, directory)
+        manifest, name = self._reader.manifest, directory_name(self.iteration)
+        kept = sorted((each for each in manifest.tensors if not each.startswith("previous/")), key=_layer)
+        layers = ({each: self.read(each) for each in layer} for _, layer in groupby(kept, _layer))
+        with staged(directory, name, model=self.model, dtype=None) as staging:
+            meta = {**manifest.meta, MERGED: self.parts}
+            write_whole(staging, layers, tokenizer_files(self.tokenizer), lambda _: meta, self.iteration)
+        write_tracker(directory, self.iteration)
+        return directory / name
 
-class MergedRun:
-    """The `TrainedRun` of a `MergedSource`: its moments, progress and configuration are those of the checkpoint named
-    last."""
 
-    def __init__(self, source: MergedSource) -> None:
-        self._source, self._reader = source, source._reader
-        self.iteration = self._reader.manifest.step
-        self.config: Config = from_dict(self._reader.manifest.meta["config"], str(self._reader.path))
-        self.meta: Mapping[str, Any] = {**self._reader.manifest.meta, MERGED: source.parts}
-        self._state = defaultdict[str, list[str]](list)
-        for name in self._reader.manifest.tensors:
-            if name.startswith("optimizer/"):
-                self._state[name.split("/", 2)[-1]].append(name)
-
-    @cached_property
-    def rest(self) -> Mapping[str, Tensor]:
-        """State that belongs to no parameter."""
-        lone = self._state.keys() - self._reader.manifest.tensors.keys()
-        return {name: self._reader.read(name) for owner in sorted(lone) for name in self._state[owner]}
-
-    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """The mean of a parameter, and its moments."""
-        yield name, self._source.read(name)
-        yield from ((own, self._reader.read(own)) for own in self._state.get(name, ()))
+def _layer(name: str) -> str:
+    """The layer of a weight, or of a weight's moment."""
+    return layer_of(name.split("/", 2)[-1])

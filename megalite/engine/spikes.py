@@ -29,22 +29,17 @@ _LEAST_DEVIATION = 0.25
 class SpikeGuard:
     """The window, and what is done about a spike.
 
-    settings: with `on_spike`. max_skipped: spikes skipped in a row that end the run. speaks: whether this rank logs.
-    in_a_row: spikes since the latest update that was none. rolls_back: the iteration of the first spike that asks for a
-    rollback, until somebody has dealt with it (`megalite/train/rollback.py`).
+    max_skipped: spikes skipped in a row that end the run. speaks: whether this rank logs. withholds: whether the update
+    of a spike is left out. in_a_row: spikes skipped since the latest update that was none. rolls_back: the iteration of
+    the first spike that asks for a rollback, until that is done (`megalite/train/rollback.py`).
     """
 
     def __init__(self, settings: Spikes, device: torch.device, *, max_skipped: int, speaks: bool) -> None:
         self._settings, self._max_skipped, self._speaks = settings, max_skipped, speaks
         # The latest at the end; not a number where there was none yet.
         self._norms = torch.full((settings.spike_window,), math.nan, dtype=torch.float64, device=device)
-        self.in_a_row = 0
+        self.withholds, self.in_a_row = settings.on_spike != "log", 0
         self.rolls_back: int | None = None
-
-    @property
-    def withholds(self) -> bool:
-        """Whether the update of a spike is left out."""
-        return self._settings.on_spike != "log"
 
     def limit(self, norm: Tensor) -> Tensor:
         """What the norm of this update may be, infinite before half of the window is there; then takes the norm into

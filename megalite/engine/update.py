@@ -145,11 +145,6 @@ class Updater(Events):
     def newest_version(self) -> int:
         return self._version
 
-    @property
-    def rolls_back(self) -> int | None:
-        """The iteration of a spike that asks for a rollback; None: there is none."""
-        return None if self._spikes is None else self._spikes.rolls_back
-
     def restart(self, version: int) -> None:
         """Continues with the loaded weights of this version. The pipeline must be empty; what the host has not read yet
         of the updates so far is dropped."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import Meta, copy_extras, is_huggingface, read_manifest, reader_of, resolve_checkpoint
+from megalite.checkpoint import CheckpointReader, Meta, copy_extras, is_huggingface, read_manifest, resolve_checkpoint
 from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World, open_channel
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
 from megalite.convert import BASE_META, ORIGIN_META, HuggingFaceSource, Origin, PeftSource, is_peft, stop_tokens
@@ -176,7 +176,7 @@ def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool, base: Pat
     path = resolve_checkpoint(directory, ckpt_step, advice=advice)
     manifest = read_manifest(path)
     config = config_of(path, manifest)
-    _ = reader_of(path, use_ema=use_ema)
+    _ = CheckpointReader(path, use_ema=use_ema)
     if base is not None and BASE_META not in manifest.meta:
         raise ConfigError(f"`base`={base}: {path} holds a whole model; drop it")
     if config.model.is_foreign:

@@ -1,9 +1,7 @@
 """Numbers and events of a run for those who watch many: Prometheus, and a command of the user's (`--on-event`).
 
-    records --> PrometheusHook --> metrics.prom (for node_exporter's textfile collector), or a port of this host alone
-            --> EventHook      --> megalite.events --> the command
-
-Prometheus' own client writes and serves the numbers; it is an optional package.
+records --> PrometheusHook --> metrics.prom (for node_exporter's textfile collector), or a port of this host alone
+        --> EventHook      --> megalite.events --> the command
 """
 
 from __future__ import annotations
@@ -23,25 +21,22 @@ COUNTED = ("skipped_iterations", "nan_iterations")
 
 
 class PrometheusHook(Hook):
-    """The newest number of each kind, as gauges `megalite_...` with the label `run`, and counters `..._total`.
-
-    file: written anew after each record. port: of the loopback device; 0: any that is free.
-    """
+    """The newest number of each kind, as gauges `megalite_...` with the label `run`, and counters `..._total`, by
+    Prometheus' own client. file: written anew after each record. port: of the loopback device; 0: any that is free."""
 
     def __init__(self, run: str, file: Path | str | None, port: int | None) -> None:
         self._run, self._file, self._port = run, None if file is None else Path(file), port
         self._made: dict[str, Any] = {}
-        self.client: Any = None
         self.server: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
-        self.client = optional_package("`prometheus_port`, `prometheus_file`", "prometheus_client")
+        self.client: Any = optional_package("`prometheus_port`, `prometheus_file`", "prometheus_client")
         self.registry = self.client.CollectorRegistry()
         if self._port is not None:
             self.server, _ = self.client.start_http_server(self._port, "127.0.0.1", self.registry)
-        self._set(running=1, train_iters=trainer.train_iters, world_size=trainer.mesh.size("world"))
         for name in (*COUNTED, "saves", "rollbacks"):
             self._metric(name, "Counter")
+        self._set(running=1, train_iters=trainer.train_iters, world_size=trainer.mesh.size("world"))
         self._write()
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:

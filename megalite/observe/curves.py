@@ -98,11 +98,8 @@ def loss_picture(title: str, records: Sequence[Record]) -> str | None:
         curves.append(Curve(f"validation loss{f' of {name}' if name else ''}", points))
     if len(curves[0].points) < 2:
         return None
-    legend = "".join(
-        f'<text x="{WIDTH - 14}" y="{24 + 14 * number}" text-anchor="end" style="fill: {color}">'
-        f"{html.escape(curve.name)}</text>"
-        for number, (curve, color) in enumerate(zip(curves, COLORS, strict=False))
-    )
     head = f'<title>{html.escape(title)}</title><style>{STYLE}</style><rect width="100%" height="100%" fill="white"/>'
-    picture = render_chart(curves, head + legend)
-    return picture.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + "\n"
+    for number, (curve, color) in enumerate(zip(curves, COLORS, strict=False)):
+        place = f'x="{WIDTH - 14}" y="{24 + 14 * number}" text-anchor="end" style="fill: {color}"'
+        head += f"<text {place}>{html.escape(curve.name)}</text>"
+    return render_chart(curves, head).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + "\n"

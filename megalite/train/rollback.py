@@ -8,12 +8,9 @@ action=rollback`; PaLM, arXiv 2204.02311, section 5.1).
 
 The run loads the newest checkpoint c up to b = s - `back`, trains again from c to b, passes over the samples of
 b+1 .. e, and continues: a run that was told `--iterations-to-skip` b+1 .. e has the same weights. Checkpoints newer
-than c are put aside first. A run that is killed on the way starts from c, or from one that was not put aside yet, comes
-to the same spike by the same window of norms, and decides the same.
-
-A spike less than `back` iterations behind a range that an earlier one made is no progress: the range grows, and is
-counted. Ranges are counted in samples, which a change of the batch size does not move, and are part of every
-checkpoint.
+than c are put aside first. A run that is killed on the way comes to the same spike by the same window of norms, and
+decides the same. A spike less than `back` iterations behind a range that an earlier one made is no progress: the range
+grows, and is counted. Ranges are counted in samples, which a change of the batch size does not move.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ class SampleRange:
 
 @dataclass
 class PassedOver(Container[int]):
-    """Iterations whose samples are passed over: those of `--iterations-to-skip`, and those that begin in a range."""
+    """Iterations that are passed over: those of `--iterations-to-skip`, and those that begin in a range."""
 
     flags: Container[int] = ()
     ranges: list[SampleRange] = field(default_factory=list)
@@ -84,10 +81,8 @@ class PassedOver(Container[int]):
 class Rollback:
     """Goes back. Collective.
 
-    find: iteration -> name of the newest checkpoint up to there, with those that are newer put aside; None: there is
-        none, and all stay.
-    load: takes up the state of that checkpoint in place; returns its (iteration, samples consumed).
-    guard: has found the spike. speaks: whether this rank logs.
+    find: `Checkpointer.go_back`. load: takes up the state of what it has found; returns its (iteration, samples
+    consumed). guard: finds the spikes. speaks: whether this rank logs.
     """
 
     settings: Spikes
@@ -101,10 +96,11 @@ class Rollback:
     def __call__(self, spike: int) -> Record | None:
         """After a spike in this iteration: what was done, as a record; None where no checkpoint is that old. Raises
         RuntimeFailure where there was no progress too many times."""
-        begin = max(0, spike - self.settings.rollback_iters)
-        rollbacks = 1
-        behind = (each for each in self.passed.ranges if each.rollbacks and each.until > begin)
-        if (earlier := next(behind, None)) is not None:
+        self.guard.rolls_back = None
+        begin, rollbacks = max(0, spike - self.settings.rollback_iters), 1
+        until = begin + self.settings.rollback_skip_iters
+        if behind := [each for each in self.passed.ranges if each.rollbacks and each.until > begin]:
+            earlier = behind[0]
             begin, rollbacks = min(begin, earlier.after), earlier.rollbacks + 1
             if rollbacks > self.settings.rollback_limit:
                 raise RuntimeFailure(
@@ -114,7 +110,6 @@ class Rollback:
                     "back in the data"
                 )
         path = self.find(begin)
-        self.guard.rolls_back = None
         if path is None:
             if self.speaks:
                 logger.warning("no checkpoint up to iteration %d to go back to: the update is skipped", begin)
@@ -122,14 +117,12 @@ class Rollback:
         fault_point("rollback.load", step=spike)
         iteration, consumed = self.load(path)
         first = self.sizes.samples_after(begin - iteration, consumed)
-        until = max(spike - self.settings.rollback_iters, 0) + self.settings.rollback_skip_iters
         new = SampleRange(first, self.sizes.samples_after(until - begin, first), begin, until, rollbacks)
         self.passed.add(new)
         if self.speaks:
             logger.warning(
-                "rolled back from iteration %d to %s; iterations %d to %d are passed over (samples %s to %s, rollback "
-                "%d of them)",
-                *(spike, path, begin + 1, until, f"{first:,}", f"{new.last:,}", rollbacks),
+                f"rolled back from iteration {spike} to {path}; iterations {begin + 1} to {until} are passed over "
+                f"(samples {first:,} to {new.last:,}, rollback {rollbacks} of them)"
             )
         record = {"kind": "rollback", "iteration": spike, "checkpoint_iteration": iteration}
         return record | {f"passed_over_{name}": value for name, value in asdict(new).items()}

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megalite.checkpoint import (
     COMMITTED,
-    AveragedReader,
     Checkpointer,
+    CheckpointReader,
     Manifest,
     check_tensors,
     committed,
@@ -269,8 +269,8 @@ def load_model(path: Place, use_ema: bool, elsewhere: Path | None, shards: Seque
         base = BaseModel.of_meta(manifest.meta, str(path)).found(str(path), world, elsewhere)
         load_base(base, [shard for shard in shards if shard.name not in manifest.tensors], world)
     if use_ema:
-        reader = AveragedReader(path)
-        load_weights(reader, [shard for shard in own if reader.averages(shard.name)], world)
+        reader = CheckpointReader(path, use_ema=True)
+        load_weights(reader, [shard for shard in own if shard.name in reader.averaged], world)
 
 
 class Readable(Protocol):

@@ -32,7 +32,7 @@ from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
-from megalite.train.rollback import PassedOver, SampleRange
+from megalite.train.rollback import PassedOver, Rollback, SampleRange
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,6 @@ class Trainer:
     finish_save: waits for a save in the background. sample: iteration -> texts of the model; None: it writes none.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     measure: iteration -> records of `--eval-tasks`; None: there are none. passed: iterations that are passed over.
-    roll_back: iteration of a spike -> what was done, with the state that of a checkpoint; None where nothing was.
     """
 
     progress: TrainingProgress
@@ -102,7 +101,7 @@ class Trainer:
     save_locally: Callable[[TrainingProgress], Record | None] = lambda progress: None
     tracer: PipelineTracer | None = None
     passed: PassedOver = field(default_factory=PassedOver)
-    roll_back: Callable[[int], Record | None] | None = None
+    roll_back: Rollback | None = None
 
     def __post_init__(self) -> None:
         self._drained = True
@@ -161,7 +160,8 @@ class Trainer:
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
             due = reason is None and _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)
             measures = self.measure if due or number == self.train_iters else None
-            drains = any((stops, evaluates, saves, local, samples, measures, self.updater.rolls_back is not None))
+            back = self.roll_back is not None and self.roll_back.guard.rolls_back is not None
+            drains = any((stops, evaluates, saves, local, samples, measures, back))
             reads = drains or number % self.config.logging.log_interval == 0
             stats = self.train_step(drain=drains, reads=reads)
             if reads:
@@ -272,8 +272,7 @@ class Trainer:
 
     def _rolled_back(self) -> bool:
         """Goes back to a checkpoint if a spike asks for it and nothing is in flight; whether that was done."""
-        spike = self.updater.rolls_back
-        if spike is None or self.roll_back is None or not self._drained:
+        if self.roll_back is None or (spike := self.roll_back.guard.rolls_back) is None or not self._drained:
             return False
         self.hooks.log(self)
         self.report_phase(f"rollback after a spike in iteration {spike}")
