@@ -51,6 +51,7 @@ class EventHandler(logging.Handler):
     def __exit__(self, *_: object) -> None:
         _told.removeHandler(self)
         _told.setLevel(logging.NOTSET)
+        _told.propagate = True
 
     def emit(self, record: logging.LogRecord) -> None:
         time = datetime.now().astimezone().isoformat(timespec="microseconds")

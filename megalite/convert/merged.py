@@ -59,7 +59,7 @@ class MergedSource(CheckpointSource):
         self.iteration = manifest.step if "progress" in manifest.meta else None
 
     def read(self, name: str) -> Tensor:
-        """The mean of a weight, or state of the optimizer, as the checkpoint named last has it: its dtype, its state."""
+        """The mean of a weight in the dtype that the checkpoint named last has it in, or that one's optimizer state."""
         if name.startswith("optimizer/"):
             return self._reader.read(name)
         total = torch.zeros((), dtype=torch.float64)

@@ -11,11 +11,8 @@ from megalite.errors import DataError
 
 
 class BlendParts:
-    """The number of each sample's part; a file that occurs twice, or in two phases, is one part.
-
-    names: of the parts, in order: those of the files, or whole paths where two files share one. Raises DataError where
-    there is one part alone.
-    """
+    """The number of each sample's part; a file that occurs twice, or in two phases, is one part. names: of the parts,
+    in order: of the files, or whole paths where two files share one. Raises DataError where there is but one part."""
 
     def __init__(self, dataset: GPTDataset | BlendedDataset | PhasedDataset) -> None:
         paths = list(dict.fromkeys(_paths(dataset)))

@@ -4,9 +4,9 @@
                |  web.txt     |  code.txt       |  anneal.txt  |
                order, survey    order, survey     order, survey
 
-Which phase a sample belongs to, and its place there, are functions of its number alone, so the order is the same
-at every layout and over resumes; a batch may begin in one phase and end in the next. A phase has begun once its first
-sample was consumed. Its data, its weights and its beginning then belong to the run; what has not begun may be edited.
+Which phase a sample belongs to, and its place there, are functions of its number alone; a batch may begin in one phase
+and end in the next. A phase has begun once its first sample was consumed. Its data, its weights and its beginning then
+belong to the run; what has not begun may be edited.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 from megalite.data.blend import BlendedDataset, Composed
@@ -83,25 +84,22 @@ def _phase(first: int, name: str, weights: list[float], requests: list[int], sur
 def phase_differences(meta: Mapping[str, Any], now: Sequence[Phase]) -> list[str]:
     """How phases that have begun differ from those of the checkpoint. Raises DataError where its account is damaged."""
     then, consumed = begun_phases(meta), meta.get("consumed_samples", 0)
-    if len(then) > 1 and not now:
-        return [f"`data_schedule`: not given, and {len(then)} of its phases have begun"]
+    if not now:
+        return [f"`data_schedule`: not given, and {len(then)} of its phases have begun"] if len(then) > 1 else []
     found: list[str] = []
-    for number, was in enumerate(then if now else ()):
-        if number >= len(now):
-            return [*found, f"{_named(number, was)} has begun and is gone"]
-        phase, then_had = now[number], {"train": [asdict(one) for one in was.surveys]}
+    for number, (was, phase) in enumerate(zip_longest(then, now)):
+        named = f"`data_schedule`: phase {number + 1} ({(phase or was).name})"
+        if phase is None:
+            return [*found, f"{named} has begun and is gone"]
+        if was is None:
+            if number and phase.first < consumed:
+                found.append(f"{named} would begin before the {consumed:,} samples that are consumed")
+            continue
         if was.first != phase.first:
-            where = f"from sample {phase.first:,} (checkpoint {was.first:,})"
-            return [*found, f"{_named(number, phase)} has begun and is now {where}"]
+            return [*found, f"{named} has begun and is now from sample {phase.first:,} (checkpoint {was.first:,})"]
         if was.weights != phase.weights:
-            found.append(f"{_named(number, phase)} has begun and its weights differ")
+            found.append(f"{named} has begun and its weights differ")
+        then_had = {"train": [asdict(one) for one in was.surveys]}
         if number and (other := survey_differences(then_had, {"train": phase.surveys})):  # of the first others tell
-            found.append(f"{_named(number, phase)} has begun: {'; '.join(other)}")
-    for number, phase in enumerate(now):
-        if number and number >= len(then) and phase.first < consumed:
-            found.append(f"{_named(number, phase)} would begin before the {consumed:,} samples that are consumed")
+            found.append(f"{named} has begun: {'; '.join(other)}")
     return found
-
-
-def _named(number: int, phase: Phase) -> str:
-    return f"`data_schedule`: phase {number + 1} ({phase.name})"

@@ -1,7 +1,4 @@
-"""Averages of the masters (`--ema-decay`) as the weights that a model computes with, and their beginning.
-
-The averages themselves are state of the update rule (`megalite/optim/averaged.py`), and so is who steps and saves them.
-"""
+"""Averages of the masters (`--ema-decay`, `megalite/optim/averaged.py`) as the weights that a model computes with."""
 
 from __future__ import annotations
 
@@ -37,7 +34,8 @@ def begin_averages(optimizer: ShardedOptimizer) -> None:
 
 @contextmanager
 def averages_as_weights(optimizer: ShardedOptimizer, version: int) -> Iterator[None]:
-    """Within the context, the compute weights of `version` are made of the averages. Collective."""
+    """Within the context, the compute weights of `version` are made of the averages, which have changed places with the
+    masters: nothing else is needed in memory. Collective."""
     _swap(optimizer, version)
     try:
         yield
@@ -47,7 +45,6 @@ def averages_as_weights(optimizer: ShardedOptimizer, version: int) -> Iterator[N
 
 @torch.no_grad()
 def _swap(optimizer: ShardedOptimizer, version: int) -> None:
-    """Lets masters and averages change places, so that nothing else is needed in memory."""
     for master, average in _pairs(optimizer):
         kept = master.clone()
         master.copy_(average)

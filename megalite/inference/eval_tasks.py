@@ -3,7 +3,7 @@
     files --TaskManager--> questions --MegaliteLM--> the stages of the run (train.ModelInUse) --> "task" records
 
 All ranks ask the same questions and answer them together, as in `tools/evaluate_harness.py`. The training's bits do not
-change: weights are used as they are, and the harness draws from seeds of its own.
+change: the harness draws from seeds of its own.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class TaskEvaluator:
 
     def __init__(self, use: ModelInUse) -> None:
         self._use, self._settings, mesh = use, use.state.config.logging.eval_tasks, use.mesh
-        flag = f"`eval_task_files`={' '.join(self._settings.eval_task_files)}"
-        optional_package(flag, "lm_eval")
+        files = self._settings.eval_task_files
+        optional_package(f"`eval_task_files`={' '.join(files)}", "lm_eval")
         mesh.over("dp", "pp")  # communicators are made with the run
-        self._names = {name_of(path): path for path in self._settings.eval_task_files}
+        self._names = {name_of(path): path for path in files}
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         first = patiently(self._made if mesh.world.is_first else None, mesh.world)  # it fills the caches of the data
         self._tasks = patiently(self._made if first is None else None, mesh.world) or first
@@ -57,16 +57,15 @@ class TaskEvaluator:
 
     def __call__(self, iteration: int) -> list[Record]:
         """A `"task"` record for each task: its name and its measures. Collective."""
-        state, mesh = self._use.state, self._use.mesh
-        engine = state.config, state.tokenizer, mesh, self._use.channel, state.model.placement, self._use.parts()
-        place = Path(state.config.checkpoint.save or ".")
+        use, state, config = self._use, self._use.state, self._use.state.config
+        engine = config, state.tokenizer, use.mesh, use.channel, state.model.placement, use.parts()
+        place = Path(config.checkpoint.save or ".")
         loaded = LoadedModel(*engine, place, iteration, consumed_samples=0, origin=state.origin)
-        size = max(state.config.training.micro_batch_size, TOKENS_AT_ONCE // state.config.model.seq_length)
+        size = max(config.training.micro_batch_size, TOKENS_AT_ONCE // config.model.seq_length)
         evaluate: Any = optional_package("`eval_task_files`", "lm_eval.evaluator").evaluate
         model, limit = harness_model(loaded, micro_batch_size=size), self._settings.eval_tasks_limit
-        with self._use.whole_weights(), redirect_stderr(StringIO()):  # its bars are not the run's
-            found = evaluate(model, self._tasks, limit=limit, bootstrap_iters=0, log_samples=False)
-        results = measures_of(found)
+        with use.whole_weights(), redirect_stderr(StringIO()):  # its bars are not the run's
+            results = measures_of(evaluate(model, self._tasks, limit=limit, bootstrap_iters=0, log_samples=False))
         return [{"kind": "task", "iteration": iteration, "task": task, **results[task]} for task in sorted(results)]
 
 

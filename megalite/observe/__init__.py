@@ -17,4 +17,4 @@ from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, Curve, render
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, RUN_FILES, make_hooks, read_metrics
-from megalite.observe.stats import ExpertStats, PartLosses, Record, StepStats, evaluation_record, perplexity
+from megalite.observe.stats import ExpertStats, Record, StepStats, evaluation_record, perplexity

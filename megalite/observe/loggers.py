@@ -29,58 +29,36 @@ from megalite.stores import place
 
 logger = logging.getLogger(__name__)
 
-#: Field names as Megatron-LM prints them, the record's key and the format; a key that is absent leaves the field out.
-#: The fields in % are shares in the record.
-_FIELDS: tuple[tuple[str, str, str], ...] = (
-    ("consumed samples", "consumed_samples", "12d"),
-    ("elapsed time per iteration (ms)", "iteration_time_ms", ".1f"),
-    ("throughput per GPU (TFLOP/s/GPU)", "tflops_per_device", ".3g"),
-    ("learning rate", "learning_rate", ".6E"),
-    ("global batch size", "global_batch_size", "5d"),
-    ("lm loss", "lm_loss", ".6E"),
-    ("loss scale", "loss_scale", ".1f"),
-    ("grad norm", "grad_norm", ".3f"),
-    ("number of skipped iterations", "skipped_iterations", "3d"),
-    ("number of nan iterations", "nan_iterations", "3d"),
+#: Field names as Megatron-LM prints them, the record's key, the format, and the tag of trackers, or "" for none; a key
+#: that is absent leaves the field out. The fields in % are shares in the record.
+_FIELDS: tuple[tuple[str, str, str, str], ...] = (
+    ("consumed samples", "consumed_samples", "12d", ""),
+    ("elapsed time per iteration (ms)", "iteration_time_ms", ".1f", ""),
+    ("throughput per GPU (TFLOP/s/GPU)", "tflops_per_device", ".3g", "throughput"),
+    ("learning rate", "learning_rate", ".6E", "learning-rate"),
+    ("global batch size", "global_batch_size", "5d", "batch-size"),
+    ("lm loss", "lm_loss", ".6E", "lm loss"),
+    ("loss scale", "loss_scale", ".1f", "loss-scale"),
+    ("grad norm", "grad_norm", ".3f", "grad-norm"),
+    ("number of skipped iterations", "skipped_iterations", "3d", "skipped-iterations"),
+    ("number of nan iterations", "nan_iterations", "3d", ""),
     # megalite's own fields follow, so that what reads Megatron's line finds its fields where it expects them
-    ("load balancing loss", "load_balancing_loss", ".6E"),
-    ("z loss", "z_loss", ".6E"),
-    ("fullest expert", "fullest_expert", ".2f"),
-    ("load entropy", "load_entropy", ".3f"),
-    ("dropped (%)", "dropped_fraction", ".2f"),
-    ("embedding cache hits (%)", "embedding_hit_rate", ".2f"),
-    ("embedding bytes up", "embedding_bytes_up", ".3e"),
-    ("embedding bytes down", "embedding_bytes_down", ".3e"),
-    ("tokens per second", "tokens_per_second", ",.0f"),
-    ("MFU (%)", "mfu", ".1f"),
-    ("sequence length", "seq_length", "d"),
-    ("device hours", "device_hours", ",.3g"),
+    ("load balancing loss", "load_balancing_loss", ".6E", "load_balancing_loss"),
+    ("z loss", "z_loss", ".6E", "z_loss"),
+    ("fullest expert", "fullest_expert", ".2f", "fullest-expert"),
+    ("load entropy", "load_entropy", ".3f", "load-entropy"),
+    ("dropped (%)", "dropped_fraction", ".2f", "dropped-fraction"),
+    ("embedding cache hits (%)", "embedding_hit_rate", ".2f", "embedding-hit-rate"),
+    ("embedding bytes up", "embedding_bytes_up", ".3e", "embedding-bytes-up"),
+    ("embedding bytes down", "embedding_bytes_down", ".3e", "embedding-bytes-down"),
+    ("tokens per second", "tokens_per_second", ",.0f", "tokens-per-second"),
+    ("MFU (%)", "mfu", ".1f", "mfu"),
+    ("sequence length", "seq_length", "d", ""),
+    ("device hours", "device_hours", ",.3g", ""),
 )
 
 COLUMNS = 100
 """Width that a line on a terminal keeps to."""
-
-#: Record key -> tag, as Megatron-LM names it where it has one.
-_TRAIN_TAGS = {
-    "learning_rate": "learning-rate",
-    "global_batch_size": "batch-size",
-    "lm_loss": "lm loss",
-    "loss_scale": "loss-scale",
-    "grad_norm": "grad-norm",
-    "tflops_per_device": "throughput",
-    "tokens_per_second": "tokens-per-second",
-    "mfu": "mfu",
-    "peak_memory_bytes": "mem-max-allocated-bytes",
-    "skipped_iterations": "skipped-iterations",
-    "load_balancing_loss": "load_balancing_loss",
-    "z_loss": "z_loss",
-    "fullest_expert": "fullest-expert",
-    "load_entropy": "load-entropy",
-    "dropped_fraction": "dropped-fraction",
-    "embedding_hit_rate": "embedding-hit-rate",
-    "embedding_bytes_up": "embedding-bytes-up",
-    "embedding_bytes_down": "embedding-bytes-down",
-}
 
 
 class ConsoleHook(Hook):
@@ -195,7 +173,7 @@ def progress_line(record: Record, train_iters: int) -> str:
 def train_line(record: Record, train_iters: int, now: datetime) -> str:
     """The line of a `"train"` record, e.g. ` [2026-01-01 00:00:00.000000] iteration 1/ 10 | consumed samples: ...`."""
     parts = [f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {record['iteration']:8d}/{train_iters:8d}"]
-    for name, key, spec in _FIELDS:
+    for name, key, spec, _ in _FIELDS:
         if (value := record.get(key)) is not None:
             parts.append(f"{name}: {format(100 * value if '(%)' in name else value, spec)}")
     parts += [f"lm loss of {name}: {loss:.6E}" for name, loss in record.get("lm_loss_by_part", {}).items()]
@@ -231,7 +209,8 @@ def evaluation_line(record: Record) -> str:
 def tags(record: Record) -> dict[str, float]:
     """The numbers of a `"train"`, `"valid"` or `"test"` record by tag; what does not exist is left out."""
     if record["kind"] == "train":
-        named = {tag: record.get(key) for key, tag in _TRAIN_TAGS.items()}
+        named = {tag: record.get(key) for _, key, _, tag in _FIELDS if tag}
+        named["mem-max-allocated-bytes"] = record.get("peak_memory_bytes")
         named["iteration-time"] = 1e-3 * record["iteration_time_ms"]
         named |= {f"lm loss of {name}": loss for name, loss in record.get("lm_loss_by_part", {}).items()}
         named |= {f"{key[:-5]} loss": value for key, value in _further(record).items()}

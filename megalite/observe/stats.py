@@ -55,15 +55,6 @@ class ExpertStats:
     layers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class PartLosses:
-    """Of the parts of a blend (`--loss-by-part`): names, and `[2, P]`, summed losses and tokens that count, which may
-    live on the device."""
-
-    names: tuple[str, ...]
-    sums: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepStats:
     """Measurements of one iteration, the same on all ranks but for the times.
@@ -81,7 +72,7 @@ class StepStats:
     loss_scale: factor of the loss in fp16 training, else 1.
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
     experts: of a model with experts.
-    by_part: losses of the parts of a blend, where they are told apart.
+    by_part: names of the parts of a blend (`--loss-by-part`), and `[2, P]`, their summed losses and tokens that count.
     further: mean losses of the tokens beyond the next one, by depth.
     iteration_time_s: seconds on this rank's clock.
     wait_time_s, data_time_s: parts of it spent waiting for other ranks, and for the next batch.
@@ -99,7 +90,7 @@ class StepStats:
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
     experts: ExpertStats | None = None
-    by_part: PartLosses | None = None
+    by_part: tuple[Sequence[str], Tensor] | None = None
     further: tuple[Tensor, ...] = ()
     iteration_time_s: float
     wait_time_s: float = 0.0
@@ -222,12 +213,12 @@ class IntervalStats:
         }
 
 
-def losses_by_part(kept: Sequence[PartLosses]) -> Record:
+def losses_by_part(kept: Sequence[tuple[Sequence[str], Tensor]]) -> Record:
     """`lm_loss_by_part`: name -> mean loss per token over all steps; without the parts of which no token counted."""
     if not kept:
         return {}
-    sums, tokens = torch.stack([losses.sums for losses in kept]).sum(0).tolist()
-    named = zip(kept[0].names, sums, tokens, strict=True)
+    sums, tokens = torch.stack([losses for _, losses in kept]).sum(0).tolist()
+    named = zip(kept[0][0], sums, tokens, strict=True)
     return {"lm_loss_by_part": {name: total / count for name, total, count in named if count}}
 
 

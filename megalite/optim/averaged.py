@@ -2,10 +2,8 @@
 
     n-th step:  average += (1 - d) (master - average),   d = min(decay, n / (n + 9))
 
-It begins as a copy of the masters. Until n is about 10 / (1 - decay) the average forgets faster, so that the first
-weights do not weigh on it for long (as TensorFlow's ExponentialMovingAverage does). A step that is skipped leaves it as
-it is. As a moment it lies where the masters lie: on their rank, on the host or in a file, and in checkpoints as
-`optimizer/ema/<name>`.
+It begins as a copy of the masters, and first forgets faster, so that they do not weigh on it for long (as TensorFlow's
+ExponentialMovingAverage). As a moment it lies where the masters lie, and in checkpoints as `optimizer/ema/<name>`.
 """
 
 from __future__ import annotations

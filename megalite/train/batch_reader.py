@@ -27,7 +27,6 @@ from torch import Tensor
 from megalite.comm import Axis, all_reduce_
 from megalite.data import BatchLoader
 from megalite.microbatch import Microbatch
-from megalite.observe import PartLosses
 from megalite.train.further import Further
 
 
@@ -129,7 +128,7 @@ class BatchReader:
     def named(self, sums: Tensor) -> dict[str, Any]:
         """The same of all ranks, as fields of `StepStats`."""
         parts, further = sums.split((2 * len(self.part_names), self.more - 2 * len(self.part_names)))
-        found = {"by_part": PartLosses(self.part_names, parts.view(2, -1))} if self.part_names else {}
+        found = {"by_part": (self.part_names, parts.view(2, -1))} if self.part_names else {}
         return found | {"further": tuple(further.unbind())}
 
     def _part_sums(self, own: Microbatch) -> Tensor:

@@ -18,16 +18,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container
 from dataclasses import asdict, astuple, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.checkpoint import Meta
+from megalite.config import BatchSizeSchedule, Spikes
+from megalite.engine import SpikeGuard
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
-
-if TYPE_CHECKING:
-    from megalite.config import BatchSizeSchedule, Spikes
-    from megalite.engine import SpikeGuard
-    from megalite.observe import Record
+from megalite.observe import Record
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from megalite.comm import ParallelMesh, World, all_gather_json, patiently
 from megalite.config import Config, cache_problem, with_vocab_size
 from megalite.data import (
     BatchLoader,
-    BlendParts,
     Dataset,
     Datasets,
     DocumentMasks,
@@ -54,10 +53,7 @@ class RunData:
         """Training batches after `consumed_samples` samples."""
         assert self.datasets.train is not None
         lengths, whole = self.config.length_schedule, self.config.model.seq_length
-        return self._loader(
-            *(self.datasets.train, consumed_samples, lambda consumed: whole // lengths.at(consumed)),
-            parts=self.datasets.blend_parts,
-        )
+        return self._loader(self.datasets.train, consumed_samples, lambda consumed: whole // lengths.at(consumed))
 
     def evaluation_length(self, consumed_samples: int) -> int:
         """Tokens of the sequences of an evaluation: of those of the iteration that came last."""
@@ -116,7 +112,6 @@ class RunData:
         pieces: Callable[[int], int],
         *,
         threads: bool = True,
-        parts: BlendParts | None = None,
     ) -> BatchLoader:
         data = self.config.data
         return BatchLoader(
@@ -129,7 +124,7 @@ class RunData:
             pieces=pieces,
             num_workers=data.num_workers if threads else 0,
             pin_memory=self.device.type == "cuda",
-            parts=parts,
+            parts=self.datasets.blend_parts if source is self.datasets.train else None,
         )
 
 

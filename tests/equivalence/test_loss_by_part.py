@@ -19,7 +19,7 @@ from megalite.config.cli import parse
 from megalite.data.indexed import IndexedWriter
 from megalite.observe.alerts import PrometheusHook
 from megalite.observe.loggers import tags, train_line
-from megalite.observe.stats import PartLosses, losses_by_part
+from megalite.observe.stats import losses_by_part
 from megalite.testing import run_ranks
 from megalite.testing.oracle import Pupil
 from megalite.train.run import open_run, run_training
@@ -75,8 +75,8 @@ def losses_body(world: World, argv: list[str], steps: int) -> list[list[list[flo
         for step in range(steps):
             with no_reads() if 0 < step < steps - 1 and not asks else nullcontext():
                 stats.append(run.trainer.train_step(drain=step == steps - 1))
-        assert all(one.by_part is not None and one.by_part.names == PARTS for one in stats)
-        return [one.by_part.sums.tolist() for one in stats if one.by_part is not None]
+        assert all(one.by_part is not None and one.by_part[0] == PARTS for one in stats)
+        return [one.by_part[1].tolist() for one in stats if one.by_part is not None]
 
 
 def one_by_one(argv: list[str], steps: int, delay: int) -> list[list[list[float]]]:
@@ -136,7 +136,7 @@ def test_a_run_shows_them_and_is_the_run_without(files: Path, tmp_path: Path) ->
 
 
 def test_lines_tags_and_numbers_name_the_part() -> None:
-    steps = [PartLosses(PARTS + ("unread",), torch.tensor([[6.0, n, 0], [3, 1 + n, 0]])) for n in range(2)]
+    steps = [(PARTS + ("unread",), torch.tensor([[6.0, n, 0], [3, 1 + n, 0]])) for n in range(2)]
     by_part = losses_by_part(steps)
     assert by_part == {"lm_loss_by_part": {"web": 2.0, "code": pytest.approx(1 / 3)}}
     record = {"kind": "train", "iteration": 7, "iteration_time_ms": 1.0, **by_part}

@@ -244,13 +244,12 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield f"`{field}`={value}: not with `optimizer`={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "`optimizer_impl`=apex: keeps both moments in fp32; drop `exp_avg_dtype` and `exp_avg_sq_dtype`"
-    if optimizer.ema_decay is not None and optimizer.optimizer_impl == "apex":
-        yield f"`ema_decay`={show(optimizer.ema_decay)}: not with `optimizer_impl`=apex, whose step is closed; drop one"
-    if optimizer.ema_decay is not None and optimizer.offload.embedding_offload is not None:
-        yield (
-            f"`ema_decay`={show(optimizer.ema_decay)}: not with `embedding_offload`, which steps only the rows that "
-            "a batch uses; drop one"
-        )
+    if optimizer.ema_decay is not None:
+        beside = f"`ema_decay`={show(optimizer.ema_decay)}: not with"
+        if optimizer.optimizer_impl == "apex":
+            yield f"{beside} `optimizer_impl`=apex, whose step is closed; drop one"
+        if optimizer.offload.embedding_offload is not None:
+            yield f"{beside} `embedding_offload`, which steps only the rows that a batch uses; drop one"
     yield from _staleness(config)
     yield from _delayed_update(config)
     if optimizer.store_param_remainders:
