@@ -136,9 +136,10 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         },
     ),
     "lora": ArgumentFlag(
-        "low-rank adapters (LoRA), which are trained in place of the model; they are saved apart",
+        "adapters (LoRA and others), which are trained in place of the model; they are saved apart",
         {
             "rank": "lora_rank",
+            "kind": "adapter_kind",
             "alpha": "lora_alpha",
             "targets": "lora_targets",
             "shared_a": "lora_shared_a",

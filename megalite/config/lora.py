@@ -1,4 +1,5 @@
-"""Fine-tuning with low-rank adapters (LoRA, arXiv 2106.09685) in the model section.
+"""Fine-tuning with adapters in the model section: low-rank ones (LoRA, arXiv 2106.09685), layers behind attention and
+MLP (bottleneck, arXiv 1902.00751), learned keys and values in front of the text (prefix, arXiv 2101.00190).
 
 A linear layer consists of parts that may have an adapter each. Users know them by the names of Megatron's layers, or of
 those of Hugging Face's models, which `peft` takes:
@@ -9,7 +10,7 @@ those of Hugging Face's models, which `peft` takes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.config.schema import Spelled, option
@@ -47,10 +48,20 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "fc1": ("gate
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Spelled):
-    """Low-rank adapters (LoRA), which are trained in place of the model; they are saved apart."""
+    """Adapters, which are trained in place of the model; they are saved apart."""
 
     lora_rank: int | None = option(
-        None, "rank R of the adapters beside linear layers; all else is frozen; unset: the model is trained", ge=1
+        None,
+        "rank R of the adapters beside linear layers, width of a bottleneck, length of a prefix; all else is frozen; "
+        "unset: the model is trained",
+        ge=1,
+    )
+    adapter_kind: str = option(
+        "lora",
+        "what adapters are: products beside matrices (lora), layers behind attention and MLP (bottleneck), keys and "
+        "values in front of the text (prefix)",
+        choices=("lora", "bottleneck", "prefix"),
+        needs="lora_rank",
     )
     lora_alpha: float | None = option(
         None, "what an adapter computes is multiplied by this / R; unset: R", gt=0, needs="lora_rank"
@@ -73,14 +84,28 @@ class Lora(Spelled):
     )
 
     @property
+    def prefix(self) -> int:
+        """Learned keys in front of each text."""
+        return (self.lora_rank or 0) * (self.adapter_kind == "prefix")
+
+    @property
     def scale(self) -> float:
         """alpha / R."""
         return 1.0 if self.lora_alpha is None or self.lora_rank is None else self.lora_alpha / self.lora_rank
+
+    def words(self, beside: Sequence[str]) -> str:
+        """`adapters of rank 8, factor 1, beside fc1`."""
+        if self.adapter_kind == "lora":
+            return f"adapters of rank {self.lora_rank}, factor {self.scale:g}, beside {', '.join(beside)}"
+        what = "bottlenecks of width" if self.adapter_kind == "bottleneck" else "keys in front of each text:"
+        return f"{what} {self.lora_rank}"
 
     def parts(self, *, apart: bool, sparse: bool = False) -> tuple[str, ...]:
         """Parts that have an adapter, in order, without unknown names. apart: what `all-linear` means for queries,
         keys and values, and for gate and value: one adapter each. sparse: of a block with experts, whose gate and
         value have one."""
+        if self.lora_rank is not None and self.adapter_kind != "lora":
+            return (self.adapter_kind,)
         every: tuple[str, ...] = (
             ("q", "k", "v", "proj", "gate", "up", "fc2") if apart else ("qkv", "proj", "fc1", "fc2")
         )

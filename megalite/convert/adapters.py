@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, resolve_checkpoint
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
-from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, LayerRule
+from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, HuggingFaceFamily, LayerRule
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource
 from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.llama import STACKED_ALL, STACKED_PAIRS
@@ -36,7 +36,7 @@ from megalite.convert.registry import family_of
 from megalite.convert.source import ModelSource, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
-from megalite.inventory import Adapter, adapters_of, block_models, held_in_8_bits
+from megalite.inventory import Adapter, Parameter, adapters_of, block_models, held_in_8_bits, stage_parameters
 from megalite.parallel.tensor import dequantised, in_8_bits
 
 PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
@@ -161,17 +161,19 @@ class AdaptedSource:
         self.origin: Origin = replace(self._base.origin, hub_id=self.base_model.hub_id or self._base.origin.hub_id)
         self.tokenizer: Tokenizer = CheckpointSource.tokenizer_of(self._reader)
         self._blocks = block_models(self.adapted)
+        self._shapes = {name: p.shape for name, p in self._parameters() if not p.frozen}
         for name in self._reader.manifest.tensors:
-            known = self._known(name.partition(".adapters.")[0])
-            rest = name.split(".", 2)[-1]
-            if name.startswith("layers.") and not any(rest in (adapter.a.name, adapter.b.name) for adapter in known):
+            if name.startswith("layers.") and name not in self._shapes:
                 raise CheckpointError(f"{where}: {name} is no adapter of its lora_targets; it is damaged")
+
+    def _parameters(self) -> Iterator[tuple[str, Parameter]]:
+        return stage_parameters(self.adapted, range(self.adapted.num_layers + 2))
 
     def adapters(self, layer: str) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
         """The adapters of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
         for adapter in self._known(layer):
             block = ".".join(layer.split(".")[:2])
-            a, b = (self._stored(f"{block}.{p.name}", p.shape) for p in (adapter.a, adapter.b))
+            a, b = (self.stored(f"{block}.{p.name}") for p in (adapter.a, adapter.b))
             yield adapter, a, b
 
     def _known(self, layer: str) -> list[Adapter]:
@@ -180,8 +182,9 @@ class AdaptedSource:
         there = index.isdecimal() and int(index) < len(self._blocks)
         return adapters_of(self._blocks[int(index)], linear) if there else []
 
-    def _stored(self, name: str, shape: Sequence[int]) -> Tensor:
-        values = self._reader.read(name)
+    def stored(self, name: str) -> Tensor:
+        """What the checkpoint has of an adapter."""
+        values, shape = self._reader.read(name), self._shapes[name]
         if tuple(values.shape) != tuple(shape):
             there = list(values.shape)
             path = self._reader.path
@@ -197,6 +200,11 @@ class AdaptedSource:
         return self._base_and_merged(name)[1]
 
     def _base_and_merged(self, name: str) -> tuple[Tensor, Tensor]:
+        if (other := self.adapted.lora.adapter_kind) != "lora":
+            raise ConfigError(
+                f"`adapter_kind`={other}: merges into no matrix, and no model of Hugging Face has it; "
+                f"{'export it `to` peft, or ' * (other == 'prefix')}use the run itself (generate_text.py, evaluate.py)"
+            )
         values, (layer, _, kind) = self._base.read(name), name.rpartition(".")
         if name.startswith("layers.") and held_in_8_bits(self.adapted, name):  # so it was beside the adapters
             values = dequantised(*in_8_bits(values), values.dtype)
@@ -249,8 +257,43 @@ def write_peft(
     recorded; where none is, the adapters name no model: a path of this machine is nothing to others. Raises ConfigError
     where the model's family has other layers, CheckpointError where it cannot be written.
     """
-    model, lora = source.model, source.adapted.lora
+    model = source.model
     family = family_of(model, source.origin.model_type)
+    tensors, settings = _prefixes(source) if source.adapted.lora.prefix else _low_rank(source, family)
+    base = base or source.base_model.hub_id
+    config = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, **settings}
+    with staged(directory, model=model, dtype=None) as staging:
+        stored = {name: (v if dtype is None else v.to(dtype)).clone() for name, v in tensors.items()}
+        save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
+        (staging / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_tokenizer(source.tokenizer, staging)
+        card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
+        (staging / CARD).write_text(card, encoding="utf-8")
+    return directory
+
+
+def _prefixes(source: AdaptedSource) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """One row a key of the prefix: of one layer after the other its keys, then its values."""
+    model, length = source.model, source.adapted.lora.prefix
+    own = [source.stored(f"layers.{index}.attention.adapters.prefix") for index in range(model.num_layers)]
+    config = {
+        "peft_type": "PREFIX_TUNING",
+        "num_virtual_tokens": length,
+        "token_dim": model.kv_size,
+        "num_transformer_submodules": 1,
+        "num_attention_heads": model.query_groups,
+        "num_layers": model.num_layers,
+        "encoder_hidden_size": model.hidden_size,
+        "prefix_projection": False,
+    }
+    return {"prompt_embeddings": torch.stack(own).permute(2, 0, 1, 3).reshape(length, -1)}, config
+
+
+def _low_rank(source: AdaptedSource, family: HuggingFaceFamily) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Raises ConfigError for adapters that peft has not."""
+    model, lora = source.model, source.adapted.lora
+    if lora.adapter_kind != "lora":
+        raise ConfigError(f"`to`=peft: it has no `adapter_kind`={lora.adapter_kind}; use the run itself")
     tensors: dict[str, Tensor] = {}
     transposed, model_parts = False, set(source.adapted.adapted_parts)
     for rule in family.rules:
@@ -260,21 +303,16 @@ def write_peft(
             for adapter, a, b in source.adapters(rule.ours.replace("{i}", str(index))):
                 if adapter.a.family == "expert":
                     pair = _pair_of_experts(rule, adapter, a, b, nested=model_parts >= {"fc1", "fc2"})
-                    ours = {f"{name.replace('{i}', str(index))}": values for name, values in pair.items()}
-                    tensors |= {name: (v if dtype is None else v.to(dtype)).contiguous() for name, v in ours.items()}
+                    tensors |= {name.replace("{i}", str(index)): v.contiguous() for name, v in pair.items()}
                     continue
                 transposed = transposed or rule.form in (TRANSPOSED, GROUPED_TRANSPOSED)
                 for name, rows in _their_rows(rule, adapter, model, b):
                     key = f"{OUTER}{name.replace('{i}', str(index))}"
-                    for letter, values in (("A", a), ("B", rows)):
-                        tensors[f"{key}.lora_{letter}.weight"] = (values if dtype is None else values.to(dtype)).clone()
+                    tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": rows}
     _check_dense_layers(tensors)
     alpha = lora.scale * (lora.lora_rank or 1)
-    base = base or source.base_model.hub_id
-    config = {
+    return tensors, {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
@@ -282,15 +320,7 @@ def write_peft(
         "target_parameters": _target_parameters(tensors, model_parts),
         "fan_in_fan_out": transposed,
         "bias": "none",
-        "inference_mode": True,
     }
-    with staged(directory, model=model, dtype=None) as staging:
-        save_file(tensors, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
-        (staging / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        write_tokenizer(source.tokenizer, staging)
-        card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
-        (staging / CARD).write_text(card, encoding="utf-8")
-    return directory
 
 
 def _their_rows(rule: LayerRule, adapter: Adapter, model: ModelConfig, b: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -67,7 +67,7 @@ def _rows(
         yield "began with", f"random weights (seed {facts.config.training.seed})"
     lora = facts.config.model.lora
     if lora.lora_rank is not None:
-        yield "trained", f"adapters of rank {lora.lora_rank}, scale {lora.scale:g}: {', '.join(lora.lora_targets)}"
+        yield "trained", lora.words(lora.lora_targets)
     else:
         yield "trained", "all weights"
     length, samples = facts.config.model.seq_length, facts.samples

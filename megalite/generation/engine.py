@@ -193,7 +193,8 @@ class Generator:
         for place, (slot, tokens, count) in enumerate(zip(slots, pending, chunks, strict=True)):
             group, column = slot.mine, slot.mine.columns
             if not slot.caches:
-                most = tokens.shape[1] + self.parts.config.max_positions
+                config = self.parts.config
+                most = tokens.shape[1] + config.max_positions + config.lora.prefix
                 stacks = self.parts.stages.items()
                 slot.caches = {stage: KeyValueCache(num_blocks(stack), most) for stage, stack in stacks}
             lengths = [len(row.text) for row in group.rows]

@@ -31,7 +31,7 @@ from megalite.inventory.activation_bytes import (
     micro_tokens,
     weight_only_bytes,
 )
-from megalite.inventory.adapters import Adapter, adapters_of, held_in_8_bits
+from megalite.inventory.adapters import Adapter, adapters_of, bottlenecks, held_in_8_bits, prefixes
 from megalite.inventory.boxes import Box, cover, find_overlap
 from megalite.inventory.buckets import (
     ALIGNMENT,
@@ -64,6 +64,7 @@ from megalite.inventory.layers import (
     stage_parameters,
 )
 from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, given_recompute
+from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape, placement_of
 from megalite.inventory.pieces import Product
 from megalite.inventory.pipeline import computations, lowered_program, stage_layer_ranges

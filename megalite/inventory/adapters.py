@@ -1,4 +1,5 @@
-"""Low-rank adapters beside linear layers (LoRA, arXiv 2106.09685): which there are, and what they consist of."""
+"""Adapters: low-rank ones beside linear layers (LoRA, arXiv 2106.09685), and layers of their own: which there are, and
+what they consist of."""
 
 from __future__ import annotations
 
@@ -95,6 +96,22 @@ def _of_experts(model: ModelConfig, linear: str) -> list[Adapter]:
     return [Adapter(part, a, b)]
 
 
+def bottlenecks(model: ModelConfig) -> Iterator[Parameter]:
+    """Of a block: behind its attention and its MLP each y += up(gelu(down(y))), whole on every tensor-parallel rank."""
+    h, width, std = model.hidden_size, model.lora.lora_rank or 1, model.init_method_std
+    for behind in ("attention", "mlp") if "bottleneck" in model.adapted_parts else ():
+        for part, shape, start in (("down", (width, h), std), ("up", (h, width), None)):
+            name = f"adapters.{behind}.{part}"
+            yield Parameter(f"{name}.weight", shape, partial="sequence", init_std=start, family="adapter")
+            yield Parameter(f"{name}.bias", shape[:1], partial="sequence", decay=False, family="adapter")
+
+
+def prefixes(model: ModelConfig) -> list[Parameter]:
+    """Of an attention: keys and values `[2, P, h_kv]`, cut by heads."""
+    shape, std = (2, model.lora.prefix, model.kv_size), model.init_method_std
+    return [Parameter("attention.adapters.prefix", shape, 2, init_std=std, family="adapter")] if shape[1] else []
+
+
 def held_in_8_bits(model: ModelConfig, name: str) -> bool:
     """Whether a parameter of a block (`mlp.fc1.weight`) is in 8 bits: the matrices of its linear layers are."""
     return model.lora.frozen_weights_int8 and name.endswith(("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight"))
@@ -107,6 +124,6 @@ def with_adapters(parameters: Iterable[Parameter], model: ModelConfig) -> Iterat
         yield from parameters
         return
     for linear, own in groupby(parameters, lambda parameter: parameter.name.rpartition(".")[0]):
-        yield from (replace(parameter, frozen=True) for parameter in own)
+        yield from (replace(parameter, frozen=parameter.family != "adapter") for parameter in own)
         for adapter in adapters_of(model, linear):
             yield from (adapter.a, adapter.b)

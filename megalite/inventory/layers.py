@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from megalite.config import Experts, ModelConfig, ParallelConfig, hidden_std, residual_std
 from megalite.errors import ConfigError
-from megalite.inventory.adapters import with_adapters
+from megalite.inventory.adapters import bottlenecks, with_adapters
 from megalite.inventory.mixers import MIXERS
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import Shape
@@ -117,6 +117,7 @@ def _block(model: ModelConfig) -> Layer:
         *(norm("mlp_norm", h, model) if before else []),
         *mlp,
         *(norm("post_mlp_norm", h, model) if behind else []),
+        *bottlenecks(model),
     ]
     products = (*mixer_products, *mlp_products)
     return Layer(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.config import ModelConfig, hidden_std
+from megalite.inventory.adapters import prefixes
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.pieces import Product, column, norm, norm_start, row
 
@@ -40,6 +41,7 @@ def _attention(model: ModelConfig) -> Contents:
         *column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
         *row("attention.proj", h, q, model, bias),
         *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
+        *prefixes(model),
     ]
     return parameters, [
         Product("qkv", qkv, h, "n"),

@@ -31,6 +31,7 @@ from megalite.nn.delta import GatedDeltaNet
 from megalite.nn.dropout import HiddenDropout
 from megalite.nn.expert_adapters import adapt
 from megalite.nn.experts import MoE
+from megalite.nn.further_adapters import Bottlenecks
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
@@ -68,6 +69,7 @@ class Block(nn.Module):
         self.mlp_norm = norm(there=before)
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
         self.post_mlp_norm = norm(there=behind)
+        self.adapters: Bottlenecks | None = None
         if config.adapted_parts:
             adapt(self, self.mlp, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
@@ -110,6 +112,8 @@ class Block(nn.Module):
 
     def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(x with the attention's result y added, the MLP's input)."""
+        if self.adapters is not None:
+            y = self.adapters.attention(y)
         if self.post_attention_norm is not None:
             y = self.post_attention_norm(y)
         y = self.attention_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
@@ -120,6 +124,8 @@ class Block(nn.Module):
 
     def after_mlp(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> Tensor:
         """x with the MLP's result y added."""
+        if self.adapters is not None:
+            y = self.adapters.mlp(y)
         if self.post_mlp_norm is not None:
             y = self.post_mlp_norm(y)
         y = self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)

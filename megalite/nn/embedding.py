@@ -19,7 +19,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
         self.weight_grads = ctx.weight_grads
-        self.tp, self.split = ctx.tp, ctx.sequence_split
+        self.tp, self.split, self.begin = ctx.tp, ctx.sequence_split, config.lora.prefix
         shape = (config.max_positions, config.hidden_size)
         partial = ctx.tp.names if self.split else NO_AXES
         place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
@@ -29,7 +29,7 @@ class PositionEmbedding(nn.Module):
         """int64 `[s, b]` -> `[s, b, h]` (the rank's `[s/t, b, h]` under sequence parallelism)."""
         if self.split:
             positions = own_slice(positions, self.tp)
-        return lookup(positions, self.weight, self.weight_grads)
+        return lookup(positions + self.begin if self.begin else positions, self.weight, self.weight_grads)
 
 
 class Embedding(nn.Module):

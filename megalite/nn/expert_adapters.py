@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import Adapter, adapters_of
 from megalite.nn.experts import MoE
+from megalite.nn.further_adapters import Bottlenecks
 from megalite.parallel.expert import ElementwiseFunction, RowCounts
 from megalite.parallel.tensor import LayerContext, LowRank, add_adapters
 
@@ -47,7 +48,9 @@ class ExpertAdapters(nn.Module):
 
 
 def adapt(block: nn.Module, mlp: nn.Module, config: ModelConfig, ctx: LayerContext) -> None:
-    """Gives the linear layers of a block, and of its experts, the adapters that the configuration names."""
+    """Gives a block, its linear layers and those of its experts the adapters that the configuration names."""
+    if "bottleneck" in config.adapted_parts:
+        block.adapters = Bottlenecks(config, ctx)
     add_adapters(block, config, ctx)
     linears = {"fc1": mlp.experts.fc1, "fc2": mlp.experts.fc2} if isinstance(mlp, MoE) else {}
     for name, linear in linears.items():

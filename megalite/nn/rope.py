@@ -28,7 +28,7 @@ class Rotary:
 
     def __init__(self, config: ModelConfig) -> None:
         self.dim, self.base = config.rotary_dim, config.rotary_base
-        self.scaling = config.rope_scaling
+        self.scaling, self.begin = config.rope_scaling, config.lora.prefix
         self._positions: Tensor | None = None
         self._rotation: Rotation | None = None
 
@@ -52,6 +52,7 @@ class Rotary:
             frequencies = slow_down_by_channel(frequencies, given, self.base)
             temperature = given.yarn_temperature  # of queries and keys alike: 1 / t of the paper for both
         factor = given.rotary_seq_len_interpolation_factor
+        positions = positions + self.begin if self.begin else positions
         angles = positions.t()[:, :, None, None, None].to(exact) / factor * frequencies
         return (angles.cos() * temperature).to(dtype), (angles.sin() * temperature).to(dtype)
 

@@ -167,7 +167,7 @@ def _parameters(model: ModelConfig) -> str:
 def _adapters(model: ModelConfig) -> str:
     lora = model.lora
     base = "; the matrices beside them in 8 bits" * lora.frozen_weights_int8
-    return f"adapters of rank {lora.lora_rank}, factor {lora.scale:g}, beside {', '.join(model.adapted_parts)}{base}"
+    return f"{lora.words(model.adapted_parts)}{base}"
 
 
 def _experts(model: ModelConfig) -> str:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.nn.attention.layer import Attention
+from megalite.nn.further_adapters import Bottleneck, Prefix
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 
@@ -23,6 +25,52 @@ def replace_adapters(model: nn.Module, config: ModelConfig) -> None:
             module.__dict__["forward"] = _forward(module, config)  # in its place
             if config.lora.frozen_weights_int8:
                 module.weight.data = in_eight_bits(module.weight.data)
+        elif isinstance(module, Bottleneck):
+            module.__dict__["forward"] = _plain_bottleneck(module)
+        elif isinstance(module, Attention) and module.adapters is not None:
+            module.__dict__["attend"] = _plain_prefix(module, module.adapters)
+
+
+def _plain_bottleneck(module: Bottleneck) -> Callable[[Tensor], Tensor]:
+    def forward(y: Tensor) -> Tensor:
+        low = y @ module.down.weight.t() + module.down.bias
+        low = low * (1 + torch.erf(low / 2**0.5)) / 2
+        return y + low @ module.up.weight.t() + module.up.bias
+
+    return forward
+
+
+def _plain_prefix(layer: Attention, own: Prefix) -> Callable[..., Tensor]:
+    """Attention of one sample after the other, its scores written out; no document begins inside of one."""
+
+    def attend(qkv: Tensor, microbatch: Any, cache: object = None) -> Tensor:
+        s, b, d, r = *qkv.shape[:2], layer.d, layer.r
+        rows, prefix, made = qkv.view(s, b, -1, r + 2, d), own.prefix, []
+        length = prefix.shape[1]
+        sees = torch.ones(s, length + s, dtype=torch.bool).tril(length)
+        for sample in range(b):
+            heads = []
+            for head in range(rows.shape[2] * r):
+                group = head // r
+                q, k = rows[:, sample, group, head % r], rows[:, sample, group, r]
+                if layer.rotary is not None:
+                    cos, sin = (x[:, 0, 0, 0] for x in layer.rotary(microbatch.positions, q.dtype))
+                    q, k = (_turned(x, cos, sin) for x in (q, k))
+                at = slice(group * d, group * d + d)
+                k, v = torch.cat((prefix[0][:, at], k)), torch.cat((prefix[1][:, at], rows[:, sample, group, r + 1]))
+                scores = (q @ k.t() / d**0.5).masked_fill(~sees, -torch.inf)
+                heads.append(scores.softmax(-1) @ v)
+            made.append(torch.cat(heads, -1))
+        return torch.stack(made, 1)
+
+    return attend
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of channels half a head apart are turned."""
+    n = cos.shape[-1]
+    first, second, rest = x[:, :n], x[:, n : 2 * n], x[:, 2 * n :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
 
 
 def _forward(module: Any, config: ModelConfig) -> Callable[..., Tensor]:

@@ -63,6 +63,31 @@ def test_a_layout_is_plain_torch(name: str) -> None:
     compare(layout(*CASES[name]))
 
 
+OTHERS = {
+    "bottleneck, tp and sequence parallel": (
+        "--lora kind=bottleneck",
+        f"{TP} {PP} --sequence-parallel --pipeline-schedule zb-h1",
+        4,
+    ),
+    "prefix, tp and pp": ("--lora kind=prefix --max-position-embeddings 19", f"{TP} {PP}", 4),
+    "bottleneck, tp, 8 bits and cp": ("--lora kind=bottleneck int8 --swiglu", f"{TP} --context-parallel-size 2", 4),
+    "bottleneck, 2bw": ("--lora kind=bottleneck", f"{PP} --pipeline-schedule 2bw --zero-stage 1", 4),
+    "bottleneck of experts": ("--lora kind=bottleneck --num-experts 4", "--expert-model-parallel-size 2", 2),
+    "prefix, ZeRO 3": (
+        f"{GROUPED} --qk-layernorm --lora kind=prefix",
+        f"{TP} --sequence-parallel --zero-stage 3 --recompute-granularity full --recompute-method uniform",
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*[*OTHERS][:2], *(pytest.param(n, marks=pytest.mark.full) for n in [*OTHERS][2:])])
+def test_adapters_that_are_layers_are_plain_torch(name: str) -> None:
+    model, flags, world_size = OTHERS[name]
+    own = ("--num-layers", "4", "--lora", "rank=3", *model.split())
+    compare(Layout(own, ("--micro-batch-size", "1", *flags.split()), world_size, delay=int("2bw" in flags)))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", range(24))
 def test_random_layouts_with_adapters(number: int, fresh: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.lora import TARGETS, TOGETHER
+from megalite.config.lora import TARGETS, TOGETHER, Lora
 from megalite.config.model import ModelConfig
 from megalite.config.root import Config
 
@@ -25,6 +25,7 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
             "(only `mock_data` does without)"
         )
     yield from _experts(model, flag)
+    yield from _other_kinds(config)
     if given.frozen_weights_int8:
         yield from _in_int8(config)
     if config.training.float8.fp8_format is not None:
@@ -50,6 +51,41 @@ def _experts(model: ModelConfig, flag: str) -> Iterator[str]:
         yield f"{flag}: gate and value of experts have one adapter; use linear_fc1"
     if given.moe_router_enable_expert_bias:
         yield "`moe_router_enable_expert_bias`: not with `lora_rank`, beside which no router changes; train it whole"
+
+
+def _other_kinds(config: Config) -> Iterator[str]:
+    """What belongs to low-rank adapters alone; what keys in front of the text exclude."""
+    model, parallel = config.model, config.parallel
+    given, positions = model.lora, model.max_positions
+    flag = f"`adapter_kind`={given.adapter_kind}"
+    if given.adapter_kind == "lora":
+        return
+    for name in ("lora_alpha", "lora_targets", "lora_shared_a"):
+        if getattr(given, name) != getattr(Lora(), name):
+            yield f"`{name}`: {flag} has none; drop it"
+    if config.training.compile:
+        yield f"`compile`: not with {flag}; drop one"
+    if not given.prefix:
+        return
+    windows = any(map(model.has_window, range(model.num_layers)))
+    others = {
+        "context_parallel_size": (parallel.context.context_parallel_size > 1, "whose ranks share the keys"),
+        "window_size": (windows, "which hides what is in front"),
+        "reset_attention_mask": (config.data.reset_attention_mask, "which hides what is in front"),
+        "qk_clip": (model.clip.qk_clip, "which looks at all keys"),
+    }
+    for name, (there, why) in others.items():
+        if there:
+            yield f"{flag}: not with `{name}`, {why}; drop one"
+    tp = parallel.tensor_model_parallel_size
+    if tp > model.query_groups:
+        groups = model.query_groups
+        yield f"{flag}: `tensor_model_parallel_size`={tp} ranks share {groups} key heads; use {groups} at most"
+    if model.position_embedding_type == "learned_absolute" and model.seq_length + given.prefix > positions:
+        yield (
+            f"{flag}: {given.prefix} keys in front of {model.seq_length} tokens are more than the {positions} "
+            f"positions of `max_position_embeddings`; use `seq_length`={positions - given.prefix} or less"
+        )
 
 
 def _in_int8(config: Config) -> Iterator[str]:
@@ -103,4 +139,4 @@ def adapted_sizes(model: ModelConfig) -> dict[str, tuple[int, int]]:
         "up": (h, f),
         "fc2": (f, h),
     }
-    return {part: sizes[part] for part in model.adapted_parts}
+    return {part: sizes[part] for part in model.adapted_parts if part in sizes}

@@ -21,6 +21,7 @@ from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore, new_sinks
 from megalite.nn.attention.gate import ungated
+from megalite.nn.further_adapters import Prefix
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         self.k_norm = head_norm(config.kv_size, config, ctx) if config.qk_layernorm else None
         self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)
         self.core = AttentionCore.of(config, index, ctx)
+        self.adapters = Prefix(config, ctx) if config.lora.prefix else None
         self.scores: Callable[[Attention, Tensor, Tensor, Microbatch], None] | None = (
             None  # is told of queries and keys
         )
@@ -111,6 +113,9 @@ class Attention(nn.Module):
             q = q * self.query_multiplier
         untouched = self.rotary is None and self.q_norm is None and self.query_multiplier is None
         k, v, sinks = k.squeeze(3), v.squeeze(3), self.sinks(qkv)
+        if self.adapters is not None:
+            k, v = self.adapters(k, v, cache)
+            untouched = False
         if self.scores is not None:
             self.scores(self, q, k, microbatch)
         if cache is not None:

@@ -45,6 +45,22 @@ ONE_LINE = [
         "--lora rank=4 int8 --device-memory-budget-gb 9",
         "--lora int8: not with --device-memory-budget-gb=9.0, which may send weights; add --param-offload none",
     ),
+    ("--lora kind=prefix", "--lora kind=prefix: needs --lora-rank"),
+    ("--lora rank=4 kind=bottleneck alpha=8", "--lora-alpha: --lora kind=bottleneck has none; drop it"),
+    ("--lora rank=4 kind=bottleneck --compile", "--compile: not with --lora kind=bottleneck; drop one"),
+    (
+        "--lora rank=4 kind=prefix --position-embedding-type rope --window-size 4",
+        "--lora kind=prefix: not with --window-size, which hides what is in front; drop one",
+    ),
+    (
+        "--lora rank=4 kind=prefix --position-embedding-type rope --reset-attention-mask",
+        "--lora kind=prefix: not with --reset-attention-mask, which hides what is in front; drop one",
+    ),
+    (
+        "--lora rank=4 kind=prefix",
+        "--lora kind=prefix: 4 keys in front of 64 tokens are more than the 64 positions of --max-position-embeddings; "
+        "use --seq-length=60 or less",
+    ),
     ("--lora-rank 4 --fp8-format e4m3", "--fp8-format=e4m3: not with --lora-rank; use --bf16"),
     (
         "--lora-rank 4 --lora-targets linear_qkv v_proj",

@@ -226,7 +226,7 @@ def test_every_argument_is_read(tmp_path: Path) -> None:
             parse(["--config", str(file), *flags()])
 
 
-LORA = "names are rank, alpha, targets, shared_a, int8"
+LORA = "names are rank, kind, alpha, targets, shared_a, int8"
 AS_GIVEN = [
     ("--lora rank=0", "--lora rank=0: must be >= 1; try 1"),
     (
@@ -257,7 +257,7 @@ AS_GIVEN = [
     ("--lora rank=8 dropout=0.1", f"--lora=dropout=0.1: no argument dropout: {LORA}"),
     ("--lora 8", f"--lora=8: expected NAME=VALUE, {LORA}"),
     ("--lora rank", "--lora=rank: expected rank=VALUE"),
-    ("--lora", "--lora: expected NAME=VALUE ...; names are rank, alpha, targets, shared_a, int8"),
+    ("--lora", "--lora: expected NAME=VALUE ...; names are rank, kind, alpha, targets, shared_a, int8"),
     (
         "--wandb name=x",
         "--wandb=name=x: no argument name: names are project, exp_name, entity, save_dir; did you mean exp_name=x?",

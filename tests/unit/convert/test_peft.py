@@ -42,7 +42,8 @@ def configuration(base: Path, case: str, *more: str) -> Config:
     shape = ("--hidden-size", "--num-attention-heads", "--seq-length")
     flags = [f for i, f in enumerate(TINY) if f not in shape and (i == 0 or TINY[i - 1] not in shape)]
     flags += f"--micro-batch-size 8 --use-checkpoint-args --seq-length {S} --vocab-size {V} --load {base}".split()
-    flags += ["--lora-rank", "3", "--lora-alpha", "7", "--lora-targets", *TARGETS[case], *more]
+    own = [] if any("kind=" in flag for flag in more) else ["--lora-alpha", "7", "--lora-targets", *TARGETS[case]]
+    flags += ["--lora-rank", "3", *own, *more]
     return parse(flags, world_size=1, read_offer=offer_of)
 
 
@@ -194,6 +195,40 @@ def test_dense_layers_beside_experts_are_not_left_out_in_silence(tmp_path: Path)
     source = fine_tune(tmp_path / "base", "qwen3-moe-mixed", tmp_path / "run")
     with pytest.raises(ConfigError, match=r"peft forgets those of .*layers.0.mlp.down_proj; export merged"):
         write_peft(source, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("case", ["llama", pytest.param("gpt2", marks=pytest.mark.full)])
+def test_a_prefix_is_that_of_peft(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft's logits with the exported prefix are ours, in fp64 to 1e-11, and so is the text that a cache makes."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = in_fp64(peer(case).double().eval(), monkeypatch)
+    base.save_pretrained(tmp_path / "base")
+    more = ("--max-position-embeddings", "64") if case == "llama" else ()
+    source = fine_tune(tmp_path / "base", case, tmp_path / "run", "--lora", "kind=prefix", "--lr", "1", *more)
+    write_peft(source, tmp_path / "adapter")
+    plain = base(input_ids=tokens()).logits
+    beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", torch_device="cpu").double().eval()
+    rounded = beside.prompt_encoder["default"].embedding.weight  # peft reads them in fp32
+    exact = load_file(tmp_path / "adapter" / "adapter_model.safetensors")["prompt_embeddings"]
+    assert (rounded - exact).abs().max() < 1e-6
+    rounded.data = exact
+    with torch.no_grad():
+        found, expected = beside(input_ids=tokens()).logits, our_logits(tmp_path / "run")
+    assert (found - expected).abs().max() < 1e-11
+    assert (plain - expected).abs().max() > 1e-3, "the prefix changes what the model says"
+    with pytest.raises(ConfigError, match="merges into no matrix, .*export it --to peft, or use the run itself"):
+        write_huggingface(source, tmp_path / "merged")
+
+
+def test_a_bottleneck_stays_in_its_run(tmp_path: Path) -> None:
+    peer("llama").save_pretrained(tmp_path / "base")
+    source = fine_tune(tmp_path / "base", "llama", tmp_path / "run", "--lora", "kind=bottleneck")
+    with pytest.raises(ConfigError, match="--to=peft: it has no --adapter-kind=bottleneck; use the run itself"):
+        write_peft(source, tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=r"merges into no matrix, .* it; use the run itself \(generate_text.py"):
+        write_huggingface(source, tmp_path / "merged")
+    assert not (tmp_path / "adapter").exists() and not (tmp_path / "merged").exists()
+    assert our_logits(tmp_path / "run").isfinite().all()
 
 
 def adapters_with(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> Path:

@@ -162,7 +162,7 @@ ROWS = [
     ("", "--exp-avg-sq-dtype bf16"),
     ("", "--clip-grad 0.01"),
     ("", "--lora-rank 2"),
-    *(("--lora-rank 2", f"--lora {setting}") for setting in ("alpha=9", "targets=linear_qkv", "int8")),
+    *(("--lora-rank 2", f"--lora {word}") for word in "alpha=9 targets=linear_qkv int8 kind=bottleneck".split()),
     (f"{EXPERTS} --lora-rank 2", "--lora-shared-a"),
     ("", "--num-experts 4"),
     (EXPERTS, "--moe-router-topk 3"),
