@@ -90,6 +90,7 @@ class Parts:
             self.names.copied(layer, index) if any(id(p) in self._taken for p in layer.parameters()) else layer
             for index, layer in zip(items, own, strict=True)
         ]
+        self._one_each([self.layers[index] for index in items], own)
         own = [layer.to(self.device) for layer in own]
         self._taken |= {id(p) for layer in own for p in layer.parameters()}
         more = [self._version(own, items) for _ in range(versions - 1)]  # before their forwards are replaced
@@ -133,18 +134,26 @@ class Parts:
         split_backwards(module, queue, self.device, self._calls)
         return module
 
+    @staticmethod
+    def _one_each(layers: Sequence[nn.Module], copies: Sequence[nn.Module]) -> None:
+        """A parameter of several layers stays one in their copies."""
+        held: dict[int, nn.Parameter | None] = {}
+        for old, new in zip(layers, copies, strict=True):
+            for theirs, ours in zip(old.modules(), new.modules(), strict=True):
+                for name, parameter in theirs._parameters.items():
+                    if parameter is not None:
+                        ours._parameters[name] = held.setdefault(id(parameter), ours._parameters[name])
+
     def _version(self, own: list[nn.Module], items: range) -> list[nn.Module]:
         """The layers with other parameters to train, and with everything else that they have."""
         copies = [self.names.copied(layer, index) for layer, index in zip(own, items, strict=True)]
-        held: dict[int, nn.Parameter | None] = {}
+        self._one_each(own, copies)
         for old, new in zip(own, copies, strict=True):
             for theirs, ours in zip(old.modules(), new.modules(), strict=True):
                 ours._buffers.update(theirs._buffers)
-                for name, parameter in theirs._parameters.items():
-                    if parameter is not None and not parameter.requires_grad:
-                        ours._parameters[name] = parameter
-                    elif parameter is not None:  # one of several layers stays one
-                        ours._parameters[name] = held.setdefault(id(parameter), ours._parameters[name])
+                ours._parameters.update(
+                    {n: p for n, p in theirs._parameters.items() if p is None or not p.requires_grad}
+                )
         self._calls.update(
             {
                 id(new): self._calls[id(old)]

@@ -234,9 +234,11 @@ class Pipeline:
         go to the `ShardedOptimizer`, or where there is none to `.grad`. Raises ScheduleError for a
         number of micro-batches that the schedule does not take.
         """
-        if self.optimizer is None and self._replicas > 1:
+        if self.optimizer is None and self._replicas * self.placement.num_replicas > 1:
             name = "dp" if self.mesh.size("dp") > 1 else "cp"
-            raise ConfigError(f"mesh: {name}={self.mesh.size(name)}: make a ShardedOptimizer, which sums the gradients")
+            mesh, twice = f"mesh: {name}={self.mesh.size(name)}", f"schedule={self.schedule!r}: holds each stage twice"
+            what = mesh if self._replicas > 1 else twice
+            raise ConfigError(f"{what}: make a ShardedOptimizer, which sums the gradients")
         micro_batches = self._continued(micro_batches) if self._announced else self._agree(micro_batches)
         program = self.program(len(micro_batches))
         if self.optimizer is None and program.asynchronous:

@@ -130,6 +130,36 @@ def test_any_layout_equals_plain_torch(schedule: str, pp: int, dp: int, zero_sta
     assert seen == weights.keys()
 
 
+def used_often(places: tuple[int, ...]) -> list[nn.Module]:
+    """Layers of which one comes at several places."""
+    torch.manual_seed(7)
+    shared, others = nn.Linear(6, 6).double(), [nn.Linear(6, 6).double() for _ in range(8)]
+    return [shared if index in places else other for index, other in enumerate(others)]
+
+
+def numbers_of_tied(world: World, schedule: str, places: tuple[int, ...]) -> list[float]:
+    mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
+    x, own = torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6), used_often(places)
+    sizes = [4, 4] if world.size == 2 else None
+    pipe = Pipeline(
+        own, loss=lambda y, t: (y - t).square().mean(), example=x, schedule=schedule, mesh=mesh, sizes=sizes
+    )
+    optimizer = ShardedOptimizer(pipe, "sgd", lr=0.1, clip_grad=0.0)
+    found = []
+    for _ in range(3):
+        found.append(pipe.step([(x * n, x) for n in range(4)]).item())
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("places", [(1, 4, 7), (0, 6, 7)])
+def test_a_module_that_stages_use_unequally_often_is_one_weight(places: tuple[int, ...]) -> None:
+    """In Chimera a rank has both stages, one of them with copies."""
+    (alone,) = run_ranks(numbers_of_tied, 1, "1f1b", places)
+    for found in run_ranks(numbers_of_tied, 2, "chimera", places):
+        assert found == pytest.approx(alone, abs=1e-12)
+
+
 def gradients_alone(world: World) -> dict[str, Tensor]:
     """Without an optimizer of ours, gradients are where torch has them."""
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=world.size)
@@ -173,6 +203,7 @@ def in_pairs(world: World, options: dict[str, Any]) -> str:
     ("options", "line"),
     [
         ({"schedule": "2bw"}, "schedule='2bw': never drains, so it needs a ShardedOptimizer"),
+        ({"schedule": "chimera"}, "schedule='chimera': holds each stage twice: make a ShardedOptimizer, which sums"),
         ({"pp": 1, "tp": 2}, "mesh: tp=2: modules of your own are not cut; make it 1"),
         ({"pp": 1}, "mesh: dp=2: make a ShardedOptimizer, which sums the gradients"),
         ({"layers": "few"}, "1 layers: 2 stages (2 pipeline ranks) hold one each at least"),
