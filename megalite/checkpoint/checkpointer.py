@@ -20,14 +20,7 @@ from megalite.checkpoint.format import BLOCK_BYTES, checksum
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
-from megalite.checkpoint.run_dir import (
-    committed,
-    directory_name,
-    remove_interrupted,
-    retain,
-    set_aside_newer,
-    step_of,
-)
+from megalite.checkpoint.run_dir import committed, directory_name, remove_interrupted, retain, set_aside_newer, step_of
 from megalite.checkpoint.saving import (
     Description,
     SaveJob,

@@ -35,7 +35,7 @@ class SpikeGuard:
     """
 
     def __init__(self, settings: Spikes, device: torch.device, *, max_skipped: int, speaks: bool) -> None:
-        self._settings, self._max_skipped, self._speaks = settings, max_skipped, speaks
+        self.settings, self.speaks, self._max_skipped = settings, speaks, max_skipped
         # The latest at the end; not a number where there was none yet.
         self._norms = torch.full((settings.spike_window,), math.nan, dtype=torch.float64, device=device)
         self.withholds, self.in_a_row = settings.on_spike != "log", 0
@@ -46,7 +46,7 @@ class SpikeGuard:
         the window. norm: 0-dim fp64; one that is not finite does not enter."""
         mean = self._norms.nanmean()
         deviation = (self._norms - mean).square().nanmean().sqrt()
-        limit = mean + self._settings.spike_sigma * torch.maximum(deviation, _LEAST_DEVIATION * mean)
+        limit = mean + self.settings.spike_sigma * torch.maximum(deviation, _LEAST_DEVIATION * mean)
         limit = torch.where(2 * self._norms.isfinite().sum() >= len(self._norms), limit, math.inf)
         entered = torch.cat([self._norms[1:], torch.minimum(norm, limit)[None]])
         self._norms = torch.where(norm.isfinite(), entered, self._norms)
@@ -58,7 +58,7 @@ class SpikeGuard:
         if not limit < norm < math.inf:
             self.in_a_row = 0
             return False
-        settings = self._settings
+        settings = self.settings
         what = (
             f"update {update + 1}: the gradient norm of {norm:.4g} is above {limit:.4g}, the mean of those before and "
             f"{settings.spike_sigma:g} deviations"
@@ -68,7 +68,7 @@ class SpikeGuard:
                 f"{what}; stopped before the update, the weights are as they were; look at the data and `lr`, or "
                 "continue with `on_spike`=skip"
             )
-        if self._speaks:
+        if self.speaks:
             logger.warning("%s%s", what, ": skipped" if self.withholds else "")
             tell_event("spike", iteration=iteration, update=update + 1, norm=norm, limit=limit)
         if settings.on_spike == "rollback" and self.rolls_back is None:

@@ -21,7 +21,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from megalite.checkpoint import Meta
-from megalite.config import BatchSizeSchedule, Spikes
+from megalite.config import BatchSizeSchedule
 from megalite.engine import SpikeGuard
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
@@ -79,28 +79,26 @@ class PassedOver(Container[int]):
 class Rollback:
     """Goes back. Collective.
 
-    find: `Checkpointer.go_back`. load: takes up the state of what it has found; returns its (iteration, samples
-    consumed). guard: finds the spikes. speaks: whether this rank logs.
+    guard: finds the spikes. find: `Checkpointer.go_back`. load: takes up the state of what that has found; returns its
+    (iteration, samples consumed).
     """
 
-    settings: Spikes
+    guard: SpikeGuard
     sizes: BatchSizeSchedule
     passed: PassedOver
     find: Callable[[int], Any]
     load: Callable[[Any], tuple[int, int]]
-    guard: SpikeGuard
-    speaks: bool
 
     def __call__(self, spike: int) -> Record | None:
         """After a spike in this iteration: what was done, as a record; None where no checkpoint is that old. Raises
         RuntimeFailure where there was no progress too many times."""
-        self.guard.rolls_back = None
-        begin, rollbacks = max(0, spike - self.settings.rollback_iters), 1
-        until = begin + self.settings.rollback_skip_iters
+        self.guard.rolls_back, settings = None, self.guard.settings
+        begin, rollbacks = max(0, spike - settings.rollback_iters), 1
+        until = begin + settings.rollback_skip_iters
         if behind := [each for each in self.passed.ranges if each.rollbacks and each.until > begin]:
             earlier = behind[0]
             begin, rollbacks = min(begin, earlier.after), earlier.rollbacks + 1
-            if rollbacks > self.settings.rollback_limit:
+            if rollbacks > settings.rollback_limit:
                 raise RuntimeFailure(
                     f"iteration {spike}: another spike, after {earlier.rollbacks} rollbacks (`rollback_limit`) that "
                     f"passed over the samples {earlier.first:,} to {earlier.last:,}: these samples are not the cause; "
@@ -109,7 +107,7 @@ class Rollback:
                 )
         path = self.find(begin)
         if path is None:
-            if self.speaks:
+            if self.guard.speaks:
                 logger.warning("no checkpoint up to iteration %d to go back to: the update is skipped", begin)
             return None
         fault_point("rollback.load", step=spike)
@@ -117,7 +115,7 @@ class Rollback:
         first = self.sizes.samples_after(begin - iteration, consumed)
         new = SampleRange(first, self.sizes.samples_after(until - begin, first), begin, until, rollbacks)
         self.passed.add(new)
-        if self.speaks:
+        if self.guard.speaks:
             logger.warning(
                 f"rolled back from iteration {spike} to {path}; iterations {begin + 1} to {until} are passed over "
                 f"(samples {first:,} to {new.last:,}, rollback {rollbacks} of them)"

@@ -288,8 +288,8 @@ def make_rollback(
     world: World, data: RunData, state: RunState, progress: TrainingProgress, updater: Updater, reader: BatchReader
 ) -> Rollback | None:
     """What goes back to a checkpoint after a spike, if it is asked for."""
-    model, guard, settings = state.model, state.spikes, state.config.training.spikes
-    if guard is None or settings.on_spike != "rollback":
+    model, guard = state.model, state.spikes
+    if guard is None or guard.settings.on_spike != "rollback":
         return None
 
     def load(path: Path) -> tuple[int, int]:
@@ -302,8 +302,7 @@ def make_rollback(
         reader.restart(data.train_loader(progress.consumed_samples))
         return progress.iteration, progress.consumed_samples
 
-    sizes, find = state.config.batch_size_schedule(world.size), state.checkpointer.go_back
-    return Rollback(settings, sizes, model.passed, find, load, guard, speaks=world.is_first)
+    return Rollback(guard, state.config.batch_size_schedule(world.size), model.passed, state.checkpointer.go_back, load)
 
 
 def record_hooks(state: RunState) -> list[Hook]:

@@ -106,12 +106,7 @@ class RunData:
                 yield loader.next_batch(samples)
 
     def _loader(
-        self,
-        source: SampleSource,
-        consumed_samples: int,
-        pieces: Callable[[int], int],
-        *,
-        threads: bool = True,
+        self, source: SampleSource, consumed_samples: int, pieces: Callable[[int], int], *, threads: bool = True
     ) -> BatchLoader:
         data = self.config.data
         return BatchLoader(

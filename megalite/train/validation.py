@@ -23,6 +23,9 @@ from megalite.train.run_data import RunData
 
 logger = logging.getLogger(__name__)
 
+LOSSES = ("lm_loss", "ppl", "bits_per_byte")
+"""Of a record, those that it holds of the average of the weights, too: `ema_lm_loss` and so on."""
+
 
 class Validator:
     """Evaluates splits. newest_version: which weight version to use. length: tokens of the sequences.
@@ -55,21 +58,16 @@ class Validator:
             if dataset is None or not self._data.config.training.evaluates:
                 continue
             record = self._evaluate(kind, iteration, dataset, length)
-            if record is not None and self._data.config.optimizer.ema_decay is not None:
-                record = self._with_average(record, kind, iteration, dataset, length)
+            if record and self._data.config.optimizer.ema_decay is not None:
+                with averages_as_weights(self._model.optimizer, self._newest_version()):
+                    averaged = self._evaluate(kind, iteration, dataset, length)
+                record = averaged and record | {f"ema_{key}": averaged[key] for key in LOSSES if key in averaged}
             if record is None:
                 return None
             scheduled = self._data.config.training.seq_length_schedule is not None
             named = {} if name is None else {"set": name}
             records.append(record | named | ({"seq_length": length} if scheduled else {}))
         return records
-
-    def _with_average(self, record: Record, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
-        """The record, with the losses of the average of the weights as `ema_lm_loss` and so on."""
-        with averages_as_weights(self._model.optimizer, self._newest_version()):
-            averaged = self._evaluate(kind, iteration, dataset, length)
-        losses = ("lm_loss", "ppl", "bits_per_byte")
-        return averaged and record | {f"ema_{key}": averaged[key] for key in losses if key in averaged}
 
     def _evaluate(self, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
         """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""

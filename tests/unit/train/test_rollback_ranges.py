@@ -46,7 +46,7 @@ def rollback(passed: PassedOver, sizes: BatchSizeSchedule, steps: list[int]) -> 
 
     settings = Spikes(on_spike="rollback", rollback_iters=10, rollback_skip_iters=15, rollback_limit=2)
     load = lambda step: (step, sizes.samples_after(step))  # noqa: E731
-    return Rollback(settings, sizes, passed, find, load, SimpleNamespace(), speaks=False)
+    return Rollback(SimpleNamespace(settings=settings, speaks=False), sizes, passed, find, load)
 
 
 def test_samples_are_counted_with_a_growing_batch() -> None:
