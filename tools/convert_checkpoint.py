@@ -41,9 +41,10 @@ if TYPE_CHECKING:  # torch comes with what the functions import: not before the 
     from megalite.config import ModelConfig
     from megalite.convert import AdaptedSource, KeptState, ModelSource, TrainedRun
 
-SIDES = ("hf", "megalite", "megatron", "dcp")
-PICKLED = {"megatron": "Megatron-LM's", "dcp": "torch.distributed's"}
-TARGET_SIDES = (*SIDES, "peft")
+TARGET_SIDES = ("hf", "megalite", "megatron", "dcp", "peft")
+SIDES = (*TARGET_SIDES[:-1], "deepspeed")
+TORCHS = ("dcp", "deepspeed")
+PICKLED = {"megatron": "Megatron-LM's", "dcp": "torch.distributed's", "deepspeed": "DeepSpeed's"}
 # Arguments of write_megatron -> flags.
 TARGETS = {
     "tensor_parallel": "target_tensor_model_parallel_size",
@@ -79,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--model-config", metavar="FILE",
-        help="from dcp: a config.json of Hugging Face's that says what model it is; unset: the one in --load",
+        help="from dcp, deepspeed: a config.json of Hugging Face's, which says what model it is; unset: that in --load",
     )  # fmt: skip
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; unset: the newest")
     parser.add_argument(
@@ -90,23 +91,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--verify", action="store_true", help="compare the logits of both sides (needs transformers)")
     group = parser.add_argument_group("Megatron-LM")
-    group.add_argument(
-        "--trust-pickle", action="store_true", help="from megatron or dcp: open its pickles, without running them"
-    )
+    group.add_argument("--trust-pickle", action="store_true", help="open pickles (megatron, dcp, deepspeed) safely")
     group.add_argument(
         "--true-vocab-size", type=int, help="from megatron: tokens without padding; unset: as stated, or all"
     )
     group.add_argument(
         "--no-load-optim", action="store_true",
-        help="between megatron's torch_dist and megalite: the weights alone, at iteration 0, without the run's moments",
+        help="from torch_dist, dcp, deepspeed, and to torch_dist: the weights alone, without the run's moments",
     )  # fmt: skip
     group.add_argument(
         "--ckpt-format", choices=("torch", "torch_dist"),
         help="to megatron: torch (unset), for the ranks of the sizes below, or torch_dist, for any layout",
     )  # fmt: skip
-    group.add_argument("--target-tensor-model-parallel-size", type=int, help="to megatron: ranks of a layer; unset: 1")
-    group.add_argument("--target-pipeline-model-parallel-size", type=int, help="to megatron: stages; unset: 1")
-    group.add_argument("--target-expert-model-parallel-size", type=int, help="to megatron: ranks of experts; unset: 1")
+    for kind, what in (("tensor", "ranks of a layer"), ("pipeline", "stages"), ("expert", "ranks of experts")):
+        flag = f"--target-{kind}-model-parallel-size"
+        group.add_argument(flag, type=int, help=f"to megatron: {what}; unset: 1")
     group.add_argument(
         "--target-expert-tensor-parallel-size", type=int,
         help="to megatron: ranks of an expert, 1 or as many as of a layer (unset)",
@@ -124,8 +123,9 @@ def _check(flags: argparse.Namespace) -> None:
     """Raises ConfigError for flags that do not belong together."""
     if flags.ckpt_step is not None and flags.source == "hf":
         raise ConfigError(f"--ckpt-step={flags.ckpt_step}: a Hugging Face model has no steps; drop it")
-    if flags.ckpt_step is not None and flags.source == "dcp":
-        raise ConfigError(f"--ckpt-step={flags.ckpt_step}: with --from dcp name the step's folder in --load; drop it")
+    if flags.ckpt_step is not None and flags.source in TORCHS:
+        what = f"with --from {flags.source} name the step's folder in --load; drop it"
+        raise ConfigError(f"--ckpt-step={flags.ckpt_step}: {what}")
     if flags.base is not None and flags.source != "megalite":
         raise ConfigError(f"--base={flags.base}: only with --from megalite; drop it")
     if flags.use_ema and flags.source != "megalite":
@@ -142,8 +142,8 @@ def _check(flags: argparse.Namespace) -> None:
         raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
     for side, chosen, names in (
         ("--from megatron", flags.source == "megatron", ("true_vocab_size",)),
-        ("--from megatron or dcp", flags.source in PICKLED, ("trust_pickle",)),
-        ("--from dcp", flags.source == "dcp", ("model_config",)),
+        ("--from megatron, dcp or deepspeed", flags.source in PICKLED, ("trust_pickle",)),
+        ("--from dcp or deepspeed", flags.source in TORCHS, ("model_config",)),
         ("--to megatron", flags.target == "megatron", (*TARGETS.values(), "ckpt_format")),
     ):
         for name in names:
@@ -151,10 +151,11 @@ def _check(flags: argparse.Namespace) -> None:
             if not chosen and value is not None and value is not False:
                 raise ConfigError(f"--{name.replace('_', '-')}={value}: only with {side}; drop it")
     if flags.no_load_optim and not (
-        (flags.source, flags.target) == ("megatron", "megalite")
+        (flags.source in PICKLED and flags.target == "megalite")
         or (flags.source == "megalite" and flags.ckpt_format == "torch_dist")
     ):
-        raise ConfigError("--no-load-optim: only from megatron to megalite, or from megalite to torch_dist; drop it")
+        what = "only from megatron, dcp or deepspeed to megalite, or from megalite to torch_dist; drop it"
+        raise ConfigError(f"--no-load-optim: {what}")
     if flags.ckpt_format == "torch_dist":
         for name in (name for key, name in TARGETS.items() if key != "implementation"):
             if (size := getattr(flags, name)) is not None:
@@ -266,8 +267,14 @@ class Watched:
         return getattr(self._source, name)
 
     def read(self, name: str) -> Any:
-        """See `ModelSource` and `TrainedRun`."""
-        values = self._source.read(name)
+        """See `ModelSource`."""
+        return self._seen(name, cast("ModelSource", self._source).read(name))
+
+    def stored(self, name: str) -> Any:
+        """See `TrainedRun`."""
+        return self._seen(name, cast("TrainedRun", self._source).stored(name))
+
+    def _seen(self, name: str, values: Any) -> Any:
         self._left.pop(name, None)
         self._on_progress(self._total - sum(self._left.values()), self._total, "")
         return values
@@ -276,7 +283,10 @@ class Watched:
 def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
     from megalite.convert import AdaptedSource, DcpSource, HuggingFaceSource, open_checkpoint, open_megatron
 
-    if flags.source == "dcp":
+    if flags.source in TORCHS:
+        if (flags.source == "deepspeed") != (load / "zero").is_dir():
+            fix = "--from dcp or megatron?" if flags.source == "deepspeed" else "it is DeepSpeed's: --from deepspeed"
+            raise CheckpointError(f"--load={load}: {'holds no' if fix[0] == '-' else 'holds a'} folder zero; {fix}")
         return DcpSource(load, flags.model_config)
     if flags.source == "megatron":
         return open_megatron(load, flags.ckpt_step, true_vocab_size=flags.true_vocab_size)
@@ -291,11 +301,15 @@ def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
 
 def _run_of(flags: argparse.Namespace, source: ModelSource) -> TrainedRun | None:
     """The run whose moments are taken along, if any."""
-    from megalite.convert import MegatronDistSource, state_of
+    from megalite.convert import DcpSource, MegatronDistSource, state_of, state_of_dcp
 
-    if flags.target != "megalite" or not isinstance(source, MegatronDistSource) or flags.no_load_optim:
+    if flags.target != "megalite" or flags.no_load_optim:
         return None
-    run = state_of(source)
+    run: TrainedRun | None = None
+    if isinstance(source, DcpSource):
+        run = state_of_dcp(source)
+    elif isinstance(source, MegatronDistSource):
+        run = state_of(source)
     if run is not None and flags.dtype not in (None, "fp32"):
         raise ConfigError(f"--dtype={flags.dtype}: a run's masters are fp32; drop it, or add --no-load-optim")
     return run

@@ -158,7 +158,12 @@ def is_distributed(root: Place | str) -> bool:
     root = place(root)
     if isinstance(root, StoreUrl) or (root / COMMITTED).is_file() or committed(root):
         return False
-    return (root / ".metadata").is_file() or any(root.glob("*/.metadata"))
+    return (root / ".metadata").is_file() or any(root.glob("*/.metadata")) or is_deepspeed(root)
+
+
+def is_deepspeed(root: Path) -> bool:
+    """Whether a directory is a universal checkpoint of DeepSpeed's."""
+    return (root / "zero").is_dir() and any(root.glob("*model_states.pt"))
 
 
 def _what_file(path: Path) -> str:
@@ -191,6 +196,11 @@ def _what_else(root: Place) -> str:
         return (
             " (Megatron-LM's torch_dist? Training takes it with `trust_pickle`, and tools/convert_checkpoint.py --from "
             f"megatron --to megalite makes one of it; or another in torch's distributed format? {NO_PICKLES})"
+        )
+    if is_deepspeed(root):
+        return (
+            " (DeepSpeed's universal checkpoint? Training takes it with `trust_pickle` and the model's config.json in "
+            "it, and tools/convert_checkpoint.py --from deepspeed --to megalite makes one of it)"
         )
     if any(path.suffix in PICKLES or path.match("pytorch_model*.bin") for path in inside):
         return f" (pickles of torch.save? {NO_PICKLES})"

@@ -17,9 +17,9 @@
     peft_files.py       such adapters of peft and their Hugging Face model, read as one
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
-    dcp_files.py        directories of torch.distributed.checkpoint; dcp_model.py: torchtitan's models;
-                        megatron_dist.py: Megatron's torch_dist, one
-                        of them; megatron_dist_writing.py: written
+    dcp_files.py        directories of torch.distributed.checkpoint; deepspeed_files.py: DeepSpeed's universal ones;
+                        dcp_model.py, dcp_state.py: models and moments in both
+    megatron_dist.py    Megatron's torch_dist, one of them; megatron_dist_writing.py: written
     megatron_state.py   what a run has left there beside its weights: masters, moments, schedules;
                         megatron_state_writing.py: the same of ours, to be continued there
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
@@ -35,7 +35,7 @@ by tests/unit/convert/ against transformers.
 
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
 from megalite.convert.dcp_model import DcpSource, write_dcp
-from megalite.convert.dcp_state import state_of_dcp
+from megalite.convert.dcp_state import CONTINUED, state_of_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
@@ -48,4 +48,4 @@ from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
 from megalite.convert.peft_files import PeftSource, is_peft
-from megalite.convert.source import ModelSource, ReadableRun, TrainedRun, stored_shapes
+from megalite.convert.source import ModelSource, TrainedRun, stored_shapes

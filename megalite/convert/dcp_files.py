@@ -6,7 +6,7 @@ __0_0.distcp     items one after the other, each a file of torch.save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,12 @@ class Rectangle:
 
 class DcpFiles:
     """A checkpoint of torch.distributed.checkpoint. Every method raises CheckpointError where it is missing, damaged or
-    hostile."""
+    hostile.
+
+    flat: whether a tensor may lie there in one dimension. progress: iterations done, samples consumed, where known."""
+
+    flat = False
+    progress: tuple[int, int] | None = None
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -92,6 +97,13 @@ class DcpFiles:
             raise ValueError(name)
         offset, length = _extents(at)
         return StoredItem(self.directory / check_file_name(name, str(self.directory / METADATA)), (offset, length))
+
+    @property
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> Shape:
+        return self.tensors[name].shape
 
     def read(self, name: str, at: Sequence[int] = ()) -> Tensor:
         """The tensor, or its part at the leading indices `at`, which has their number of dimensions less."""

@@ -10,6 +10,7 @@ the other order, head by head. Its optimizer: `dcp_state.py`; data and schedules
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.convert.dcp_files import METADATA, DcpFiles, Rectangle
+from megalite.convert.dcp_files import DcpFiles, Rectangle
+from megalite.convert.deepspeed_files import FOLDER, STATE, DeepSpeedFiles
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.hf_files import CONFIG, read_json
 from megalite.convert.hf_tokenizer import read_tokenizer
@@ -28,7 +30,7 @@ from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.convert.plain_norms import source_and_family
 from megalite.convert.registry import read_model
-from megalite.convert.source import ModelSource, converted, staged
+from megalite.convert.source import WEIGHTS_ALONE, ModelSource, converted, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
@@ -48,7 +50,6 @@ TITAN = {
     "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
     "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
 }
-STATE = "optimizer.state."
 ROTATED = (".attention.wq.weight", ".attention.wk.weight")
 
 
@@ -67,16 +68,18 @@ class DcpSource:
         self.directory = Path(directory)
         path = self.directory / CONFIG if config is None else Path(config)
         if not path.is_file():
-            what = "does not say what model it is; give `model_config`" if config is None else "no such file"
+            what = "does not say what model it is; give `model_config`, or put its config.json there"
+            what = what if config is None else "no such file"
             raise CheckpointError(f"{path if config is not None else self.directory}: {what}")
         self.home, raw = path.parent, read_json(path)
         self.family, self.model = read_model(raw, str(path))
         self.origin = Origin.of_folder(path.parent, raw, None)
-        self.files = DcpFiles(self.directory)
+        self.files = (DeepSpeedFiles if (self.directory / FOLDER).is_dir() else DcpFiles)(self.directory)
         self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
         names = [name for pair in self._pairs.values() for name in pair.theirs]
-        if missing := [name for name in names if self._stored(name) not in self.files.tensors]:
+        self.stored = [self._stored(name) for name in names]
+        if missing := [name for name, stored in zip(names, self.stored, strict=True) if stored not in self.files.names]:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
 
     @cached_property
@@ -85,7 +88,7 @@ class DcpSource:
 
     @cached_property
     def _titan(self) -> bool:
-        return "tok_embeddings.weight" in self.files.tensors
+        return "tok_embeddings.weight" in self.files.names
 
     def _stored(self, name: str) -> str:
         return titan_name(name) if self._titan else name
@@ -95,16 +98,9 @@ class DcpSource:
         return self._pairs[name].form.to_ours(self.model, [self._tensor(*part) for part in self._parts(name, state)])
 
     def check_state(self, name: str, state: str) -> None:
-        """Raises CheckpointError where what the optimizer keeps of a tensor is missing or has another shape."""
+        """Raises CheckpointError where what the optimizer keeps of a tensor is missing, or of another shape."""
         for stored, shape, _ in self._parts(name, state):
-            self._checked(stored, shape)
-
-    def states(self, state: str) -> list[str]:
-        """Names there of what the optimizer keeps of all weights. Raises CheckpointError where one is missing."""
-        names = [f"{STATE}{self._stored(name)}.{state}" for pair in self._pairs.values() for name in pair.theirs]
-        if missing := [name for name in names if name not in self.files.tensors]:
-            raise CheckpointError(f"{self.directory}: {missing[0]} is missing; `finetune` takes the weights alone")
-        return names
+            self.require(stored) if self.files.flat else self._checked(stored, shape)
 
     def _parts(self, name: str, state: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
         """(Name there, shape, whether the rows are turned) of what a logical tensor is made of."""
@@ -114,16 +110,21 @@ class DcpSource:
             stored = self._stored(theirs)
             yield f"{STATE}{stored}.{state}" if state else stored, tuple(part.shape), stored.endswith(ROTATED)
 
+    def require(self, stored: str) -> None:
+        """Raises CheckpointError where a tensor is not there."""
+        if stored not in self.files.names:
+            raise CheckpointError(f"{self.directory}: {stored} is missing; {WEIGHTS_ALONE}")
+
     def _checked(self, stored: str, shape: tuple[int, ...]) -> None:
-        if stored not in self.files.tensors:
-            raise CheckpointError(f"{self.directory}: {stored} is missing; `finetune` takes the weights alone")
-        if (found := self.files.tensors[stored].shape) != shape:
+        self.require(stored)
+        found = self.files.shape(stored)
+        if found != shape and not (self.files.flat and found == (math.prod(shape),)):
             what = f"shape {list(found)}, {CONFIG} says {list(shape)}"
-            raise CheckpointError(f"{self.directory / METADATA}: {stored}: {what}")
+            raise CheckpointError(f"{self.directory}: {stored}: {what}")
 
     def _tensor(self, stored: str, shape: tuple[int, ...], turned: bool) -> Tensor:
         self._checked(stored, shape)
-        values = self.files.read(stored)
+        values = self.files.read(stored).reshape(shape)
         return halves(self.model, values) if turned else values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
@@ -93,8 +94,10 @@ def write_checkpoint(
     def meta(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
         origin = {ORIGIN_META: source.origin.to_meta()}
         if run is not None:
-            found = {"config": to_dict(run.config), **run.meta, **origin}
-            return {"iteration": step, "consumed_samples": found["progress"]["consumed_samples"], **found}
+            samples = run.meta.get("progress", {}).get("consumed_samples", 0)
+            return {
+                "iteration": step, "consumed_samples": samples, "config": to_dict(run.config), **run.meta, **origin
+            }  # fmt: skip
         stored = tensors["embedding.word_embeddings.weight"].torch_dtype
         config = config_of_weights(source.model, stored)
         return {"iteration": 0, "consumed_samples": 0, "config": to_dict(config), **origin}
@@ -107,12 +110,14 @@ def write_checkpoint(
 
 def _layers(source: ModelSource, dtype: torch.dtype | None, run: TrainedRun | None) -> Iterator[dict[str, Tensor]]:
     """The stored tensors, layer by layer. Raises CheckpointError where one has not the shape that the model has."""
-    shapes = stored_shapes(source.model)
+    shapes, kept = stored_shapes(source.model), defaultdict[str, list[str]](list)
+    for name in () if run is None else sorted(run.names):
+        kept[name.split("/", 2)[-1] if name.startswith("optimizer/") else name].append(name)
     for _, names in groupby(shapes, layer_of):
         layer: dict[str, Tensor] = {}
         for name in names:
             if run is not None and not name.endswith(EXPERT_BIAS):
-                layer |= run.read(name)
+                layer |= {key: run.stored(key) for key in kept.pop(name)}
                 continue
             values = source.read(name)
             if tuple(values.shape) != shapes[name]:
@@ -120,4 +125,5 @@ def _layers(source: ModelSource, dtype: torch.dtype | None, run: TrainedRun | No
             layer[name] = converted(name, values, dtype)
         yield layer
     if run is not None:
-        yield dict(run.rest)
+        lone = [key for keys in kept.values() for key in keys if key.startswith("optimizer/")]
+        yield {key: run.stored(key) for key in lone}

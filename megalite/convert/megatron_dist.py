@@ -25,6 +25,7 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import METADATA, DcpFiles
 from megalite.convert.dcp_model import DcpSource
+from megalite.convert.deepspeed_files import FOLDER
 from megalite.convert.hf_files import CONFIG
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_files import EMBEDDING, MegatronParts, MegatronSource, find_iteration
@@ -151,7 +152,7 @@ class MegatronDistSource(MegatronParts[DistParts]):
 def open_distributed(directory: Path, ckpt_step: int | None, vocab_size: int | None) -> MegatronDistSource | DcpSource:
     """A checkpoint in torch's distributed format: a model with a config.json beside it, or Megatron-LM's. vocab_size:
     tokens without padding, where known. Raises CheckpointError, ConfigError."""
-    if (directory / CONFIG).is_file():
+    if (directory / CONFIG).is_file() or (directory / FOLDER).is_dir():
         if ckpt_step is not None:
             raise CheckpointError(f"`ckpt_step`={ckpt_step}: `load`={directory} is one step; drop it")
         return DcpSource(directory)

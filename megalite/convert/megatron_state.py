@@ -10,27 +10,25 @@ forms (optimizer.distributed...) are buffers of one layout's ranks, and are refu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.config import Config, OptimizerConfig, build_section, effective
 from megalite.convert.fields import Fields
 from megalite.convert.megatron_dist import OPTIMIZER, DistParts, MegatronDistSource
 from megalite.convert.registry import config_around
-from megalite.convert.source import EXPERT_BIAS, stored_shapes
+from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 
 STATE = "optimizer.state."
-MASTERS, MOMENTS = ("param", "fp32_param"), ("exp_avg", "exp_avg_sq")
+MASTERS = ("param", "fp32_param")
 TRACKERS = {"good_steps": "growth_tracker", "tolerance": "hysteresis_tracker"}  # of the loss scale: ours -> theirs
 DROPOUTS = ("hidden_dropout", "attention_dropout")
-WEIGHTS_ALONE = "`no_load_optim` takes the weights alone"
 
 
 def state_of(source: MegatronDistSource) -> MegatronState | None:
@@ -40,74 +38,49 @@ def state_of(source: MegatronDistSource) -> MegatronState | None:
     return MegatronState(source)
 
 
-class MegatronState:
+class MegatronState(AdamRun):
     """A `TrainedRun`. Raises CheckpointError where a tensor of it is missing or has not its weight's shape."""
 
     def __init__(self, source: MegatronDistSource) -> None:
-        self._source, self._where = source, str(source.directory)
+        self._source, self.model, self.where = source, source.model, str(source.directory)
         names = [name for name in source.files.tensors if name.startswith(STATE)]
         if not any(name.startswith(f"{STATE}{MOMENTS[0]}.") for name in names):
             raise CheckpointError(
-                f"{self._where}: its optimizer state belongs to one number of ranks (dp_reshardable); save it with "
+                f"{self.where}: its optimizer state belongs to one number of ranks (dp_reshardable); save it with "
                 f"`dist_ckpt_optim_fully_reshardable` there, or {WEIGHTS_ALONE}"
             )
-        self._args = Fields(source.common["args"], f"{self._where}: args")
+        self._args = Fields(source.common["args"], f"{self.where}: args")
         usual = OptimizerConfig.optimizer  # the default on both sides
         if (kind := self._args.get("optimizer", usual)) != usual:
             raise CheckpointError(
-                f"{self._where}: optimizer {str(kind)[:40]!r} not supported ({usual}); {WEIGHTS_ALONE}"
+                f"{self.where}: optimizer {str(kind)[:40]!r} not supported ({usual}); {WEIGHTS_ALONE}"
             )
         masters = [kind for kind in MASTERS if any(name.startswith(f"{STATE}{kind}.") for name in names)]
         self._parts = {kind: self._checked(kind) for kind in (*masters[:1], *MOMENTS)}
-        self._master = masters[0] if masters else None
-        self._common = Fields(source.common, self._where)
+        self._master = masters[0] if masters else ""
+        self._common = Fields(source.common, self.where)
         self.iteration = self._common.integer("iteration")
+        self.steps = self._steps()
 
     def _checked(self, kind: str) -> Mapping[str, DistParts]:
         parts = self._source.parts_of(f"{STATE}{kind}.")
-        for name, shape in parameter_shapes(self._source.model).items():
+        for name, shape in parameter_shapes(self.model).items():
             if name not in parts:
-                raise CheckpointError(f"{self._where}: {kind} of {name} is missing; {WEIGHTS_ALONE}")
+                raise CheckpointError(f"{self.where}: {kind} of {name} is missing; {WEIGHTS_ALONE}")
             try:
                 found = tuple(self._source.join(parts[name], meta=True).shape)
             except (IndexError, RuntimeError):
                 found = ()
             if found != shape:
                 what = f"shape {list(parts[name].first.entry[1])}, its weight's part of {list(shape)}"
-                raise CheckpointError(f"{self._where}: {parts[name].first.name}: {what}; {WEIGHTS_ALONE}")
+                raise CheckpointError(f"{self.where}: {parts[name].first.name}: {what}; {WEIGHTS_ALONE}")
         return parts
 
-    @property
-    def names(self) -> Collection[str]:
-        """Names in a checkpoint of ours of all that is there."""
-        moments = {f"optimizer/{kind}/{name}" for kind in MOMENTS for name in parameter_shapes(self._source.model)}
-        return moments | stored_shapes(self._source.model).keys() | self.rest.keys()
+    def part(self, kind: str, name: str) -> Tensor:
+        parts = self._parts.get(kind or self._master, {})
+        return self._source.join(parts[name]) if name in parts else self._source.read(name)
 
-    def stored(self, name: str) -> Tensor:
-        """A master or moment in fp32, or another of `names`. Raises CheckpointError."""
-        if name in self.rest:
-            return self.rest[name]
-        kind, _, owner = name.removeprefix("optimizer/").partition("/")
-        if name.startswith("optimizer/") and kind in MOMENTS and owner in self._parts[kind]:
-            return self._source.join(self._parts[kind][owner]).float()
-        if name not in self._source.parts:
-            raise CheckpointError(f"{self._where}: holds no {name}; {WEIGHTS_ALONE}")
-        if self._master is None or name.endswith(EXPERT_BIAS):
-            return self._source.read(name).float()
-        return self._source.join(self._parts[self._master][name]).float()
-
-    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """A parameter's master and moments in fp32, under their names in a checkpoint of ours."""
-        for key in (name, *(f"optimizer/{kind}/{name}" for kind in MOMENTS)):
-            yield key, self.stored(key)
-
-    @property
-    def rest(self) -> Mapping[str, Tensor]:
-        """What belongs to no parameter."""
-        return {"optimizer/step": torch.tensor(float(self.steps))}
-
-    @property
-    def steps(self) -> int:
+    def _steps(self) -> int:
         """Steps of the optimizer: iterations but for those that were skipped."""
         optimizer = self._common.section("optimizer")
         optimizers = [optimizer, *(optimizer.section(key) for key in optimizer.raw if key.isdecimal())]
@@ -118,7 +91,7 @@ class MegatronState:
             found += [step for step in [inner.section("state").get("common_step")] if step is not None]
             if found and type(found[0]) in (int, float) and 0 <= found[0] <= self.iteration:
                 return int(found[0])
-        raise CheckpointError(f"{self._where}: does not say how many steps its optimizer has done; {WEIGHTS_ALONE}")
+        raise CheckpointError(f"{self.where}: does not say how many steps its optimizer has done; {WEIGHTS_ALONE}")
 
     @property
     def config(self) -> Config:
@@ -141,7 +114,7 @@ class MegatronState:
         dropouts: dict[str, Any] = {name: args.number(name) for name in DROPOUTS if args.get(name)}
         if wrong := next((name for name, value in dropouts.items() if value >= 1), None):
             raise args.wrong(wrong, dropouts[wrong], "is not below 1")
-        model = replace(self._source.model, **dropouts)
+        model = replace(self.model, **dropouts)
         found = config_around(model, build_section(OptimizerConfig, optimizer), **training)
         split = args.get("split")
         return replace(found, data=replace(found.data, split=split)) if isinstance(split, str) else found
@@ -165,7 +138,7 @@ class MegatronState:
         optimizer = {"lr", "min_lr", "lr_decay_style", "weight_decay", "weight_decay_incr_style"}
         optimizer |= {name for name in ("adam_beta1", "adam_beta2", "adam_eps") if self._args.get(name)}
         precision = {"bf16", "fp16"}
-        return frozenset(found | optimizer | precision | effective(self._source.model).keys())
+        return frozenset(found | optimizer | precision | effective(self.model).keys())
 
     @property
     def meta(self) -> Mapping[str, Any]:

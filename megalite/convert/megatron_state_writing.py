@@ -15,7 +15,8 @@ from torch import Tensor
 from megalite.checkpoint import CheckpointReader, Meta
 from megalite.config import OptimizerConfig, from_dict
 from megalite.convert.megalite_files import CheckpointSource
-from megalite.convert.megatron_state import DROPOUTS, MASTERS, MOMENTS, TRACKERS, WEIGHTS_ALONE
+from megalite.convert.megatron_state import DROPOUTS, MASTERS, TRACKERS
+from megalite.convert.source import MOMENTS, WEIGHTS_ALONE
 from megalite.errors import CheckpointError
 
 # Megatron's Adam is torch's or Transformer Engine's; each wants its own settings in a group and ignores the others'.

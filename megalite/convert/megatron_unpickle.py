@@ -1,6 +1,6 @@
-"""Opens Megatron-LM's pickled files for another process. A program of its own: nothing in the product imports it.
+"""Opens pickles of Megatron-LM, torch and DeepSpeed for another process. A program of its own: nothing imports it.
 
-It reads requests, one JSON object a line, from standard input, and answers on standard output with one JSON line each:
+It reads requests, one JSON object a line, from standard input, and answers each with a JSON line on standard output:
 
     {"open": FILE}                                 {"args": {...}, "models": [{name: [dtype, shape]}], ...}
     {"open": FILE, "model": 0, "name": NAME}       {} and the tensor's bytes
@@ -35,7 +35,7 @@ from torch import Tensor
 # Packages that torch's unpickler judges by itself.
 KNOWN_TO_TORCH = ("torch", "collections", "_codecs")
 # Where the classes of a checkpoint come from; none of them is imported, a StandIn takes its place.
-PACKAGES = ("megatron", "apex", "fp16", "transformer_engine", "numpy")
+PACKAGES = ("megatron", "deepspeed", "apex", "fp16", "transformer_engine", "numpy")
 CLASSES = ("signal.Signals", "pathlib.PosixPath", "pathlib.PurePosixPath", "pathlib._local.PosixPath",
            "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO")  # fmt: skip
 ARGUMENTS = "argparse.Namespace"
@@ -93,15 +93,13 @@ class OpenedFile:
     """The arguments and the weights of one rank's file; zip archives are mapped, not read."""
 
     def __init__(self, path: str) -> None:
-        archive = zipfile.is_zipfile(path)
-        allowed: list[Any] = list(_stand_ins(path, archive))
-        with torch.serialization.safe_globals(allowed):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=archive)
+        self.path, self.checked = path, False
+        content = _loaded(path)
+        if isinstance(content, Tensor) or (isinstance(content, Mapping) and "param" in content):  # DeepSpeed's
+            content = {"model": {"param": content["param"] if isinstance(content, Mapping) else content}}
         if not isinstance(content, Mapping):
             raise Refused("holds no dictionary")
-        keys = (
-            ["model"] if "model" in content else [key for i in range(len(content)) if (key := f"model{i}") in content]
-        )
+        keys = [key for key in ("model", *(f"model{i}" for i in range(len(content)))) if key in content]
         if not keys:
             raise Refused("holds no model; a Megatron-LM file has the key model, or model0, model1, ...")
         self.models = [dict(_flat(content[key])) for key in keys]
@@ -112,6 +110,13 @@ class OpenedFile:
             "iteration": _plain(content.get("iteration", 0)),
             "models": [{n: [str(t.dtype), list(t.shape)] for n, t in model.items()} for model in self.models],
         }
+
+    def tensor(self, model: int, name: str) -> Tensor:
+        """A tensor of the file. Raises Refused where the file is damaged."""
+        if not self.checked:
+            _check_sums(self.path)
+        self.checked = True
+        return self.models[model][name]
 
 
 class Named(str):
@@ -245,28 +250,29 @@ def _stand_ins(path: str | io.BytesIO, archive: bool) -> Iterator[tuple[Any, str
 def member(owner: object, name: object) -> StandIn:
     """In the place of `getattr`: a member of an enum of Megatron's. Raises Refused for anything else."""
     if not (isinstance(owner, type) and issubclass(owner, MegatronsOwn)):
-        raise Refused(
-            "asks for builtins.getattr, which no Megatron-LM checkpoint needs but for its own enums; nothing of it was "
-            "executed"
-        )
+        what = "asks for builtins.getattr, which no Megatron-LM checkpoint needs but for its own enums"
+        raise Refused(f"{what}; nothing of it was executed")
     return owner()
 
 
 def _names(path: str | io.BytesIO, archive: bool) -> Iterator[str]:
     """The classes and functions that a file's pickles name, read as text."""
     if archive:
-        yield from _names_of(io.BytesIO(_check_archive(path)))
+        yield from _names_of(io.BytesIO(_pickle_in(path)))
         return
     with open(path, "rb") if isinstance(path, str) else io.BytesIO(path.getvalue()) as file:
         for _ in range(PICKLES_OF_OLD_FILES):
             yield from _names_of(file)
 
 
-def _check_archive(path: str | io.BytesIO) -> bytes:
-    """The pickle in an archive whose checksums are right. Raises Refused."""
+def _check_sums(path: str | io.BytesIO) -> None:
+    if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()) is not None:
+        raise Refused(f"the checksum of {damaged[:80]} in it is wrong: the file is damaged")
+
+
+def _pickle_in(path: str | io.BytesIO) -> bytes:
+    """The pickle in an archive. Raises Refused."""
     with zipfile.ZipFile(path) as opened:
-        if (damaged := opened.testzip()) is not None:
-            raise Refused(f"the checksum of {damaged[:80]} in it is wrong: the file is damaged")
         pickles = [entry for entry in opened.infolist() if entry.filename.endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
             raise Refused("not a file of torch.save")
@@ -311,20 +317,25 @@ def _plain(value: Any) -> Any:
 
 def content(path: str, at: Sequence[int] | None) -> Any:
     """The object of a file of torch.save, or of the part `at` (offset, length) of one, as plain values."""
-    source = path if at is None else io.BytesIO(_bytes_at(path, at))
-    allowed: list[Any] = list(_stand_ins(source, archive=zipfile.is_zipfile(source)))
+    return _plain(_loaded(path if at is None else io.BytesIO(_bytes_at(path, at))))
+
+
+def _loaded(source: str | io.BytesIO) -> Any:
+    """What torch's weights-only unpickler makes of a file; archives on a disk are mapped, not read."""
+    archive = zipfile.is_zipfile(source)
+    allowed: list[Any] = list(_stand_ins(source, archive))
     if isinstance(source, io.BytesIO):
         source.seek(0)
     with torch.serialization.safe_globals(allowed):
-        return _plain(torch.load(source, map_location="cpu", weights_only=True))
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=archive and isinstance(source, str))
 
 
 def item(path: str, at: Sequence[int], entry: Sequence[Any]) -> Tensor:
     """The tensor of the part `at` of a file. Raises Refused where its dtype or shape is not `entry`."""
     source = io.BytesIO(_bytes_at(path, at))
-    _check_archive(source)
+    _check_sums(source)
     source.seek(0)
-    values = torch.load(source, map_location="cpu", weights_only=True)
+    values = _loaded(source)
     if not isinstance(values, Tensor):
         raise Refused(f"holds a {type(values).__name__} at {at[0]}, its .metadata says a tensor")
     if (found := [str(values.dtype), list(values.shape)]) != list(entry):
@@ -357,11 +368,8 @@ def answer(request: Mapping[str, Any], files: dict[str, OpenedFile]) -> tuple[di
     if "item" in request:
         return {}, _raw(item(request["item"], request["at"], request["entry"]))
     path = request["open"]
-    if path not in files:
-        files[path] = OpenedFile(path)
-    if "name" not in request:
-        return files[path].description, None
-    return {}, _raw(files[path].models[request["model"]][request["name"]])
+    file = files[path] = files.get(path) or OpenedFile(path)
+    return ({}, _raw(file.tensor(request["model"], request["name"]))) if "name" in request else (file.description, None)
 
 
 def _raw(values: Tensor) -> memoryview:

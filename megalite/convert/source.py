@@ -9,6 +9,7 @@ import stat
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
 EXPERT_BIAS = ".expert_bias"
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "optimizer/step"
+WEIGHTS_ALONE = "the weights alone are taken by `finetune` (a training) or `no_load_optim` (a conversion)"
 
 
 class ModelSource(Protocol):
@@ -47,10 +50,9 @@ class ModelSource(Protocol):
 
 
 class TrainedRun(Protocol):
-    """What a run elsewhere has left beside its weights, so that one of ours continues it.
+    """A run elsewhere with what it has left beside its weights, so that one of ours continues it.
 
-    iteration: those done. config, meta: what a checkpoint of ours says of a run (`train/run_state.py`). rest: tensors
-    of the state that belong to no parameter, by name.
+    iteration: those done. config, meta: what a checkpoint of ours says of a run (`train/run_state.py`).
     """
 
     iteration: int
@@ -60,26 +62,40 @@ class TrainedRun(Protocol):
     @property
     def meta(self) -> Mapping[str, Any]: ...
     @property
-    def rest(self) -> Mapping[str, Tensor]: ...
-
-    def read(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """A parameter's master and what the optimizer keeps of it, by their names in a checkpoint."""
-        ...
-
-
-class ReadableRun(Protocol):
-    """A run elsewhere whose tensors can be read one by one, so that it is continued in place."""
-
-    iteration: int
-
-    @property
     def names(self) -> Collection[str]:
-        """Names in a checkpoint of all that is there."""
+        """Names in a checkpoint of ours of all that is there: masters, and what the optimizer keeps."""
         ...
 
     def stored(self, name: str) -> Tensor:
         """One of them. Raises CheckpointError."""
         ...
+
+
+class AdamRun:
+    """Names of a `TrainedRun` of Adam's; where its tensors lie is the business of `part`."""
+
+    model: ModelConfig
+    where: str
+    steps: int
+
+    @cached_property
+    def names(self) -> Collection[str]:
+        """Names in a checkpoint of ours of all that is there."""
+        moments = (f"optimizer/{kind}/{name}" for kind in MOMENTS for name in parameter_shapes(self.model))
+        return {STEP, *stored_shapes(self.model), *moments}
+
+    def stored(self, name: str) -> Tensor:
+        """One of them, in fp32. Raises CheckpointError."""
+        if name not in self.names:
+            raise CheckpointError(f"{self.where}: holds no {name}; {WEIGHTS_ALONE}")
+        if name == STEP:
+            return torch.tensor(float(self.steps))
+        kind, _, owner = name.removeprefix("optimizer/").partition("/")
+        return (self.part(kind, owner) if owner else self.part("", name)).float()
+
+    def part(self, kind: str, name: str) -> Tensor:
+        """What there is of a parameter: its master (\"\"), or one of `MOMENTS`."""
+        raise NotImplementedError
 
 
 def stored_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from megalite.checkpoint import (
     Checkpointer,
     CheckpointReader,
     Manifest,
+    Meta,
     check_tensors,
     committed,
     copy_extras,
@@ -38,6 +39,7 @@ from megalite.config import Config, ModelConfig, Offer, from_dict
 from megalite.convert import (
     BASE_META,
     CONFIG,
+    CONTINUED,
     ORIGIN_META,
     BaseModel,
     CheckpointSource,
@@ -45,7 +47,7 @@ from megalite.convert import (
     HuggingFaceSource,
     MegatronDistSource,
     Origin,
-    ReadableRun,
+    TrainedRun,
     open_distributed,
     state_of,
     state_of_dcp,
@@ -77,7 +79,7 @@ class StartingPoint:
     told: frozenset[str] | None = None
     world_size: int = 1
     source: HuggingFaceSource | MegatronDistSource | DcpSource | None = None
-    run: ReadableRun | None = None
+    run: TrainedRun | None = None
     kind: str = ""
 
     @property
@@ -121,6 +123,9 @@ def open_start(
     manifest = read_manifest(path)
     saved = config_of(path, manifest)
     finetune = finetune or (adapters and saved.model.lora.lora_rank is None)
+    if CONTINUED in manifest.meta and not finetune:
+        start = StartingPoint(path, saved.model, {}, weights_only=False, world_size=manifest.world_size)
+        return _as_flags_say(start, manifest.meta, samples_after)
     if not finetune and "progress" not in manifest.meta:
         raise CheckpointError(f"`load`={path}: holds weights and no run (it was converted); add `finetune`")
     return StartingPoint(
@@ -143,18 +148,23 @@ def _distributed_start(
             return start
         return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
     state = state_of_dcp(source)
-    if state is None:
-        return start
-    done, samples = state.iteration, samples_after(state.iteration)
+    return start if state is None else replace(_as_flags_say(start, state.meta, samples_after), run=state)
+
+
+def _as_flags_say(start: StartingPoint, meta: Mapping[str, Any], samples_after: Callable[[int], int]) -> StartingPoint:
+    """A run of which no more is known than `DcpState.meta` says."""
+    said = Meta(meta, str(start.path)).section(CONTINUED)
+    done, steps = said.integer("iteration"), said.integer("steps")
+    samples = samples_after(done) if said.raw.get("samples") is None else said.integer("samples")
     progress = {
-        "iteration": done, "consumed_samples": samples, "updates": done, "microbatches": done, "skipped_iterations": 0,
-        "schedule_samples": samples,
+        "iteration": done, "consumed_samples": samples, "updates": done, "microbatches": done,
+        "skipped_iterations": done - steps, "schedule_samples": samples * steps // max(1, done),
     }  # fmt: skip
     logger.warning(
         "`load`=%s: iteration %s; the schedules are those of the flags, the data go on as after %s samples of theirs",
-        path, f"{done:,}", f"{samples:,}",
+        start.path, f"{done:,}", f"{samples:,}",
     )  # fmt: skip
-    return replace(start, meta={"progress": progress, "loss_scaler": {}}, weights_only=False, run=state)
+    return replace(start, meta={**meta, "progress": progress, "loss_scaler": {}}, weights_only=False)
 
 
 def offer_of(
@@ -285,11 +295,11 @@ class Readable(Protocol):
 class TensorsOfRun:
     """What `load_weights` reads of a run in another format: masters and the optimizer's state."""
 
-    run: ReadableRun
+    run: TrainedRun
     directory: Place
 
     def read(self, name: str) -> Tensor:
-        """One of `ReadableRun.names`."""
+        """One of `TrainedRun.names`."""
         return self.run.stored(name)
 
 

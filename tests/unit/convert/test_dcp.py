@@ -11,15 +11,18 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megalite import strangers
+from megalite.checkpoint import CheckpointReader
 from megalite.convert import (
     CheckpointSource,
     DcpSource,
     HuggingFaceSource,
+    state_of_dcp,
     write_checkpoint,
     write_dcp,
     write_huggingface,
 )
 from megalite.errors import CheckpointError
+from megalite.train.starting_point import open_start
 from tests.unit.convert.dcp_layout import random_cuts
 from tests.unit.convert.dcp_layout import write_dcp as written_by_torch
 from tests.unit.convert.megatron_layout import HereInstead
@@ -125,3 +128,29 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
     written_by_torch(tmp_path / "c", {**state, "norm.weight": missing})
     with pytest.raises(CheckpointError, match=r"attention.wk.weight: shape \[8, 32\], config.json says \[16, 32\]"):
         write_checkpoint(DcpSource(tmp_path / "c", tmp_path / "a" / "config.json"), tmp_path / "x")
+
+
+def test_moments_are_converted(tmp_path: Path) -> None:
+    """torchtitan's, in its order of rows, with steps as the iteration; of its schedules nothing is claimed."""
+    model = peer("llama")
+    state = titan(model)
+    kinds = {"exp_avg": -2.0, "exp_avg_sq": 3.0}
+    more = {f"optimizer.state.{n}.{kind}": t.float() * by for n, t in state.items() for kind, by in kinds.items()}
+    more |= {f"optimizer.state.{name}.step": torch.tensor(7.0) for name in state}
+    written_by_torch(tmp_path / "step-7", state | more)
+    model.config.save_pretrained(tmp_path / "step-7")
+    source = DcpSource(tmp_path / "step-7")
+    reader = CheckpointReader(write_checkpoint(source, tmp_path / "ours", run=state_of_dcp(source)))
+    model.save_pretrained(tmp_path / "hf")
+    plain = HuggingFaceSource(tmp_path / "hf")
+    names = [name for name in reader.names if "/" not in name]
+    assert len(reader.names) == 3 * len(names) + 1 and reader.read("optimizer/step").item() == 7
+    for name in names:
+        assert torch.equal(reader.read(name), plain.read(name).float())
+        for kind, by in kinds.items():
+            assert torch.equal(reader.read(f"optimizer/{kind}/{name}"), plain.read(name).float() * by), name
+    start = open_start(reader.path, finetune=False, samples_after=lambda iterations: 4 * iterations)
+    assert start.saved is None and not start.weights_only
+    found = start.meta["progress"]
+    assert (found["iteration"], found["consumed_samples"], found["schedule_samples"]) == (7, 28, 28)
+    assert open_start(reader.path, finetune=True).weights_only
