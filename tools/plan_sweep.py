@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product, takewhile
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config import Config
 from megalite.errors import ConfigError
@@ -42,8 +42,7 @@ OF_LAYOUT = (
 SHOWN = ("seconds", "tokens_per_s", "mfu", "footprint_gib", "in_expansion")
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """values: of the swept names. expanded: part of what the fullest rank keeps that lies in the expansion."""
 
     values: dict[str, float]
@@ -65,9 +64,8 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list[float]]:
         least = 0.0 if name in ("expanded_gb", "zero_stage") else 1e-9
         whole = name not in OF_LAYOUT or all(value % 1 == 0 for value in values)
         if not (values and whole and all(least <= value < 1e12 for value in values)):
-            raise ConfigError(
-                f"--sweep={text}: numbers that rise, above 0 (whole ones of a layout), times a factor above 1"
-            )
+            rule = "numbers that rise, above 0 (whole ones of a layout), times a factor above 1"
+            raise ConfigError(f"--sweep={text}: {rule}")
         found[name] = values
     if (count := prod(map(len, found.values()))) > MOST_POINTS:
         raise ConfigError(f"--sweep: {count} searches; at most {MOST_POINTS}, so take fewer values")

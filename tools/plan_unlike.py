@@ -38,8 +38,9 @@ def unlike_lines(alike: Prediction, cluster: Sequence[DeviceClass], stale: bool)
 def flags_of(config: Config) -> str:
     """What makes a layout of stages that differ, to be pasted behind a launch."""
     parallel, training = config.parallel, config.training
-    words = [f"--stage-meshes {parallel.stage_meshes}", f"--pipeline-schedule {parallel.schedule}"]
-    words += [f"--pipeline-model-parallel-layout '{parallel.stage_layout.pipeline_model_parallel_layout}'"]
-    words += [f"--micro-batch-size {training.micro_batch_size} --global-batch-size {training.global_batch_size}"]
-    words += [f"--zero-stage {parallel.zero_stage}"] * (parallel.zero_stage > 0)
-    return " ".join([*words, *["--sequence-parallel"] * parallel.sequence_parallel])
+    return (
+        f"--stage-meshes {parallel.stage_meshes} --pipeline-schedule {parallel.schedule} "
+        f"--pipeline-model-parallel-layout '{parallel.stage_layout.pipeline_model_parallel_layout}' "
+        f"--micro-batch-size {training.micro_batch_size} --global-batch-size {training.global_batch_size} "
+        f"--zero-stage {parallel.zero_stage}{' --sequence-parallel' if parallel.sequence_parallel else ''}"
+    )

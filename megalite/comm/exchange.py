@@ -95,14 +95,9 @@ def _peers(axis: Axis) -> list[int]:
     return [p for p in range(axis.size) if p != axis.rank]
 
 
-def start_swap(
-    sending: Sequence[tuple[int, Tensor]],
-    receiving: Sequence[tuple[int, Tensor]],
-    axis: Axis,
-    finish: Callable[[], None] = lambda: None,
-) -> Exchange:
+def start_swap(sending: Sequence[tuple[int, Tensor]], receiving: Sequence[tuple[int, Tensor]], axis: Axis) -> Exchange:
     """Starts to send tensors to world ranks and to receive others from them, one each way between two ranks; the same
-    pairs swap in the same order everywhere. finish: once nothing is in flight; until then what is sent is read."""
+    pairs swap in the same order everywhere. What is sent is read until `wait` returns."""
     own = axis.ranks[axis.rank]
 
     def received(there: Sequence[tuple[int, Tensor]]) -> list[Any]:
@@ -112,4 +107,4 @@ def start_swap(
     arriving = received([each for each in receiving if each[0] < own])
     leaving = [dist.isend(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in sending]
     arriving += received([each for each in receiving if each[0] > own])
-    return Exchange([*arriving, *leaving], [], finish)
+    return Exchange(arriving, leaving, lambda: None)

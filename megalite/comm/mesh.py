@@ -1,8 +1,4 @@
-"""The grid of ranks and its process groups (Megatron-LM's `parallel_state`), with a parallel axis as a value.
-
-`Axis` is one direction of the grid with its process group; `ParallelMesh` is the grid. Both are built once and passed
-to the code that needs them. An axis of size 1 has no group and costs nothing, so the same code in one process is the
-reference.
+"""The grid of ranks and its process groups (Megatron-LM's `parallel_state`); what code gets of it are axes.
 
 The grid has base axes, innermost first (Megatron's tp-cp-ep-dp-pp order). There are two views of it, one for dense
 parameters and one for those of experts:
@@ -45,17 +41,20 @@ PRODUCTS = {
 """stream: the replicas that read micro-batches of their own: all, but where stages differ."""
 
 
+Views = dict[tuple[str, ...], dict[str, int]]
+"""DENSE and EXPERT -> sizes of their base axes."""
+
+
 class StageGrid(NamedTuple):
-    """The ranks of one stage: sizes of the base axes in both views, and its first world and pipeline rank."""
+    """The ranks of one stage: its first world and pipeline rank, and the sizes of the base axes in both views."""
 
     first: int
     pipeline: int
-    dense: dict[str, int]
-    expert: dict[str, int]
+    sizes: Views
 
     @property
     def size(self) -> int:
-        return prod(self.dense.values())
+        return prod(self.sizes[DENSE].values())
 
 
 class ParallelMesh:
@@ -67,9 +66,7 @@ class ParallelMesh:
     error instead of a hang.
     """
 
-    def __init__(
-        self, rank: int, grids: Sequence[tuple[dict[str, int], dict[str, int]]], *, timeout: float | None
-    ) -> None:
+    def __init__(self, rank: int, grids: Sequence[Views], *, timeout: float | None) -> None:
         self.rank = rank
         self.waits = WaitClock()
         self.takes_turns = any(grid != grids[0] for grid in grids)
@@ -77,10 +74,10 @@ class ParallelMesh:
         """Of each rank, where a run has several."""
         self._grids: list[StageGrid] = []
         first = pipeline = 0
-        for dense, expert in grids:
-            self._grids.append(StageGrid(first, pipeline, dense, expert))
+        for sizes in grids:
+            self._grids.append(StageGrid(first, pipeline, sizes))
             first += self._grids[-1].size
-            pipeline += dense["dp_shard"] * dense["dp_replicate"] if self.takes_turns else 1
+            pipeline += sizes[DENSE]["dp_shard"] * sizes[DENSE]["dp_replicate"] if self.takes_turns else 1
         self._world, self._pipeline = first, pipeline
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._axes: dict[tuple[str, str], Axis] = {}
@@ -146,14 +143,13 @@ class ParallelMesh:
     def ranks_of(self, pipeline_rank: int) -> range:
         """World ranks of a pipeline rank: the tensor-parallel ranks of one replica, this rank's where several replicas
         have the same."""
-        if self.takes_turns:
-            grid = max((grid for grid in self._grids if grid.pipeline <= pipeline_rank), key=lambda grid: grid.pipeline)
-            replica = pipeline_rank - grid.pipeline
-        else:
-            grid, own = self._grids[pipeline_rank], self._grid(self.rank)
-            replica = (self.rank - own.first) // own.dense["tp"]
-        first = grid.first + grid.dense["tp"] * replica
-        return range(first, first + grid.dense["tp"])
+        grid = self._grids[bisect_right(self._grids, pipeline_rank, key=lambda grid: grid.pipeline) - 1]
+        own = self._grid(self.rank)
+        replica = (
+            pipeline_rank - grid.pipeline if self.takes_turns else (self.rank - own.first) // own.sizes[DENSE]["tp"]
+        )
+        first = grid.first + grid.sizes[DENSE]["tp"] * replica
+        return range(first, first + grid.sizes[DENSE]["tp"])
 
     def way_between(self, sender: int, receiver: int) -> str:
         """How copies go from one pipeline rank to another: directly on a host, else as the busiest host's link is free
@@ -168,13 +164,13 @@ class ParallelMesh:
 
     def _sizes(self, grid: StageGrid, view: tuple[str, ...]) -> dict[str, int]:
         """Sizes of the base axes of a view, with that of the pipeline."""
-        return {**(grid.dense if view is DENSE else grid.expert), "pp": self._pipeline}
+        return {**grid.sizes[view], "pp": self._pipeline}
 
     def _place(self, rank: int, view: tuple[str, ...]) -> dict[str, int]:
         """A world rank's coordinates."""
         grid, place = self._grid(rank), {}
         rest = rank - grid.first
-        for base, size in (grid.dense if view is DENSE else grid.expert).items():  # mixed radix, innermost first
+        for base, size in grid.sizes[view].items():  # mixed radix, innermost first
             rest, place[base] = divmod(rest, size)
         turn = place["dp_shard"] if self.takes_turns and view is DENSE else 0
         return {**place, "pp": grid.pipeline + turn}
@@ -281,16 +277,15 @@ class ParallelMesh:
     def __str__(self) -> str:
         """`tp2 x pp4 x dp2`, axes of size 1 left out; of stages that differ `4x1,2x2`, tp x dp of each."""
         if self.takes_turns:
-            return ",".join(f"{grid.dense['tp']}x{grid.dense['dp_shard']}" for grid in self._grids)
+            return ",".join(f"{grid.sizes[DENSE]['tp']}x{grid.sizes[DENSE]['dp_shard']}" for grid in self._grids)
         sizes = {name: self.size(name) for name in ("tp", "cp", "pp", "dp", "ep")}
         return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one process"
 
 
-def _views(
-    world: int, dense: tuple[int, ...], expert: tuple[int, ...], replicate: int, pp: int
-) -> tuple[dict[str, int], dict[str, int]]:
+def _views(world: int, dense: tuple[int, ...], expert: tuple[int, ...], replicate: int, pp: int) -> Views:
     """A stage's grid in both views."""
-    return _view(DENSE[:-1], world, dense, replicate, pp), _view(EXPERT[:-1], world, expert, replicate, pp)
+    inner = {DENSE: dense, EXPERT: expert}
+    return {view: _view(view[:-1], world, sizes, replicate, pp) for view, sizes in inner.items()}
 
 
 def _view(names: Sequence[str], world: int, inner: tuple[int, ...], replicate: int, pp: int) -> dict[str, int]:

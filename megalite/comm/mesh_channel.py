@@ -19,7 +19,7 @@ from megalite.comm.axis import Axis
 from megalite.comm.collectives import all_gather
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import Channel, Incoming, IncomingMessage, MessageLabel, TensorSpec
-from megalite.inventory import GATHERED, RELAYED, Transfer, TransferPlan, transfer_plan
+from megalite.inventory import GATHERED, RELAYED, Box, TransferPlan, transfer_plan
 
 
 @dataclass
@@ -30,14 +30,12 @@ class IncomingParts:
 
     parts: Sequence[IncomingMessage | Callable[[], IncomingMessage]]
     whole: Tensor
-    onward: Callable[[Tensor], None] | None
+    onward: Callable[[Tensor], None]
     gather: Axis | None
 
     def wait(self) -> Tensor:
         for part in [part() if callable(part) else part for part in self.parts]:
-            arrived = part.wait()
-            if self.onward is not None:
-                self.onward(arrived)
+            self.onward(part.wait())
         return self.whole if self.gather is None else all_gather(self.whole, self.gather)
 
 
@@ -88,28 +86,25 @@ class MeshChannel(Channel):
         ranks, own, box = self._mesh.ranks_of(peer), self._tp.ranks, plan.target[mine]
         whole = torch.empty(box.shape, dtype=spec.dtype, device=spec.device)
 
-        def post(task: Transfer, sender: int) -> IncomingMessage:
-            part = TensorSpec(task.box.shape, spec.dtype, spec.device)
-            return self._post(part, peer=sender, label=label, into=whole[task.box.slices_in(box)])
+        def post(part: Box, sender: int) -> IncomingMessage:
+            its = TensorSpec(part.shape, spec.dtype, spec.device)
+            return self._post(its, peer=sender, label=label, into=whole[part.slices_in(box)])
 
-        parts: Sequence[IncomingMessage | Callable[[], IncomingMessage]]
-        parts = [post(task, ranks[task.sender]) for task in plan.tasks if task.receiver == mine]
-        onward = None
+        def onward(part: Tensor) -> None:
+            if plan.way == RELAYED and mine + 1 < len(own):
+                Channel.send(self, part, peer=own[mine + 1], label=label)
+
         if plan.way == RELAYED and mine > 0:
-            parts = [partial(post, task, own[mine - 1]) for task in plan.tasks]
-        if plan.way == RELAYED and mine + 1 < len(own):
-            onward = partial(super().send, peer=own[mine + 1], label=label)
-        return IncomingParts(parts, whole, onward, self._tp if plan.way == GATHERED else None)
+            return IncomingParts([partial(post, task.box, own[mine - 1]) for task in plan.tasks], whole, onward, None)
+        posted = [post(task.box, ranks[task.sender]) for task in plan.tasks if task.receiver == mine]
+        return IncomingParts(posted, whole, onward, self._tp if plan.way == GATHERED else None)
 
 
 def open_channel(
     mesh: ParallelMesh, neighbours: Collection[tuple[int, int]], *, split: bool, headers: bool = False
 ) -> Channel:
     """The channel of a run, down and up the pipeline by communicators of their own. Collective. Copies that go to
-    another host go there once: in parts that are gathered there, or in chunks that are sent on from host to host.
-
-    neighbours, split: as in `MeshChannel`.
-    """
+    another host go there once: in parts that are gathered there, or in chunks that are sent on from host to host."""
     copies = bool(mesh.hosts) and not split and mesh.size("tp") > 1
     axis = "world" if copies else "pp"
     down, up = (mesh.over(axis, apart=direction) for direction in ("down", "up"))

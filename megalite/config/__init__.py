@@ -63,6 +63,7 @@ from megalite.config.qk_clip import QKClip
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
 from megalite.config.rope import RopeScaling
 from megalite.config.rules.shape import model_shape
+from megalite.config.rules.text import divisors
 from megalite.config.sampling import Sampling
 from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.config.schema import Option, build_section, flat, options_of

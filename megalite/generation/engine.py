@@ -133,10 +133,8 @@ class Generator:
         """
         going = [slot if slot.remaining else next(waiting, None) for slot in slots]
         going += islice(waiting, self.placement.num_ranks - len(slots))
-        while going and going[-1] is None:
-            going.pop()
-        filled = [slot or Slot([Group([nothing()])], 0) for slot in going] if self.placement.workers else going
-        return [slot for slot in filled if slot is not None]
+        last, turns = max((n for n, slot in enumerate(going, 1) if slot is not None), default=0), self.placement.workers
+        return [slot or Slot([Group([nothing()])], 0) for slot in going[:last] if slot is not None or turns]
 
     def _own(self, rows: Sequence[Row]) -> list[Row]:
         return self._share(rows, self.replicas.rank)

@@ -172,9 +172,8 @@ def score_source(
                 else sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
             )
             counted = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
-            total += torch.cat(
-                (torch.stack(list(sums.values())).sum()[None], torch.tensor(counted, device=total.device))
-            )
+            summed = torch.stack(list(sums.values())).sum()
+            total += torch.cat((summed[None], torch.tensor(counted, device=total.device)))
         on_progress(min(number * together, len(source)), len(source), "")
     all_reduce_(total, mesh.world)
     loss_sum, num_tokens, num_bytes = total.tolist()

@@ -27,7 +27,7 @@ from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
 from megalite.parallel.tensor import LayerContext, hold_in_8_bits
-from megalite.schedule import StagePlacement, forward_program, loop, round_robin, token_pairs
+from megalite.schedule import ScheduleShape, StagePlacement, forward_program, token_pairs
 from megalite.stores import Place
 from megalite.train import config_of, load_model, load_weights, make_mesh, parameter_dtype
 
@@ -123,8 +123,7 @@ def load_for_inference(
     if problems := layout_problems(config, world.size):
         raise ConfigError(problems)
     mesh = make_mesh(config.parallel, dataclasses.replace(world, device=target))
-    workers = parallel.workers
-    placement = round_robin(workers) if workers else loop(parallel.pipeline_model_parallel_size)
+    placement = ScheduleShape(parallel.pipeline_model_parallel_size, 1, workers=parallel.workers).placement
     channel = open_channel(mesh, token_pairs(placement), split=False)
     parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]

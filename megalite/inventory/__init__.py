@@ -78,12 +78,4 @@ from megalite.inventory.tiling import (
     recompute_ranges,
     recomputed_layers,
 )
-from megalite.inventory.transfer_plan import (
-    DIRECT,
-    GATHERED,
-    RELAYED,
-    Transfer,
-    TransferPlan,
-    fastest_way,
-    transfer_plan,
-)
+from megalite.inventory.transfer_plan import DIRECT, GATHERED, RELAYED, TransferPlan, fastest_way, transfer_plan

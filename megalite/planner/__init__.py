@@ -86,4 +86,4 @@ from megalite.planner.software import (
     Software,
 )
 from megalite.planner.startup_table import TOO_SMALL, describe_layout, foreign_rows, format_table, startup_rows
-from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike
+from megalite.planner.unlike_stages import DeviceClass, best_unlike

@@ -139,8 +139,7 @@ def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | Non
     ]
     if not right or not all(right):
         raise ConfigError(f"`hardware`={name_or_file}: classes: expected a list of {{hardware: NAME, devices: N}}")
-    total = sum(row["devices"] for row in rows)
-    if total != devices:
+    if (total := sum(row["devices"] for row in rows)) != devices:
         raise ConfigError(f"`hardware`={name_or_file}: its classes have {total} devices; use `num_devices` {total}")
     return [(row["devices"], load_hardware(str(row["hardware"]), devices_per_node=devices_per_node)) for row in rows]
 

@@ -17,6 +17,7 @@ Alpa. Of all ways the engine runs two chains, which the search for layouts tries
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
@@ -28,7 +29,8 @@ from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 
 WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
-BISECTIONS = 40
+PRICES = 2**40
+"""Of a byte, among which the least is found."""
 REDUCE, GATHER, EXCHANGE = ("all_reduce",), ("gather",), ("exchange",)
 MESSAGES = {
     (SUMS, WHOLE): (REDUCE, ()),
@@ -91,15 +93,11 @@ def plan_block(chains: Sequence[Sequence[Operation]], group: CommGroup, room: fl
     def at(price: float) -> BlockPlan:
         return min((cheapest(chain, group, price) for chain in chains), key=lambda plan: plan.priced(price))
 
-    low, high = 0.0, 1e-3  # seconds a byte: a link of a kilobyte per second
-    fastest, plan = at(low), at(high)
-    if fastest.kept <= room:
+    if (fastest := at(0.0)).kept <= room:
         return fastest
-    for _ in range(BISECTIONS if plan.kept <= room else 0):
-        middle = (low + high) / 2
-        tried = at(middle)
-        low, high, plan = (low, middle, tried) if tried.kept <= room else (middle, high, plan)
-    return plan if plan.kept <= room else None
+    step = 1e-3 / PRICES  # up to what a link of a kilobyte per second takes
+    price = bisect_left(range(PRICES), True, key=lambda number: at(number * step).kept <= room)
+    return plan if (plan := at(price * step)).kept <= room else None
 
 
 def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, in_flight: int) -> list[Operation]:

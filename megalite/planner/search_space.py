@@ -9,13 +9,12 @@ schedule has its own. Sequences are not cut into parts of less than 4,096 tokens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megalite.config import Config, all_options, config_problems, schedule_file
+from megalite.config import Config, all_options, config_problems, divisors, schedule_file
 from megalite.schedule import SCHEDULES, default_schedule, resolve_chunks, schedule_problems
 
 #: Fields of the configuration that are searched where the user did not give them.
@@ -140,11 +139,6 @@ def layout_of(config: Config) -> Layout:
         parallel.experts.expert_model_parallel_size,
         parallel.experts.expert_tensor_parallel_size,
     )
-
-
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bool = False) -> Iterator[Layout]:

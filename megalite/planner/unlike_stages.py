@@ -1,8 +1,6 @@
 """The best pipeline whose stages may differ: layers and submeshes by `inter_operator.plan_stages`, at every micro-batch
-size, with memory for the micro-batches in flight; the best ones are then simulated as the programs that would run.
-
-How the ranks of a stage share a block is chosen with it: its tensor-parallel size by the dynamic programme, column and
-row with two all-reduces or sequence parallelism by trying both, all that the engine runs.
+size, with memory for the micro-batches in flight and both ways to share a block that the engine runs; the best ones
+are then simulated as the programs that would run.
 
 Devices are in the order of ranks. Where a cluster has nodes of several kinds (`classes`), a stage lies on one kind.
 """
@@ -16,7 +14,7 @@ from itertools import accumulate, pairwise, product
 from math import gcd, lcm
 from typing import NamedTuple
 
-from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, layout_problems
+from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, divisors, layout_problems
 from megalite.errors import ScheduleError
 from megalite.inventory import ElementBytes, boundary_bytes, given_recompute
 from megalite.planner.activations import stage_activations
@@ -26,7 +24,7 @@ from megalite.planner.hardware import Hardware
 from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import pipeline_memory
 from megalite.planner.predict import program_of
-from megalite.planner.search_space import Layout, apply, divisors
+from megalite.planner.search_space import Layout, apply
 from megalite.schedule import BACKWARD, FORWARD, SCHEDULES, Costs, Partition, build_program, compact_layout, simulate
 
 MOST_GROUPS = 16
@@ -70,8 +68,7 @@ def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool =
             plain = apply(config, layout)
             parallel = replace(plain.parallel, stage_meshes=None, stage_layout=StageLayout(), nprocs=None)
             one = _Problem(replace(plain, parallel=parallel), tuple(classes), batch // micro)
-            plans = (one.plan(room) for room in ROOMS)
-            tried = (one.made(plan) for plan in plans if plan is not None and len(plan.stages) > 1)
+            tried = (one.made(plan) for room in ROOMS if (plan := one.plan(room)) and len(plan.stages) > 1)
             found += filter(None, [next(filter(None, tried), None)])
     return min(found, key=lambda made: made.seconds, default=None)
 
@@ -85,10 +82,6 @@ class _Problem:
     microbatches: int
 
     @cached_property
-    def devices(self) -> int:
-        return sum(each.devices for each in self.classes)
-
-    @cached_property
     def edges(self) -> tuple[int, ...]:
         """Where a stage may begin or end among [embedding, block 0, ..., head]: at the ends, and between groups of
         blocks."""
@@ -99,22 +92,18 @@ class _Problem:
     @cached_property
     def unit(self) -> int:
         """A power of two that divides every class, so that there are few."""
-        common = gcd(*(each.devices for each in self.classes))
-        fewest = 2 ** max(0, (-(-self.devices // MOST_UNITS) - 1).bit_length())
-        return gcd(common, fewest)
+        fewest = 2 ** max(0, (-(-len(self.kinds) // MOST_UNITS) - 1).bit_length())
+        return gcd(fewest, *(each.devices for each in self.classes))
 
     @cached_property
     def meshes(self) -> list[StageMesh]:
         """Tensor-parallel sizes within a node that the model allows, times powers of two of replicas that divide the
         batch."""
         model, node = self.config.model, min(each.hardware.devices_per_node for each in self.classes)
-        wide = [
-            tp
-            for tp in divisors(model.num_attention_heads)
-            if tp <= node and model.legal_tensor_size(tp) and model.ffn_size % tp == 0 and model.seq_length % tp == 0
-        ]
+        sizes = divisors(gcd(model.num_attention_heads, model.ffn_size, model.seq_length))
+        wide = [tp for tp in sizes if tp <= node and model.legal_tensor_size(tp)]
         found = [StageMesh(tp, dp) for tp in wide for dp in divisors(self.microbatches) if dp & (dp - 1) == 0 or dp < 8]
-        return [mesh for mesh in found if mesh.size <= self.devices and mesh.size % self.unit == 0]
+        return [mesh for mesh in found if mesh.size <= len(self.kinds) and mesh.size % self.unit == 0]
 
     @cached_property
     def kinds(self) -> list[int]:
@@ -143,7 +132,7 @@ class _Problem:
 
     def _hop(self, hardware: Hardware, tp: int) -> float:
         """Seconds of a boundary tensor's way to the next stage: each card sends its part, in either way of sharing."""
-        near = len(self.classes) == 1 and self.devices <= hardware.devices_per_node
+        near = len(self.classes) == 1 and len(self.kinds) <= hardware.devices_per_node
         link = hardware.intra_node if near else hardware.inter_node
         return link.latency + boundary_bytes(self._view(1)) / tp / link.bandwidth
 
@@ -155,7 +144,7 @@ class _Problem:
             links[number, mesh] = CommGroup(each.hardware, mesh.dp, mesh.tp), 2 * self._hop(each.hardware, mesh.tp)
 
         def cost(begin: int, end: int, mesh: StageMesh, left: int) -> StageCost | None:
-            first = self.devices - left
+            first = len(self.kinds) - left
             number, last = self.kinds[first], self.kinds[first + mesh.size - 1]
             if number != last:
                 return None
@@ -169,7 +158,9 @@ class _Problem:
             return StageCost(seconds + hop, (seconds + hop) / mesh.dp + reduce / self.microbatches)
 
         layers, unit = len(self.edges) - 1, self.unit
-        return plan_stages(layers, self.devices, self.meshes, cost, self.microbatches, asynchronous=endless, unit=unit)
+        return plan_stages(
+            layers, len(self.kinds), self.meshes, cost, self.microbatches, asynchronous=endless, unit=unit
+        )
 
     def made(self, plan: StagePlan) -> UnlikePlan | None:
         """As a configuration, simulated; None where it is not legal or does not fit."""
@@ -185,11 +176,13 @@ class _Problem:
             tensor_model_parallel_size=meshes[0].tp if len(set(meshes)) == 1 else 1,
         )
         config = replace(self.config, parallel=parallel)
-        if layout_problems(config, self.devices) or parallel.schedule_problems(config.num_microbatches(self.devices)):
+        if layout_problems(config, len(self.kinds)) or parallel.schedule_problems(
+            config.num_microbatches(len(self.kinds))
+        ):
             return None
         try:
-            program = program_of(config, self.devices)
-            memory = pipeline_memory(config, self.devices, program, stages, on_cpu=self.classes[0].hardware.on_cpu)
+            program = program_of(config, len(self.kinds))
+            memory = pipeline_memory(config, len(self.kinds), program, stages, on_cpu=self.classes[0].hardware.on_cpu)
         except ScheduleError:
             return None
         kinds = tuple(self.kinds[first] for first in accumulate((mesh.size for mesh in meshes[:-1]), initial=0))

@@ -101,9 +101,8 @@ def give_all_the_same(run: OpenRun) -> None:
     loader = reader.loader
     assert isinstance(loader, BatchLoader)
     loader.dp_rank = 0
-    if together > 1:
-        get = reader.get
-        reader.get = lambda microbatch: get(microbatch // together * together)  # type: ignore[method-assign]  # of this run
+    get = reader.get
+    reader.get = lambda microbatch: get(microbatch // together * together)  # type: ignore[method-assign]  # of this run
 
 
 class Digests:
@@ -166,8 +165,7 @@ def compare(seen: Sequence[Seen], run: OpenRun, world: World) -> str:
     mesh = run.trainer.mesh
     whole = sum(sum(one.digest) * (i + 1) for i, one in enumerate(seen)) % (1 << 61)
     place = [mesh.coordinate(axis) for axis in CUTS]
-    if mesh.takes_turns:  # replicas of a stage are pipeline ranks of their own
-        place[CUTS.index("pp")] = run.state.model.placement.stages_of(mesh.coordinate("pp"))[0][0]
+    place[CUTS.index("pp")] = run.state.model.placement.stages_of(mesh.coordinate("pp"))[0][0]  # of replicas the same
     everyone = all_gather_json({"place": place, "whole": whole, "host": world.host}, mesh.world)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, one in enumerate(everyone):

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from megalite.comm import World
 from megalite.config import Config, ParallelConfig, StalenessCorrection, dump_yaml, parse
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import computations, stage_layer_ranges
 from megalite.microbatch import PIECE, Microbatch
 from megalite.proof.branches import Branches, clips, is_delayed
 from megalite.proof.correction import LAST_STEP, Corrected, Delays, delay_of
-from megalite.schedule import Program, build_program, find_schedule
+from megalite.schedule import Program, find_schedule
 from megalite.testing.oracle import Pupil
 from megalite.testing.rates import decay_of, learning_rates
 
@@ -110,9 +110,8 @@ def _lags(pupil: Pupil, config: Config) -> Delays:
 
 def endless_program(config: Config) -> Program:
     """PipeDream's, of batches that are long enough for any delay."""
-    parallel, p = config.parallel, config.parallel.pipeline_model_parallel_size
-    long = 4 * p * config.microbatches_together(parallel.model_parallel_size)
-    return build_program(parallel.schedule, p, long, **parallel.pipeline_shape)
+    rounds = 4 * config.parallel.pipeline_model_parallel_size
+    return computations(config, rounds * config.microbatches_together(config.parallel.model_parallel_size))
 
 
 def _behind(config: Config, step: int, lag: Delays) -> Delays:

@@ -13,7 +13,7 @@ All code asks `rank_of` and `stages_of`; none computes `stage % p`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
@@ -61,14 +61,12 @@ class StagePlacement:
     @property
     def neighbours(self) -> frozenset[tuple[int, int]]:
         """Pairs of ranks (lower, higher) that hold consecutive stages: no others ever send to each other."""
-        return frozenset((min(a, b), max(a, b)) for a, b in self._steps() if a != b)
-
-    def _steps(self) -> Iterator[tuple[int, int]]:
-        """Ranks of consecutive stages that meet in some micro-batch."""
+        found: set[tuple[int, int]] = set()
         for ranks in self.ranks:
             for (begin, count), (above, more) in itertools.pairwise(zip(ranks, self._counts, strict=True)):
-                shared = gcd(count, more)
-                yield from ((begin + a, above + b) for a in range(count) for b in range(a % shared, more, shared))
+                shared = gcd(count, more)  # those meet in some micro-batch that are as far from 0 modulo it
+                found |= {(begin + a, above + b) for a in range(count) for b in range(a % shared, more, shared)}
+        return frozenset((min(a, b), max(a, b)) for a, b in found if a != b)
 
     def repeated(self, rounds: int) -> StagePlacement:
         """The stages of one replica so many times, one after the other."""

@@ -93,10 +93,11 @@ class RunState:
     def _contents(self, progress: TrainingProgress) -> tuple[list[TensorShard], dict[str, Any], dict[str, bytes]]:
         """Shards, meta and files."""
         spikes, passed = self.spikes, self.model.passed.ranges
+        turns = progress.microbatches // self.model.placement.round  # a checkpoint knows no layout
         meta = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
-            "progress": progress_to_meta(replace(progress, microbatches=progress.microbatches // self._round)),
+            "progress": progress_to_meta(replace(progress, microbatches=turns)),
             "loss_scaler": self.scaler.state_dict(),
             NEWEST: {name: getattr(self.model.delay, name) for name in NEWEST_NUMBERS},
             "train_requests": list(self.datasets.train_requests),
@@ -132,7 +133,7 @@ class RunState:
         """
         model, meta = self.model, Meta(start.meta, str(start.path))
         progress = TrainingProgress() if start.weights_only else progress_from_meta(meta.section("progress"))
-        progress.microbatches *= self._round
+        progress.microbatches *= model.placement.round
         with_state = (own or self.config.checkpoint.load_optim) and not start.weights_only
         version = self.version(progress)
         shards = [*model.optimizer.shards(), *self._states(version), *self._still]
@@ -186,12 +187,6 @@ class RunState:
         taken += ["older weight versions"] if older else []
         taken += [f"loss scale {self.scaler.scale:g}"] if with_state and self.config.training.precision.fp16 else []
         return taken + ([f"seed {self.config.training.seed}"] if self.config.checkpoint.load_rng else [])
-
-    @property
-    def _round(self) -> int:
-        """Micro-batches that are counted as one in a checkpoint, which knows no layout: where ranks take turns a round,
-        which each of them begins at its turn, as a replica counts its own elsewhere."""
-        return self.model.placement.round
 
     def version(self, progress: TrainingProgress) -> int:
         """Number of the newest weight version after `progress`."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.comm import Done, Handle, ParallelMesh, device_of, start_swap
+from megalite.comm import Done, Exchange, Handle, ParallelMesh, device_of, start_swap
 from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.schedule import StagePlacement
 
@@ -42,14 +42,12 @@ class SharedRows(SharedGradient):
         super().__init__(mesh.over("pp", apart="tied"))
         self._width = shape[1]
         self._holders = _holders(mesh, placement, shape[0], padded)
-        self._mine = next((holder for holder in self._holders if holder.rank == mesh.rank), None)
 
     def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
         if not local_copies:
             return Done()
         (full,) = local_copies
-        mine = self._mine
-        assert mine is not None, "a rank between the ends holds no copy"
+        mine = next(holder for holder in self._holders if holder.rank == self._axis.ranks[self._axis.rank])
         gradient = full[: len(mine.rows) * self._width].view(-1, self._width)
         device = device_of(self._axis)
 
@@ -74,7 +72,7 @@ class SharedRows(SharedGradient):
             for rows, part in parts:
                 of(rows).add_(part.to(gradient.device))
 
-        return start_swap(sending, receiving, self._axis, add_up)
+        return Exchange([start_swap(sending, receiving, self._axis)], [], add_up)
 
 
 def _common(a: range, b: range) -> range:
