@@ -145,10 +145,8 @@ def line_of(point: Point) -> str:
     if found is None:
         return f"{where}  nothing legal fits"
     inside = f" ({point.expanded:.0%} in the expansion)" if point.expanded else ""
-    return (
-        f"{where}  {found.step_time:8.4g} s  {found.mfu:6.1%}  {found.memory_bytes / GIB:6.1f} GiB{inside}  "
-        f"{layout_text(found.config, found.world_size, found.plan)}"
-    )
+    layout = layout_text(found.config, found.world_size, found.plan)
+    return f"{where}  {found.step_time:8.4g} s  {found.mfu:6.1%}  {found.memory_bytes / GIB:6.1f} GiB{inside}  {layout}"
 
 
 def write_csv(points: Sequence[Point], file: Path) -> None:

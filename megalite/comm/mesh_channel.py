@@ -21,6 +21,8 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.p2p import Channel, Incoming, IncomingMessage, MessageLabel, TensorSpec
 from megalite.inventory import GATHERED, RELAYED, Box, TransferPlan, transfer_plan
 
+Pairs = Collection[tuple[int, int]]
+
 
 @dataclass
 class IncomingParts:
@@ -46,20 +48,11 @@ class MeshChannel(Channel):
     rank holds a part of the sequence (sequence parallelism), else all of it.
     """
 
-    def __init__(
-        self,
-        mesh: ParallelMesh,
-        down: Axis,
-        up: Axis,
-        neighbours: Collection[tuple[int, int]],
-        *,
-        split: bool,
-        headers: bool = False,
-    ) -> None:
+    def __init__(self, mesh: ParallelMesh, down: Axis, up: Axis, neighbours: Pairs, split: bool, headers: bool) -> None:
         self._mesh, self._tp, self._split, self._stage = mesh, mesh["tp"], split, mesh.coordinate("pp")
         super().__init__(down, up, self._pairs(neighbours), headers=headers)
 
-    def _pairs(self, neighbours: Collection[tuple[int, int]]) -> set[tuple[int, int]]:
+    def _pairs(self, neighbours: Pairs) -> set[tuple[int, int]]:
         """World ranks (lower, higher) that may send to each other."""
         ranks = self._mesh.ranks_of
         found = {(a, b) for low, high in neighbours for a in ranks(low) for b in ranks(high)}
@@ -100,14 +93,11 @@ class MeshChannel(Channel):
         return IncomingParts(posted, whole, onward, self._tp if plan.way == GATHERED else None)
 
 
-def open_channel(
-    mesh: ParallelMesh, neighbours: Collection[tuple[int, int]], *, split: bool, headers: bool = False
-) -> Channel:
+def open_channel(mesh: ParallelMesh, neighbours: Pairs, *, split: bool, headers: bool = False) -> Channel:
     """The channel of a run, down and up the pipeline by communicators of their own. Collective. Copies that go to
     another host go there once: in parts that are gathered there, or in chunks that are sent on from host to host."""
     copies = bool(mesh.hosts) and not split and mesh.size("tp") > 1
-    axis = "world" if copies else "pp"
-    down, up = (mesh.over(axis, apart=direction) for direction in ("down", "up"))
+    down, up = (mesh.over("world" if copies else "pp", apart=direction) for direction in ("down", "up"))
     if mesh.takes_turns or copies:
-        return MeshChannel(mesh, down, up, neighbours, split=split, headers=headers)
+        return MeshChannel(mesh, down, up, neighbours, split, headers)
     return Channel(down, up, neighbours, headers=headers)

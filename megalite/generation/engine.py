@@ -133,7 +133,8 @@ class Generator:
         """
         going = [slot if slot.remaining else next(waiting, None) for slot in slots]
         going += islice(waiting, self.placement.num_ranks - len(slots))
-        last, turns = max((n for n, slot in enumerate(going, 1) if slot is not None), default=0), self.placement.workers
+        last = max((number for number, slot in enumerate(going, 1) if slot is not None), default=0)
+        turns = bool(self.placement.workers)
         return [slot or Slot([Group([nothing()])], 0) for slot in going[:last] if slot is not None or turns]
 
     def _own(self, rows: Sequence[Row]) -> list[Row]:

@@ -28,11 +28,9 @@ from megalite.inventory.boxes import Box
 from megalite.inventory.parameter_placement import Shape
 
 ROUNDS = 100
-"""Orders of tasks that are tried."""
 CHUNKS = 16
 """K: parts of a tensor that is relayed. More make the chain shorter and its messages smaller."""
 DIRECT, GATHERED, RELAYED = "direct", "gathered", "relayed"
-"""Ways of copies to several ranks."""
 
 
 class Transfer(NamedTuple):

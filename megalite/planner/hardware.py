@@ -133,13 +133,11 @@ def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | Non
             rows = yaml.safe_load(path.read_text(encoding="utf-8"))["classes"]
     if rows is None:
         return [(devices, load_hardware(name_or_file, devices_per_node=devices_per_node))]
-    right = [
-        isinstance(row, dict) and set(row) == {"hardware", "devices"} and type(n := row["devices"]) is int and n > 0
-        for row in (rows if isinstance(rows, list) else ())
-    ]
-    if not right or not all(right):
+    listed, keys = rows if isinstance(rows, list) else [], {"hardware", "devices"}
+    numbers = [row["devices"] for row in listed if isinstance(row, dict) and set(row) == keys]
+    if not numbers or len(numbers) < len(listed) or any(type(number) is not int or number < 1 for number in numbers):
         raise ConfigError(f"`hardware`={name_or_file}: classes: expected a list of {{hardware: NAME, devices: N}}")
-    if (total := sum(row["devices"] for row in rows)) != devices:
+    if (total := sum(numbers)) != devices:
         raise ConfigError(f"`hardware`={name_or_file}: its classes have {total} devices; use `num_devices` {total}")
     return [(row["devices"], load_hardware(str(row["hardware"]), devices_per_node=devices_per_node)) for row in rows]
 

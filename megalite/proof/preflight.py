@@ -62,7 +62,11 @@ class Preflight:
             replicas = max(config.parallel.workers, default=mesh.size("dp"))
             if replicas < 2 or (sparse and mesh.size("edp") < 2 and not mesh.takes_turns):
                 raise ConfigError("--preflight: compares replicas, and this layout has one; give it more ranks")
-            give_all_the_same(run)
+            # Every replica reads the same samples; where they take turns, all of a round get those of its first.
+            reader, together = run.trainer.batch_reader, run.state.model.placement.round
+            assert isinstance(reader.loader, BatchLoader)
+            reader.loader.dp_rank, get = 0, reader.get
+            reader.get = lambda microbatch: get(microbatch // together * together)  # type: ignore[method-assign]  # its own
             watch = Digests(run)
             numbers = {}
             for _ in range(self.steps):
@@ -93,16 +97,6 @@ def run_preflight(argv: list[str], steps: int, say: Callable[[str], None]) -> in
     loads = replace(CheckpointConfig(), **{n: getattr(config.checkpoint, n) for n in ("load", "ckpt_step", "finetune")})
     quiet = replace(config, training=training, checkpoint=loads, logging=LoggingConfig())
     return launch(quiet, Preflight(steps, say), place)
-
-
-def give_all_the_same(run: OpenRun) -> None:
-    """Every replica reads the same samples; where they take turns, all of a round get those of its first."""
-    reader, together = run.trainer.batch_reader, run.state.model.placement.round
-    loader = reader.loader
-    assert isinstance(loader, BatchLoader)
-    loader.dp_rank = 0
-    get = reader.get
-    reader.get = lambda microbatch: get(microbatch // together * together)  # type: ignore[method-assign]  # of this run
 
 
 class Digests:

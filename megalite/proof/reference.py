@@ -69,9 +69,8 @@ def _write(config: Config, world_size: int, steps: int, folder: str, branches: B
     found = _Record(rule, {}, {}, [])
     found.listen(pupil)
     # PipeDream's update: one micro-batch of every replica
-    together = (
-        config.microbatches_together(world_size) if find_schedule(config.parallel.schedule).update_per_microbatch else 0
-    )
+    by_microbatch = find_schedule(config.parallel.schedule).update_per_microbatch
+    together = config.microbatches_together(world_size) if by_microbatch else 0
     lag = _lags(pupil, config) if together else {}
     sizes, consumed, scheduled = config.batch_size_schedule(world_size), 0, 0
     found.weights(pupil, {})
