@@ -66,7 +66,7 @@ DATA_ARGS=(
 )
 OUTPUT_ARGS=(
     --save "$SAVE_DIR"
-    --load "$SAVE_DIR"
+    --auto-resume
     --save-interval 10000
     --log-interval 100
     --eval-interval 1000

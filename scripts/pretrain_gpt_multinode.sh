@@ -109,7 +109,7 @@ if ((own)); then RUN_ARGS=(); fi
 
 COMMAND=(
     "${LAUNCHER[@]}" pretrain_gpt.py
-    ${RUN_ARGS[@]+"${RUN_ARGS[@]}"} ${DATA_ARGS[@]+"${DATA_ARGS[@]}"} --save "$SAVE_DIR" --load "$SAVE_DIR" "$@"
+    ${RUN_ARGS[@]+"${RUN_ARGS[@]}"} ${DATA_ARGS[@]+"${DATA_ARGS[@]}"} --save "$SAVE_DIR" --auto-resume "$@"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%q ' "${COMMAND[@]}"
