@@ -237,7 +237,10 @@ class SentencePieceTokenizer(Tokenizer):
         sentencepiece = optional_package(flag or f"`tokenizer_type`={self.kind}", "sentencepiece")
         self._model = model
         self._backend = sentencepiece.SentencePieceProcessor()
-        with within(f"`tokenizer_model`={origin}", "not a sentencepiece model"):
+        found = "not a sentencepiece model"
+        if model[:64].lstrip().startswith(b"{"):
+            found = "a tokenizer.json, not a sentencepiece model; add `tokenizer_type`=HuggingFaceTokenizer"
+        with within(f"`tokenizer_model`={origin}", found):
             self._backend.LoadFromSerializedProto(model)
         self.vocab_size = int(self._backend.GetPieceSize())
         eos = int(self._backend.eos_id())
@@ -247,6 +250,8 @@ class SentencePieceTokenizer(Tokenizer):
     def from_path(cls, path: str | Path, flag: str | None = None) -> SentencePieceTokenizer:
         """Load a `.model` file or the directory that holds `tokenizer.model`."""
         file = Path(path) / "tokenizer.model" if Path(path).is_dir() else Path(path)
+        if not file.exists() and file.with_suffix(".json").exists():
+            file = file.with_suffix(".json")  # the error says what reads it
         return cls(read_file(file, "`tokenizer_model`"), origin=str(path), flag=flag)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:

@@ -203,6 +203,10 @@ def test_damaged_files_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"nonsense")
     with pytest.raises(DataError, match="bad.model: not a sentencepiece model"):
         tokenizer_from_config(config(tokenizer_model=str(tmp_path / "bad.model")))
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
+    for path in (tmp_path / "tokenizer.json", tmp_path):  # the file, and a folder that holds no other tokenizer
+        with pytest.raises(DataError, match="a tokenizer.json, not .*; add --tokenizer-type=HuggingFaceTokenizer"):
+            SentencePieceTokenizer.from_path(path)
     with pytest.raises(DataError, match="--merge-file=merges.txt: does not fit the vocabulary"):
         GPT2BPETokenizer(b'{"a": 0}', b"a b\n")
     with pytest.raises(DataError, match="--vocab-file=vocab.json: not a JSON object"):
