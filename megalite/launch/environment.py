@@ -30,7 +30,8 @@ class LaunchEnvironment:
 
     agent_store: the launcher itself serves `master_port` (torchrun does), so no rank may. attempt: how often the
     launcher has restarted the ranks. launch: names the launch, if its ranks are restarted after a failure.
-    parent: the launcher is the parent of the ranks, which end with it.
+    parent: the launcher is the parent of the ranks, which end with it. keeps_status: it is `megalite.launch.torchrun`,
+    which SIGUSR2 ends with status 2.
     """
 
     launcher: str = ""
@@ -44,6 +45,7 @@ class LaunchEnvironment:
     attempt: int = 0
     launch: str = ""
     parent: bool = False
+    keeps_status: bool = False
 
 
 def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
@@ -80,7 +82,8 @@ def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         launch = f"torchrun {environment.get('TORCHELASTIC_RUN_ID', '')}" if restarts else ""
         agent_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         parent = launcher in ("srun", "mpirun") or "TORCHELASTIC_RUN_ID" in environment
-        rest = (address, port, agent_store, attempt, launch, parent)
+        keeps_status = "SIGUSR2" in environment.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+        rest = (address, port, agent_store, attempt, launch, parent, keeps_status)
         return LaunchEnvironment(launcher, rank, size, local_rank, local_size, *rest)
     return LaunchEnvironment()
 

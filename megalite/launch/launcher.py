@@ -175,8 +175,8 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
 
 def end_launcher(place: LaunchEnvironment) -> None:
     """Ends a launcher that would restart the ranks, though what is wrong (status 2) is wrong the next time too."""
-    if place.launch:
-        os.kill(os.getppid(), signal.SIGTERM)
+    if place.launch or place.keeps_status:
+        os.kill(os.getppid(), signal.SIGUSR2 if place.keeps_status else signal.SIGTERM)
 
 
 def _take_seat(config: Launched, started: LaunchEnvironment, ranks: int | None) -> LaunchEnvironment | None:

@@ -48,6 +48,45 @@ def test_the_pods_of_the_jobset_meet_and_their_flags_parse(job: dict[str, Any]) 
     assert start == len(container["command"]) - 1
     config = parse([*container["args"], "--vocab-size", "32000"], world_size=32, check_files=False)
     assert config.checkpoint.auto_resume and config.parallel.restarts.check_hosts
+    reads = {"tokenizer.json": "HuggingFaceTokenizer", "tokenizer.model": "SentencePieceTokenizer"}
+    source = config.data
+    assert source.tokenizer_type == reads[Path(str(source.tokenizer_model)).name]
+
+
+def test_status_2_of_a_pod_fails_the_jobset(job: dict[str, Any]) -> None:
+    """Its launcher keeps the status, the Job fails for it by its own policy, and JobSet starts no such Job again."""
+    (nodes,) = job["spec"]["replicatedJobs"]
+    spec = nodes["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert container["command"][:3] == ["python", "-m", "megalite.launch.torchrun"]
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    exits = {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert rule == {"action": "FailJob", "onExitCodes": exits}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # or Kubernetes refuses the policy
+    (rule,) = job["spec"]["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+
+
+RANKS = {
+    "from megalite.launch import end_launcher, read_environment; end_launcher(read_environment()); time.sleep(60)": 2,
+    "sys.exit(2)": 2,
+    "sys.exit(5)": 5,
+    "os.kill(os.getppid(), 15); time.sleep(60)": 143,  # as the cluster ends a pod
+}
+
+
+def test_the_launcher_of_a_pod_keeps_the_status(tmp_path: Path) -> None:
+    """The first rank says that nothing will mend it, as pretrain_gpt.py does; its launcher would start it again."""
+    flags = "--standalone --nproc-per-node=1 --max-restarts".split()
+    calls = []
+    for number, (body, status) in enumerate(RANKS.items()):
+        (tmp_path / f"{number}.py").write_text(f"import os, sys, time\n{body}\n")
+        calls.append([*flags, str(int(status in (143, 2) and "sleep" in body)), str(tmp_path / f"{number}.py")])
+    program = f"from megalite.launch.torchrun import main\nprint([main(call) for call in {calls}])"
+    path = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=path, capture_output=True, text=True)
+    assert done.stdout.split("\n")[-2:] == [str([*RANKS.values()]), ""], done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_pod_is_one_by_kubernetes_own_schema(job: dict[str, Any]) -> None:

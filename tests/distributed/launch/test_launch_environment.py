@@ -34,6 +34,10 @@ MPIRUN = {
         ({"HOME": "/root", "MASTER_ADDR": "left-over"}, LaunchEnvironment()),
         (TORCHRUN, LaunchEnvironment("torchrun", 5, 8, 1, 4, "gpu01", 1234, True, 2, "torchrun x", parent=True)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, LaunchEnvironment("torchrun", 0, 1)),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGUSR2"},
+            LaunchEnvironment("torchrun", 0, 1, keeps_status=True),
+        ),
         (SRUN, LaunchEnvironment("srun", 9, 11, 1, 3, "gpu07", 20123, parent=True)),
         (SRUN | {"MASTER_ADDR": "a", "MASTER_PORT": "7"}, LaunchEnvironment("srun", 9, 11, 1, 3, "a", 7, parent=True)),
         (MPIRUN, LaunchEnvironment("mpirun", 1, 2, 1, 2, parent=True)),
@@ -42,8 +46,8 @@ MPIRUN = {
         ({"ENVIRONMENT": "BATCH", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, LaunchEnvironment()),
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}, LaunchEnvironment()),
     ],
-    ids=["nothing", "left-over", "torchrun", "one-by-hand", "srun", "srun-address", "mpirun", "torchrun-in-slurm",
-         "batch-script", "salloc"],
+    ids=["nothing", "left-over", "torchrun", "one-by-hand", "kept-status", "srun", "srun-address", "mpirun",
+         "torchrun-in-slurm", "batch-script", "salloc"],
 )  # fmt: skip
 def test_place(environment: dict[str, str], place: LaunchEnvironment) -> None:
     assert detect_environment(environment) == place
