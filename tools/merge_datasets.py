@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import ToolParser, run_tool
-from megalite.data import IndexedDataset, IndexedWriter, is_indexed, strip_suffix
+from megalite.data import IndexedDataset, IndexedWriter, check_joined, is_indexed, note_joined, strip_suffix
 from megalite.errors import DataError
 from megalite.progress import ProgressBar
 
@@ -54,10 +54,12 @@ def main(argv: list[str]) -> None:
                 f"--input={part.prefix}: holds {part.dtype.name} tokens, {parts[0].prefix} {parts[0].dtype.name}; "
                 "merge only what one tokenizer wrote"
             )
+    check_joined(prefixes)
     total = sum(int(part.lengths.sum(dtype="int64")) for part in parts)
     with ProgressBar("merging", "tokens") as bar, IndexedWriter(output, dtype=parts[0].dtype) as writer:
         for part in parts:
             writer.append(part, lambda: bar(writer.tokens, total))
+    note_joined(output, prefixes)
     print(f"wrote {output}.bin and .idx: {writer.tokens:,} tokens of {len(parts)} data sets")
 
 

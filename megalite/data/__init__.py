@@ -44,6 +44,7 @@ from megalite.data.tokenizer_io import (
     resolve_vocab_size,
     tokenizer_files,
 )
+from megalite.data.written_by import check_joined, note_joined
 
 if TYPE_CHECKING:
     from megalite.data.loader import BatchLoader, DocumentMasks

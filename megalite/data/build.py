@@ -29,6 +29,7 @@ from megalite.data.survey import WHOLE, Survey, check_answers, check_vocabulary,
 from megalite.data.token_store import TokenStore
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
+from megalite.data.written_by import check_tokenizer
 from megalite.errors import DataError
 from megalite.files import served_url
 from megalite.progress import ProgressBar
@@ -80,7 +81,7 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     if not named and files and len(raw) < len(set(files)):
         if vocab_size is None:
             raise DataError(
-                "`tokenizer_type`: not given, and token files do not say which tokenizer wrote them; "
+                "`tokenizer_type`: not given, and token files do not hold the tokenizer that wrote them; "
                 "name it, or NullTokenizer with `vocab_size`"
             )
         return tokenizer_from_config(cfg, vocab_size=vocab_size, default="NullTokenizer")
@@ -327,11 +328,7 @@ class _Opener:
         if os.path.isdir(path) and not is_indexed(path):
             raise DataError(f"{flag}={path}: is a folder; name a text file in it, or the prefix of a .bin/.idx pair")
         store = self._remote(path, flag) if served_url(path) is not None else IndexedDataset(path, flag=flag)
-        if np.iinfo(store.dtype).max < self.tokenizer.vocab_size - 1:
-            raise DataError(
-                f"{path}.idx: dtype {store.dtype.name} cannot hold the {self.tokenizer.vocab_size} ids of "
-                f"{self.tokenizer.kind}; run tools/preprocess_data.py again with this tokenizer"
-            )
+        check_tokenizer(store, self.tokenizer, f"{flag}={path}")
         check_vocabulary(store, self.vocab_size, self.tokenizer.kind, f"{flag}={path}")
         return store
 

@@ -39,6 +39,7 @@ from megalite.data.kept_units import UnitTokens
 from megalite.data.preprocess import Summary, Totals, UnitJob, write_units
 from megalite.data.survey import check_answers, unanswered
 from megalite.data.tokenizer import Tokenizer, token_dtype
+from megalite.data.written_by import note_tokenizer
 from megalite.errors import ConfigError, DataError
 from megalite.extras import optional_package
 from megalite.progress import OnProgress, no_progress
@@ -309,4 +310,5 @@ def preprocess_chat(
     written = IndexedDataset(prefix, flag="`output_prefix`")
     check_answers(written, 0, len(written))
     totals.unanswered = unanswered(written)
+    note_tokenizer(prefix, tokenizer)
     return Summary((prefix,), totals)

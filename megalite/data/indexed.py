@@ -29,7 +29,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megalite.data.token_store import Tokens
+from megalite.data.token_store import WRITTEN_BY, Tokens
 from megalite.data.tokenizer import token_dtype
 from megalite.errors import DataError
 from megalite.files import served_url
@@ -362,6 +362,7 @@ class IndexedWriter:
         index = Path(self.prefix + ".idx")
         replaced = os.path.exists(self.prefix + ".bin")
         index.unlink(missing_ok=True)  # an old index must never describe a new .bin, whenever this is killed
+        Path(self.prefix + WRITTEN_BY).unlink(missing_ok=True)  # it named the tokenizer of the old .bin
         os.replace(self._temporary[0], self.prefix + ".bin")
         os.replace(self._temporary[1], index)
         if replaced:

@@ -23,6 +23,7 @@ from megalite.data.file_chunks import REASONS, InputUnit, input_size, input_unit
 from megalite.data.indexed import IndexedWriter
 from megalite.data.kept_units import KeptUnits, UnitTokens
 from megalite.data.tokenizer import Tokenizer, token_dtype, tokenizer_fingerprint
+from megalite.data.written_by import note_tokenizer
 from megalite.errors import DataError, RuntimeFailure
 from megalite.progress import OnProgress, amount, no_progress
 
@@ -101,6 +102,8 @@ def preprocess(
     prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
     units = (unit for path in inputs for unit in input_units(path, json_keys))
     write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
+    for prefix in prefixes:
+        note_tokenizer(prefix, tokenizer)
     return Summary(prefixes, totals)
 
 

@@ -7,6 +7,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+WRITTEN_BY = ".tokenizer.json"
+"""Beside the pair PREFIX the file PREFIX.tokenizer.json, if any, names the tokenizer that wrote it."""
+
 
 class Tokens(Protocol):
     """An array of tokens `[T]`, mapped or fetched."""

@@ -71,9 +71,14 @@ class Tokenizer(Protocol):
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Hex digest of everything that decides ids: equal digests mean equal ids, so it keys caches."""
+    """Hex digest of everything that decides ids: equal digests mean equal ids, so it keys caches.
+
+    Of `tokenizer_config.json` the end of a document counts alone, so another chat template there makes no other ids.
+    """
     digest = xxhash.xxh3_128(f"{tokenizer.kind}:{tokenizer.vocab_size}:{tokenizer.eod_id}".encode())
     for name, content in sorted(tokenizer.files().items()):
+        if name == "tokenizer_config.json":
+            continue
         digest.update(f"\0{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from megalite.config import TOKENIZERS, DataConfig
 from megalite.data.beside import files_beside
@@ -134,14 +135,14 @@ def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Files for a checkpoint: the tokenizer's own, those beside it, and one that says what they are, for
     `load_tokenizer`."""
-    description = {
-        "version": 1,
-        "tokenizer_type": tokenizer.kind,
-        "vocab_size": tokenizer.vocab_size,
-        "eod_id": tokenizer.eod_id,
-    }
     own = {**tokenizer.beside, **tokenizer.files()}
-    return {DESCRIPTION_FILE: (json.dumps(description, indent=1) + "\n").encode(), **own}
+    return {DESCRIPTION_FILE: (json.dumps(description_of(tokenizer), indent=1) + "\n").encode(), **own}
+
+
+def description_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a file says of a tokenizer, for `read_description`."""
+    named = {"tokenizer_type": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "eod_id": tokenizer.eod_id}
+    return {"version": 1, **named}
 
 
 def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:

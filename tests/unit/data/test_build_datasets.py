@@ -269,7 +269,7 @@ def test_each_split_from_its_own_data_and_words_from_a_file(tmp_path: Path) -> N
 
 def test_without_a_name_tokens_do_not_say_their_tokenizer(tmp_path: Path) -> None:
     cfg = config(data_path=(write_documents(tmp_path / "a", [[1]]),))
-    with pytest.raises(DataError, match="^--tokenizer-type: not given, and token files do not say"):
+    with pytest.raises(DataError, match="^--tokenizer-type: not given, and token files do not hold the tokenizer"):
         build_tokenizer(cfg)
     assert build_tokenizer(cfg, vocab_size=99).describe() == NullTokenizer(99).describe()
 
