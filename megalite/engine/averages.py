@@ -15,8 +15,7 @@ from megalite.parallel.zero import ShardedOptimizer
 def _pairs(optimizer: ShardedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """(Masters, their average), flat and in pieces, once nothing reads or writes them."""
     optimizer.finish_step()
-    for buffers in optimizer.buffers:
-        buffers.weights.wait()
+    optimizer.wait_for_weights()
     for sub in optimizer.sub_optimizers:
         for master in sub.masters:
             master.join()

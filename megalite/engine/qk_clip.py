@@ -99,8 +99,7 @@ class QueryKeyClip:
             rows = torch.stack(of_head, -1).repeat_interleave(like.d, -1).flatten(1)  # [layers, g (r + 2) d]
             rows = rows.chunk(like.sharers.size, 1)[like.sharers.rank]
             factors |= {f"{name}.attention.qkv": row for name, row in zip(names, rows, strict=True)}
-        for buffers in self._optimizer.buffers:  # a gather that no forward has waited for may still read them
-            buffers.weights.wait()
+        self._optimizer.wait_for_weights()
         for values, factor in self._parts(factors):
             values.mul_(factor)
         self._optimizer.write_weights(version)

@@ -294,8 +294,7 @@ def make_rollback(
 
     def load(path: Path) -> tuple[int, int]:
         model.optimizer.finish_step()
-        for buffers in model.families:
-            buffers.weights.wait()
+        model.optimizer.wait_for_weights()
         loaded, _ = state.load(open_start(path, finetune=False), own=True)
         vars(progress).update(vars(loaded))
         updater.restart(state.version(progress))

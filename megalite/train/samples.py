@@ -41,9 +41,8 @@ class ModelInUse:
         newest_version: Callable[[], int],
         device: torch.device,
     ) -> None:
-        config, model = state.config, state.model
+        config, rows = state.config, state.model.rows
         self.state, self.mesh, self.channel = state, mesh, channel
-        self._config, self._model = config, model
         self._newest_version, self._device = newest_version, device
         self._specs = {spec.name: spec for spec in layer_specs(config.model)}
         self._context = LayerContext(
@@ -53,27 +52,27 @@ class ModelInUse:
             experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
             dtype=parameter_dtype(config),
             device=device,
-            host_embedding=None if model.rows is None else layer_of(model.rows),
+            host_embedding=None if rows is None else layer_of(rows),
             deferred=True,
         )
 
     def parts(self) -> ModelParts:
         """The stages of this rank, around the parameters that are there."""
-        version, config = self._newest_version(), self._config
+        version, config, model = self._newest_version(), self.state.config, self.state.model
         stages = {}
-        for (stage, replica), trained in self._model.stages.items():
+        for (stage, replica), trained in model.stages.items():
             if replica == 0:
                 stack = cast(LayerStack, trained.module(version))
                 stages[stage] = share_weights(stack, [self._specs[name] for name in stack.names], self._context)
-        boundary = boundary_spec(config, self._device).dtype
-        count = self._model.placement.num_stages
+        boundary, count = boundary_spec(config, self._device).dtype, model.placement.num_stages
         return ModelParts(stages, count, config.model, self._context.cp, boundary, self._device)
 
     @contextmanager
     def whole_weights(self) -> Iterator[None]:
         """Within the context the weights are the masters', and no part of one is with other ranks only."""
-        weights = [made.weights for buffers in self._model.buffers.values() for made in buffers]
-        with self._model.optimizer.masters_as_weights(self._newest_version()):
+        model = self.state.model
+        weights = [made.weights for buffers in model.buffers.values() for made in buffers]
+        with model.optimizer.masters_as_weights(self._newest_version()):
             for family in weights:
                 family.unshard()
             try:

@@ -44,7 +44,7 @@ class DelayedOptimizer(ShardedOptimizer):
         if not self._behind:
             super().step(version=version, **numbers)
             return
-        self._wait_for_weights()
+        self.wait_for_weights()
         numbers["steps"] = self._steps
         self._fetch_gradients(numbers)
         self._update([sub for sub in self.sub_optimizers if sub not in self._behind], numbers, version)

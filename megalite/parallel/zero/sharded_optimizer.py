@@ -182,7 +182,7 @@ class ShardedOptimizer:
             next step.
         version: number of updates that the new weights have seen.
         """
-        self._wait_for_weights()  # an all-gather that no forward has waited for may still read them
+        self.wait_for_weights()  # an all-gather that no forward has waited for may still read them
         numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "decoupled_lr": decoupled_lr}
         numbers |= {"grad_scale": grad_scale, "found_inf": found_inf}
         self._fetch_gradients(numbers)  # copies to the host overlap the device's update, which comes first
@@ -231,7 +231,8 @@ class ShardedOptimizer:
         for buffers in (family for family in self.buffers if not family.frozen):
             buffers.weights.gather(version)
 
-    def _wait_for_weights(self) -> None:
+    def wait_for_weights(self) -> None:
+        """Returns when no gather is in flight, which may still read what the masters are written into."""
         for buffers in self.buffers:
             buffers.weights.wait()
 
@@ -246,7 +247,7 @@ class ShardedOptimizer:
             self._rewrite(version, as_masters=False)
 
     def _rewrite(self, version: int, *, as_masters: bool) -> None:
-        self._wait_for_weights()
+        self.wait_for_weights()
         self.write_weights(version, as_masters=as_masters)
 
     # ---- checkpoint --------------------------------------------------------------------------------------------------
