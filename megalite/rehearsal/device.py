@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,6 +49,8 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
     streams work as late as they may (`late.py`).
     """
     gpu = Gpu("cpu" if fake is None else "meta")
+    rounding = importlib.import_module("megalite.parallel.tensor.float8_kernels")
+    eager = rounding.Kernels()  # nothing is compiled for a device that is not there
     gpu.kernels = Shapes(gpu) if fake is not None else Computed() if late is None else Late(gpu, late=late == COMPUTE)
     with ExitStack() as stack:
         for owner, names in (
@@ -57,6 +60,7 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
             (ThreadPoolExecutor, {"submit": _submit(gpu)}),
             (torch, {"tensor": _made(gpu, torch.tensor)}),
             (torch.nn.functional, {} if fake is None else CHOSEN),
+            (rounding, {"kernels_on": lambda device_type: eager}),
             (torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": _grouped(gpu)}),
         ):
             for name, value in names.items():

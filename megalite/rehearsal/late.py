@@ -210,6 +210,10 @@ class Late(Computed):
         piece.run(piece.saved)
         for storage in filter(None, (heir() for heir in piece.heirs)):
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)  # of real numbers NaN
+        mine = {id(h.memory) for h in (*piece.into, *piece.written)}
+        for other in self._waiting(piece.clock):  # which come first, whenever they are done here
+            there = [(heir, heir()) for heir in other.heirs]
+            other.heirs = [heir for heir, x in there if x is not None and id(self._gpu.ledger.find(x)) not in mine]
 
     def allocates(self, storage: torch.UntypedStorage, line: Line | None) -> None:
         """Work that waits may write this instead of what it was given, where nobody else holds that any more."""

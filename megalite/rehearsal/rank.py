@@ -145,7 +145,6 @@ def record_rank(
 def alone(groups: FakeGroups) -> Iterator[Gpu]:
     """A rank without others, whose weights are not drawn."""
     with ExitStack() as stack:
-        rounding = importlib.import_module("megalite.parallel.tensor.float8_kernels").Kernels()
         kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
         for module, name, value in (
             ("megalite.train.build", "fill", _not_drawn),
@@ -156,7 +155,6 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
             ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
             ("megalite.parallel.expert.grouped", "grouped_works", lambda device: True),
             ("megalite.parallel.tensor.float8", "_worst_difference", lambda given, device: 0.0),
-            ("megalite.parallel.tensor.float8_kernels", "kernels_on", lambda device_type: rounding),
             ("megalite.nn.attention.masked", "_flex", lambda: (compiled_attention, compiled_blocks)),
         ):
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
