@@ -131,7 +131,8 @@ def _tables(members: Communicator, calls: Mapping[int, Sequence[Call]]) -> Itera
 
 def _messages(pair: Pair, out: Sequence[Call], into: Sequence[Call]) -> Iterable[Fault]:
     members, source, target = pair
-    if (at := differ(out, into, lambda call: call.message)) is not None:
+    alike = len({call.action.startswith(("send", "receive")) for call in (*out, *into) if call.action}) < 2
+    if (at := differ(out, into, lambda call: call.message if alike else call.message[:2])) is not None:
         text = f"message {at + 1} of {len(out)} from rank {source} to rank {target} ({len(into)} are received, "
         text += f"{members}): rank {source} starts {or_nothing(out, at)}\n    and rank {target} starts "
         text += f"{or_nothing(into, at)}\n    each send needs its receive, of the same bytes and type"

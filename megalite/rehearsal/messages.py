@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.rehearsal.fake_groups import FakeGroups
-from megalite.rehearsal.order import where
+from megalite.rehearsal.order import Access, Region, where
 from megalite.rehearsal.record import RECV, SEND, Call, Communicator, Communicators
 from megalite.rehearsal.streams import Gpu, Stream
 from megalite.rehearsal.values import deliver
@@ -205,6 +205,12 @@ class _Messages:
 
     def batch(self, operations: Sequence[Any]) -> list[Any]:
         works = [self._send(op.op.kind, op.op.real, *op[1:], batch=True) for op in operations]
+        accesses, place = [], where()
+        for work, op in zip(works, operations, strict=True):
+            if isinstance(work, Work):
+                kind, region = work.call.kind, Region.of(op.tensor)
+                accesses.append((op.tensor, Access(work._stream.line, 0, kind == RECV, region, kind, place)))
+        self._gpu.ledger.together(accesses)
         first = self._gpu.calls[-len(works)].after
         for call in self._gpu.calls[-len(works) :]:  # none of a batch waits for another of it
             call.after = first

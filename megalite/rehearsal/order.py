@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import count
+from itertools import combinations, count
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -170,8 +170,8 @@ class Race:
 class Memory:
     """A storage. line: the stream whose pool it comes from; None: on the host. registered: page-locked in place, so
     that its owner, not torch, sees to it that no copy still uses it when it goes. recorded: numbers of the lines that
-    the allocator knows to use it. known: its bytes, where it is without memory and somebody knows them. goes: tells
-    that its storage has gone."""
+    the allocator knows to use it. latest: of each line that has used it, the time. known: its bytes, where it is
+    without memory and somebody knows them. goes: tells that its storage has gone."""
 
     line: Line | None
     pinned: bool
@@ -180,6 +180,7 @@ class Memory:
     registered: bool = False
     known: Tensor | None = None
     seen: list[Access] = field(default_factory=list)
+    latest: Clock = field(default_factory=Clock)
     recorded: set[int] = field(default_factory=set)
     goes: object = None
 
@@ -223,11 +224,12 @@ class Ledger:
     @property
     def host(self) -> Line:
         """The line of this thread."""
-        if not hasattr(self._local, "host"):
+        try:
+            found: Line = self._local.host
+        except AttributeError:
             thread = threading.current_thread()
             main = thread is threading.main_thread()
-            self._local.host = self.line("the host" if main else f"the host's thread {thread.name}")
-        found: Line = self._local.host
+            found = self._local.host = self.line("the host" if main else f"the host's thread {thread.name}")
         return found
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -248,12 +250,12 @@ class Ledger:
         memory = self._memory.get(key)
         return memory is not None and memory.line is not None
 
-    def enter(self, storage: torch.UntypedStorage, line: Line | None, *, pinned: bool = False) -> Memory:
-        """New memory, of the pool of `line` (None: on the host)."""
+    def enter(self, storage: torch.UntypedStorage, line: Line | None, pinned: bool = False, place: str = "") -> Memory:
+        """New memory, of the pool of `line` (None: on the host). place: where, if somebody knows."""
         key = storage._cdata
         with self.lock:
             memory = self._memory[key] = Memory(line, pinned, storage.nbytes(), next(self._memories))
-            self._allocated(memory)
+            self._allocated(memory, place)
         memory.goes = weakref.ref(storage, lambda _: self._gone(key, memory))
         return memory
 
@@ -267,25 +269,23 @@ class Ledger:
         """It goes back to its pool. Torch's own page-locked memory goes back when its copies have ended."""
         host = self.host
         pending = [access for access in memory.seen if not host.knows(access)]
-        memory.seen = []
+        memory.seen, memory.latest = [], {}
         if memory.line is None:
             used = [access for access in pending if memory.registered]
             for access in used[:1]:
                 now = Access(host, 0, True, EVERYTHING, "freeing host memory", where())
-                self._note(Race("FREED IN USE", access, now))
+                self.note("FREED IN USE", access, now)
             return
         self.allocated -= memory.nbytes
         if memory.nbytes:
             self.log.append(("free", memory.number, 0, 0, ""))
         memory.nbytes = 0
         pool, gone = self._pools.setdefault(memory.line.number, {}), ""
-        for access in pending:
-            number = access.line.number
+        latest = {access.line.number: access for access in pending}
+        for number, access in latest.items():
             if number not in memory.recorded and (number not in pool or pool[number].time <= access.time):
                 gone = gone or where()
-                pool[number] = Access(
-                    access.line, access.time, True, EVERYTHING, access.op, access.place, access.freed or gone
-                )
+                pool[number] = Access(*access[:2], True, EVERYTHING, *access[4:6], access.freed or gone)
         memory.recorded.clear()
 
     def resized(self, memory: Memory, line: Line, nbytes: int) -> None:
@@ -296,32 +296,30 @@ class Ledger:
                 memory.line, memory.nbytes = line if memory.on_device else None, nbytes
                 self._allocated(memory)
 
-    def _allocated(self, memory: Memory) -> None:
+    def _allocated(self, memory: Memory, place: str = "") -> None:
         if memory.line is None:
             return
         self.allocated += memory.nbytes
         self.peak = max(self.peak, self.allocated)
         if memory.nbytes:
-            self.log.append(("alloc", memory.number, memory.nbytes, memory.line.number, where()))
+            self.log.append(("alloc", memory.number, memory.nbytes, memory.line.number, place or where()))
         pool = self._pools.get(memory.line.number, {})
         host = self.host
         memory.seen = [access for access in pool.values() if not host.knows(access)]
+        memory.latest = {access.line.number: access.time for access in memory.seen}
 
     # ---- work --------------------------------------------------------------------------------------------------------
 
     def work(
-        self,
-        line: Line,
-        op: str,
-        reads: Sequence[Tensor],
-        writes: Sequence[Tensor],
-        cost: tuple[float, str] = (0.0, ""),
-    ) -> None:
-        """A piece of work of a line: of a stream, one that this thread launches. cost: as `Prices.kernel` says."""
+        self, line: Line, op: str, reads: Sequence[Tensor], writes: Sequence[Tensor],
+        cost: tuple[float, str] = (0.0, ""), place: str = "",
+    ) -> None:  # fmt: skip
+        """A piece of work of a line: of a stream, one that this thread launches. cost: as `Prices.kernel` says. place:
+        as of `enter`."""
         with self.lock:
             self.launches += 1
             line.learn(self.host.clock)
-            time, place = line.tick(), where()
+            time, place = line.tick(), place or where()
             if self.prices is not None and line is not self.host:
                 ends = [*reads, *writes]
                 away = not all(self.of(x).on_device for x in ends)
@@ -339,22 +337,42 @@ class Ledger:
     def _access(self, x: Tensor, new: Access) -> None:
         if x.numel() == 0:
             return
-        memory, kept, clock, region, writes = self.of(x), [], new.line.clock, new.region, new.writes
+        memory, clock, region, writes = self.of(x), new.line.clock, new.region, new.writes
         begin, end, dense = region.begin, region.end, region.dense
-        for old in memory.seen:  # without calls: it is the innermost loop of a rehearsal
+        for number, time in memory.latest.items():
+            if clock.get(number, 0) < time:
+                break
+        else:  # all is over that anybody does to it; without calls: it is the innermost loop of a rehearsal
+            memory.seen = [
+                old for old in memory.seen
+                if old.region.end > end or old.region.begin < begin
+                or (old.writes and not writes) or not (dense or region == old.region)
+            ]  # fmt: skip
+            memory.seen.append(new)
+            memory.latest[new.line.number] = new.time
+            return
+        kept = []
+        for old in memory.seen:
             if clock.get(old.line.number, 0) < old.time:
                 if (writes or old.writes) and region.meets(old.region):
-                    self._note(Race(_kind(old, new), old, new))
+                    self.note(_kind(old, new), old, new)
             elif writes or not old.writes:
                 other = old.region
                 if begin <= other.begin and other.end <= end and (dense or region == other):
                     continue
             kept.append(old)
         kept.append(new)
-        memory.seen = kept
+        memory.seen, memory.latest[new.line.number] = kept, new.time
 
-    def _note(self, race: Race) -> None:
-        self._races.setdefault((race.kind, race.first.place, race.second.place), race)
+    def together(self, accesses: Sequence[tuple[Tensor, Access]]) -> None:
+        """Of one piece of work, which are in no order."""
+        for (x, one), (y, other) in combinations(accesses, 2):
+            if (one.writes or other.writes) and self.of(x) is self.of(y) and one.region.meets(other.region):
+                self.note(_kind(one, other), one, other)
+
+    def note(self, kind: str, first: Access, second: Access) -> None:
+        """A race that was found."""
+        self._races.setdefault((kind, first.place, second.place), Race(kind, first, second))
 
     def synced(self, why: str) -> None:
         """The host has waited for the device."""

@@ -69,7 +69,7 @@ class Shapes(Computed):
         if function._schema.is_mutable:
             return written_first(function, args, kwargs)
         try:
-            key: Any = (function, _plain(args), tuple((k, _plain(v)) for k, v in kwargs.items()))
+            key: Any = (id(function), _plain(args), tuple((k, _plain(v)) for k, v in kwargs.items()))
             made = self._made.get(key)
         except TypeError:
             return MISSING

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.rehearsal.order import Clock, Line, Memory, is_dense, tensors_in
+from megalite.rehearsal.order import Clock, Line, Memory, is_dense, tensors_in, where
 from megalite.rehearsal.streams import Gpu
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
@@ -28,9 +28,12 @@ HOST_WAITS = {
     "_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", 
     "unique_dim", "equal", "is_nonzero",
 }  # fmt: skip
-MADE_INSIDE = {"scalar_tensor", "zeros", "ones", "new_empty_strided"}
+MADE_INSIDE = {"scalar_tensor", "zeros", "ones", "new_empty_strided", "new_zeros"}
 """Factories that torch calls by itself with the true device of a tensor of ours."""
+INDEXED = {"index", "index_put", "index_put_", "index_put_impl_"}
+"""Kernels that find out where a mask is true."""
 SYNC_NAMES = {"_local_scalar_dense": "item()", "item": "item()"}
+Ends = tuple[list[Tensor], list[Tensor]]
 aten = torch.ops.aten
 MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_fused_adamw_", "_foreach_add_"}
 """Kernels of the device that may be given tensors of the host that are not numbers."""
@@ -86,7 +89,7 @@ class Watch(TorchDispatchMode):
     def __init__(self, gpu: Gpu) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._gpu, self._ledger = gpu, gpu.ledger
-        self._cost = 0.0, ""
+        self._cost, self._kinds = (0.0, ""), dict[int, tuple[str, bool, bool]]()
 
     def __torch_dispatch__(
         self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -94,14 +97,15 @@ class Watch(TorchDispatchMode):
         kwargs, local = kwargs or {}, self._gpu.local
         if local.quiet:
             return function(*args, **kwargs)
-        name, is_view, silent = _kind(function)
+        name, is_view, silent = self._kinds.get(id(function)) or self._kinds.setdefault(id(function), _kind(function))
         before, local.true_device = local.true_device, True
         try:
             if is_view:
                 return function(*args, **kwargs)
-            given = tensors_in((args, kwargs))
+            given = tensors_in((args, kwargs) if kwargs else args)
             known = {x.untyped_storage()._cdata for x in given}
-            there = any(self._ledger.on_device(key) for key in known)
+            places = [self._ledger.on_device(key) for key in known]
+            there = True in places
             goes_there, pinned = self._place(name, there, kwargs)
             real = kwargs
             if "device" in kwargs or "pin_memory" in kwargs:
@@ -112,21 +116,26 @@ class Watch(TorchDispatchMode):
             self._cost = (0.0, "") if (prices := self._ledger.prices) is None else prices.kernel(function, args, out)
         finally:
             local.true_device = before
-        outs = tensors_in(out)
+        outs, at = tensors_in(out), where()
         fresh = [x for x in outs if x.untyped_storage()._cdata not in known]
+        everywhere = goes_there and False not in places
         for x in fresh:
             storage = x.untyped_storage()
             if self._ledger.find(storage) is None:
                 line = local.current.line if goes_there else None
                 if silent:
                     self._gpu.kernels.allocates(storage, line)
-                self._ledger.enter(storage, line, pinned=pinned)
+                self._ledger.enter(storage, line, pinned, at)
+            else:
+                everywhere = False
         if silent:
             return out
         written = written_by(function, args, kwargs)
-        self._record(name, args, kwargs, given, written, fresh, there or goes_there)
-        if there or goes_there:
-            self._gpu.kernels.follow(function, name, args, real, given, outs, written)
+        if not (there or goes_there):
+            self._ledger.work(self._ledger.host, name, *_ends(name, given, written, fresh), place=at)
+            return out
+        self._record(name, args, kwargs, _ends(name, given, written, fresh), fresh, at, everywhere=everywhere)
+        self._gpu.kernels.follow(function, name, args, real, given, outs, written)
         return out
 
     def _place(self, name: str, there: bool, kwargs: dict[str, Any]) -> tuple[bool, bool]:
@@ -134,7 +143,7 @@ class Watch(TorchDispatchMode):
         wanted, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         if wanted is None or (name == "_to_copy" and not self._gpu.on_its_way):
             return there or _says_cuda(wanted), pinned  # of a copy that autograd makes, the device is the true one
-        inside = name in MADE_INSIDE and (self._gpu.place.type == "meta" or (there and name == "new_empty_strided"))
+        inside = name in MADE_INSIDE and (self._gpu.place.type == "meta" or (there and name.startswith("new_")))
         own = inside and torch.device(wanted).type == self._gpu.place.type
         goes_there = _says_cuda(wanted) or own
         if name == "_to_copy" and there and not goes_there and kwargs.get("non_blocking"):
@@ -142,42 +151,37 @@ class Watch(TorchDispatchMode):
         return goes_there, pinned
 
     def _record(
-        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor], written: list[Tensor],
-        fresh: list[Tensor], device: bool,
+        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], ends: Ends, fresh: list[Tensor], at: str, *,
+        everywhere: bool,
     ) -> None:  # fmt: skip
-        ids = {id(x) for x in written}
-        reads = [x for x in given if id(x) not in ids] if ids else given
-        if name not in OVERWRITE:
-            reads = reads + written
-        writes = written + fresh
-        if not device:
-            self._ledger.work(self._ledger.host, name, reads, writes)
-        elif name in ("copy_", "_to_copy"):
+        """Of the device. everywhere: whether all of its ends are there, if that is known."""
+        if name in ("copy_", "_to_copy"):
             source, target = (args[1], args[0]) if name == "copy_" else (args[0], fresh[0] if fresh else args[0])
             free = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
             self._copy(name, target, source, free=free)
         else:
-            self._kernel(name, reads, writes, waits=waits_for_values(name, args, kwargs))
+            waits = waits_for_values(name, args, kwargs)
+            self._kernel(name, ends, at, waits=waits, everywhere=everywhere)
 
-    def _kernel(self, name: str, reads: list[Tensor], writes: list[Tensor], *, waits: bool) -> None:
-        """Of the device; numbers that are on the host are read when it is launched."""
-        there = self._gpu.on_device
-        at_launch = [x for x in reads if not there(x)]
+    def _kernel(self, name: str, ends: Ends, at: str, *, waits: bool, everywhere: bool) -> None:
+        """Numbers that are on the host are read when it is launched."""
+        there, (reads, writes) = self._gpu.on_device, ends
+        at_launch = [] if everywhere else [x for x in reads if not there(x)]
         if any(x.dim() for x in at_launch) and name not in MAY_MIX:
             raise RuntimeError(f"{name}: some tensors are on the device and some on the host")
         if at_launch:
             self._ledger.work(self._ledger.host, f"{name}, as it is launched,", at_launch, [])
             reads = [x for x in reads if there(x)]
-        self._launch(name, reads, writes, self._cost)
-        if waits or not all(map(there, writes)):
+        self._launch(name, reads, writes, self._cost, at)
+        if waits or not (everywhere or all(map(there, writes))):
             self._gpu.local.current.synchronize(SYNC_NAMES.get(name, name))
 
     def _launch(
-        self, name: str, reads: list[Tensor], writes: list[Tensor], cost: tuple[float, str] = (0.0, "")
+        self, name: str, reads: list[Tensor], writes: list[Tensor], cost: tuple[float, str] = (0.0, ""), at: str = ""
     ) -> None:
         """Work of the current stream. What a graph gets is done when it is replayed."""
         if self._gpu.local.capturing is None:
-            self._ledger.work(self._gpu.local.current.line, name, reads, writes, cost)
+            self._ledger.work(self._gpu.local.current.line, name, reads, writes, cost, at)
 
     def _copy(self, name: str, target: Tensor, source: Tensor, *, free: bool) -> None:
         ledger, stream = self._ledger, self._gpu.current
@@ -203,9 +207,18 @@ class Watch(TorchDispatchMode):
             stream.synchronize("a copy from the host" if to.on_device else "a copy to the host")
 
 
+def _ends(name: str, given: list[Tensor], written: list[Tensor], fresh: list[Tensor]) -> Ends:
+    """What a kernel reads, and what it writes."""
+    ids = {id(x) for x in written}
+    reads = [x for x in given if id(x) not in ids] if ids else given
+    return reads if name in OVERWRITE else reads + written, written + fresh
+
+
 def waits_for_values(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host waits for what a kernel finds."""
-    masks = name == "index" and any(x.dtype == torch.bool for x in tensors_in(args[1:]))
+    masks = name.lstrip("_") in INDEXED and any(x.dtype == torch.bool for x in tensors_in(args[1]))
+    if masks and len(args) > 2 and args[2].numel() == 1:  # a fill
+        masks = False
     counts = name == "repeat_interleave" and kwargs.get("output_size") is None and len(args) == 1
     return name in HOST_WAITS or masks or counts
 

@@ -215,6 +215,9 @@ UNFORESEEN: list[Planted] = [
 """As in `test_unforeseen_faults.py`. The last two were written later, before they were rehearsed, too: an activation
 that changes and a stream that does not wait have their like among the scenes of `test_planted_races.py`."""
 
+NOT_SO = {sends_put_off_behind_the_next_backward: "match: ", a_loss_of_tokens_that_count: "new_zeros"}
+"""What was told beside, when these were first rehearsed, and is not so."""
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -226,3 +229,4 @@ def test_another_unforeseen_fault_is_named(
     found = told(mistake, layout, ranks)
     named = [each for each in found if each.startswith(begins)]
     assert any(re.search(says, each.replace("\n", " ")) for each in named), found
+    assert mistake not in NOT_SO or not any(NOT_SO[mistake] in each for each in found), found
