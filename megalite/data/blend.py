@@ -80,6 +80,11 @@ class Composed:
         """The corpus that a sample comes from, and its number there."""
         raise NotImplementedError
 
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the split in all corpora."""
+        raise NotImplementedError
+
     def expect(self, samples: Sequence[int]) -> None:
         for part, number in [self.source_of(sample) for sample in samples]:
             part.expect([number])
@@ -116,6 +121,11 @@ class BlendedDataset(Composed):
 
     def __len__(self) -> int:
         return len(self._part)
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the split in all parts; a store that is named twice counts once."""
+        return sum({(id(part.store), part.begin): part.tokens_per_epoch for part in self.parts}.values())
 
     def source_of(self, sample: int) -> tuple[GPTDataset, int]:
         if not 0 <= sample < len(self):

@@ -73,9 +73,12 @@ def check_vocabulary(store: IndexedDataset, vocab_size: int, tokenizer: str, sou
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= vocab_size:
             at = int(np.argmax((tokens < 0) | (tokens >= vocab_size)))
+            fix = "name the tokenizer that wrote it"
+            if tokenizer == "NullTokenizer" and high == vocab_size:
+                fix = f"with Megatron-LM's NullTokenizer that ends a document: use `vocab_size` {high + 1}"
             raise DataError(
                 f"{source}: document {store.document_at(start + at)} holds token id {int(tokens[at])}, outside of the "
-                f"vocabulary of {tokenizer} (0..{vocab_size - 1}); name the tokenizer that wrote it"
+                f"vocabulary of {tokenizer} (0..{vocab_size - 1}); {fix}"
             )
 
 

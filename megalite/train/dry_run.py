@@ -217,8 +217,12 @@ def check_local_memory(
 def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[Config, list[str]]:
     """What the start of a run checks. Returns the settled configuration, and notes of what was not checked."""
     save, notes = config.checkpoint.run_folder, []
+    others = {"tensorboard_dir": config.logging.tensorboard_dir, "data_cache_path": config.data.data_cache_path}
+    for name, folder in others.items():
+        if folder is not None:
+            check_writable(name, folder)
     if save is not None and not config.training.skip_train:
-        check_writable(save)
+        check_run_folder(save)
         lock_of(str(config.checkpoint.save)).check()
     directory = RunDirectory(config, Axis.single("world"))
     start = directory.start()
@@ -243,12 +247,13 @@ def data_row(config: Config, world_size: int, datasets: Datasets) -> list[str]:
     """How much text there is, and how often the training reads it where it is one text."""
     if config.data.mock_data or datasets.phases:
         return []
-    parts = {split: f"{sum(each.tokens for each in found):,} tokens" for split, found in datasets.surveys.items()}
-    train = datasets.surveys.get("train", ())
-    if len(train) == 1 and train[0].tokens:
+    sets = {"train": datasets.train, "valid": datasets.valid, **datasets.valid_sets, "test": datasets.test}
+    tokens = {name: each.tokens_per_epoch for name, each in sets.items() if each is not None}
+    parts = {name: f"{count:,} tokens" for name, count in tokens.items()}
+    if len(datasets.surveys.get("train", ())) == 1:
         asked = config.total_train_samples(world_size) * config.model.seq_length
-        parts["train"] += f", read {asked / train[0].tokens:.3g} times"
-    return [" data        " + "; ".join(f"{split} {text}" for split, text in parts.items())] if parts else []
+        parts["train"] += f", read {asked / tokens['train']:.3g} times"
+    return [" data        " + "; ".join(f"{name} {text}" for name, text in parts.items())] if parts else []
 
 
 def check_whole(path: Place, *, with_state: bool) -> list[str]:
@@ -302,15 +307,26 @@ def is_tokenised(config: Config) -> bool:
     return any(raw_texts(config)) or not (named or data.mock_data)
 
 
-def check_writable(save: str) -> None:
-    """Raises CheckpointError where a run could not write its directory, or another run uses it."""
-    existing = Path(save).absolute()
+def check_writable(name: str, folder: str) -> None:
+    """Raises CheckpointError where a run could not write a folder that it makes where there is none. name: of the
+    setting."""
+    existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
-        raise CheckpointError(f"`save`={save}: {existing} is a file; choose another `save`")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise CheckpointError(f"`save`={save}: no permission to write in {existing}; choose another `save`")
+        raise CheckpointError(f"`{name}`={folder}: {existing} is a file; choose another `{name}`")
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"`{name}`={folder}: cannot write in {existing} ({error.strerror}); choose another `{name}`"
+        ) from None
+
+
+def check_run_folder(save: str) -> None:
+    """Raises CheckpointError where a run could not write its directory."""
+    check_writable("save", save)
     problem = in_the_way(save, (CONFIG_FILE, *RUN_FILES))
     if problem:
         raise CheckpointError(problem)

@@ -124,6 +124,15 @@ def test_ids_without_an_embedding_are_named_at_the_start(
     )
 
 
+def test_megatrons_null_tokenizer_has_one_id_more(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "a", [[1, 2, 9, 10]] * 9)
+    with pytest.raises(DataError, match="with Megatron-LM's NullTokenizer that ends a document: use --vocab-size 11"):
+        build_datasets(
+            config(data_path=(prefix,)), seq_length=8, train_samples=1, valid_samples=0, test_samples=0, seed=1,
+            tokenizer=NullTokenizer(10), cache_dir=None,
+        )  # fmt: skip
+
+
 def test_an_id_that_no_sample_of_the_start_met_is_named_when_it_is_read(tmp_path: Path) -> None:
     data = IndexedDataset(write_documents(tmp_path / "a", [*DOCUMENTS[:30], [1, 2, 290], *DOCUMENTS[30:]]))
     part = GPTDataset(

@@ -202,3 +202,24 @@ def test_the_run_reads_what_the_dry_run_has_tokenised(tmp_path: Path, caplog: py
     config, tokenizer = resolve_tokenizer(parsed.config)
     open_datasets(config, 1, tokenizer)
     assert len(re.findall("tokenising the", caplog.text)) == 2, "training tokenises it again"
+
+
+def test_tokens_are_those_of_the_split(tmp_path: Path) -> None:
+    """Of token files, too, which hold all splits; a file that a blend names twice counts once."""
+    with IndexedWriter(tmp_path / "a", vocab_size=257) as writer:
+        for _ in range(10):
+            writer.add_document(np.arange(400) % 99)
+    given = QUICKSTART[:2] + ["--tokenizer-type", "ByteTokenizer", "--split", "20,40,40", "--data-path"]
+    for words, read in (([str(tmp_path / "a")], ", read 845 times"), ([str(tmp_path / "a")] * 2, ", read 845 times")):
+        parsed = parse_with_origins([*given, *words])
+        text = dry_run(parsed.config, parsed.origins, 1)
+        assert f" data        train 800 tokens{read}; valid 1,600 tokens; test 1,600 tokens" in text, text
+
+
+@pytest.mark.parametrize("flag", ["--tensorboard-dir", "--data-cache-path"])
+def test_folders_that_cannot_be_written_are_found(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, problem in ((tmp_path / "file", "file is a file"), (Path("/proc/none"), "cannot write in /proc")):
+        parsed = parse_with_origins([*QUICKSTART[:2], flag, str(folder)])
+        with pytest.raises(CheckpointError, match=f"^{flag}={folder}: .*{problem}"):
+            dry_run(parsed.config, parsed.origins, 1)

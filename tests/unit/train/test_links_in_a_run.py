@@ -11,7 +11,7 @@ import pytest
 from megalite.comm import Axis
 from megalite.config import parse
 from megalite.errors import CheckpointError
-from megalite.train.dry_run import check_writable
+from megalite.train.dry_run import check_run_folder
 from megalite.train.run_directory import RunDirectory
 
 TINY = (
@@ -41,7 +41,7 @@ def test_what_is_in_the_way_is_named_and_left_alone(name: str, kind: str, tmp_pa
     ):
         pass
     with pytest.raises(CheckpointError) as dry:
-        check_writable(str(run))
+        check_run_folder(str(run))
     for error in (caught, dry):
         assert str(error.value).startswith(begin) and str(error.value).endswith("; move it away")
     assert outside.read_text() == "mine\n" and not (tmp_path / "none").exists()
