@@ -11,7 +11,8 @@ from megalite.config.reader import GivenOption
 from megalite.config.root import Config, all_options
 from megalite.config.stage_meshes import stage_sizes
 from megalite.config.values import show
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, ScheduleError
+from megalite.schedule import expand_layout
 
 #: Megatron-LM's words for what is sharded -> ZeRO stage.
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
@@ -28,7 +29,13 @@ def work_out_level(here: dict[str, GivenOption], below: Mapping[str, GivenOption
 
 def work_out(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
     """The same for names that need other fields than those of their level. Returns what is wrong."""
-    return _meshes(merged, broken) + _chunks(merged, broken) + _positions(merged) + _yarn(merged)
+    return (
+        _meshes(merged, broken)
+        + _chunks(merged, broken)
+        + _layout_chunks(merged, broken)
+        + _positions(merged)
+        + _yarn(merged)
+    )
 
 
 def _meshes(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
@@ -96,6 +103,22 @@ def _chunks(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str
         ]
     name = "virtual_pipeline_model_parallel_size"
     merged[name] = replace(given, name=name, value=layers // (per_chunk * pipeline))
+    return []
+
+
+def _layout_chunks(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
+    """`--pipeline-model-parallel-layout` says how many stages there are, and so how many chunks a rank has."""
+    given, pipeline = merged.get("pipeline_model_parallel_layout"), merged.get("pipeline_model_parallel_size")
+    name = "virtual_pipeline_model_parallel_size"
+    known = merged.get(name)
+    if given is None or not given.value or pipeline is None or (known is not None and known.value is not None):
+        return []
+    try:
+        stages = expand_layout(given.value).count("|") + 1
+    except ScheduleError as error:
+        return [error.text]
+    if pipeline.name not in broken and stages > pipeline.value > 1 and stages % pipeline.value == 0:
+        merged[name] = replace(given, name=name, value=stages // pipeline.value)
     return []
 
 

@@ -207,30 +207,37 @@ def parse_layout(layout: str, num_layers: int, num_stages: int) -> Partition:
     """Megatron's layout string: `|` ends a stage, `E` embedding, `t` layer, `L` head, `x*3` and `(..)*3` repeat, commas
     are air.
 
-    `Et*3|(tt|)*29,t|L` is 32 stages. Raises ScheduleError if it does not hold exactly this model in this many stages.
+    `Et*3|(tt|)*29,t|L` is 32 stages. Layers of multi-token prediction, m, are on the stage of L here, before it. Raises
+    ScheduleError if it does not hold exactly this model in this many stages.
     """
     flag = f"`pipeline_model_parallel_layout`={layout}"
-    stages = _expand(layout, flag).split("|")
-    if "m" in layout:
-        raise ScheduleError(f"{flag}: m (multi-token prediction layers) is not a layer of this model; use E, t and L")
+    stages = expand_layout(layout).split("|")
+    problems = []
     if len(stages) != num_stages:
-        raise ScheduleError(
-            f"{flag}: {len(stages)} stages, but pipeline ranks times chunks per rank are {num_stages}; change the "
+        problems.append(
+            f"{len(stages)} stages, but pipeline ranks times chunks per rank are {num_stages}; change the "
             f"layout or `pipeline_model_parallel_size` and `virtual_pipeline_model_parallel_size`"
         )
+    stages[-1] = re.sub("m*L$", "L", stages[-1])
+    if "m" in "".join(stages):
+        problems.append("m, a layer of multi-token prediction, shares the stage of L here; write mL at the end")
+        stages = [stage.replace("m", "") for stage in stages]
+    if "" in stages:
+        problems.append(f"stage {stages.index('')} holds no layer; give each stage one, or use fewer stages")
     whole = "".join(stages)
     if whole != "E" + "t" * num_layers + "L":
-        raise ScheduleError(
-            f"{flag}: holds {whole.count('E')} embeddings, {whole.count('t')} layers and {whole.count('L')} heads; the "
+        problems.append(
+            f"holds {whole.count('E')} embeddings, {whole.count('t')} layers and {whole.count('L')} heads; the "
             f"model is E, then `num_layers`={num_layers} times t, then L, in this order"
         )
-    if "" in stages:
-        raise ScheduleError(f"{flag}: stage {stages.index('')} is empty; give each stage a layer, or use fewer stages")
+    if problems:
+        raise ScheduleError(f"{flag}: {'; also, '.join(problems)}")
     return Partition(num_layers, _bounds([len(stage) for stage in stages]))
 
 
-def _expand(layout: str, flag: str) -> str:
-    """Repetitions written out, innermost first; only E, t, m, L and | are left."""
+def expand_layout(layout: str) -> str:
+    """Repetitions written out, innermost first; only E, t, m, L and | are left. Raises ScheduleError."""
+    flag = f"`pipeline_model_parallel_layout`={layout}"
     text = re.sub(r"[\s,]", "", layout)
     pattern = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d+)|\(([EtmL|]*)\)")
     while match := pattern.search(text):
@@ -242,6 +249,6 @@ def _expand(layout: str, flag: str) -> str:
     wrong = re.search(r"[^EtmL|]", text)
     if wrong:
         raise ScheduleError(
-            f"{flag}: cannot read {wrong[0]!r}; the letters are E t L | ( ) * and commas, as in Et*3|(tt|)*2,tL"
+            f"{flag}: cannot read {wrong[0]!r}; the letters are E t m L | ( ) * and commas, as in Et*3|(tt|)*2,tL"
         )
     return text

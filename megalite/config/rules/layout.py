@@ -139,6 +139,9 @@ def stage_layers(config: Config, world_size: int) -> Iterator[str]:
     program = schedules.build_program(parallel.schedule, size, micro_batches, chunks, **parallel.pipeline_shape)
     try:
         schedules.partition(config.model.num_layers, program.placement, first=first, last=last, layout=layout)
+        depth, named = config.model.further.depth, schedules.expand_layout(layout or "").count("m")
+        if named not in (0, depth):
+            yield f"`pipeline_model_parallel_layout`={layout}: {named} times m; `mtp_num_layers` is {depth}"
     except ScheduleError as error:
         yield error.text
 

@@ -140,6 +140,7 @@ WRONG = {
     "--bf16='true'": "--bf16='true': the quotation marks are part of the value",
     '--tokenizer-model "a': '--tokenizer-model="a: the quotation marks are part of the value',
     "--no-mmap-bin-file": "unknown flag --no-mmap-bin-file; see --help",
+    "--attention-backend flashh": "--attention-backend=flashh: choose from auto, flash, fused",
     "--moe-token-drop-policy probs": "--moe-token-drop-policy=probs: the last tokens of a sequence are dropped",
 }
 
@@ -218,6 +219,24 @@ GELU = "--activation gelu, exact (there fused with the bias: gelu-tanh)"
 def test_what_a_script_left_to_other_defaults_is_said(words: str, said: str | None) -> None:
     warnings = parse_with_origins([*argv(), *words.split()]).warnings
     assert [line for line in warnings if line.startswith(OTHERWISE)] == ([] if said is None else [OTHERWISE + said])
+
+
+DEEPSEEK = "--num-layers 61 --mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 16"
+
+
+def test_a_layout_says_how_many_chunks_a_rank_has() -> None:
+    """Megatron-LM's scripts give no virtual size beside it."""
+    layout = "Et*2|(tt|)*29,t|mL"
+    words = [*argv(DEEPSEEK), "--global-batch-size", "32", "--pipeline-model-parallel-layout"]
+    config = parse([*words, layout], world_size=16)
+    assert config.parallel.virtual_pipeline_model_parallel_size == 2
+    assert parse([*words, "Et*7|(t*4|)*13tt|mL"], world_size=16).parallel.virtual_pipeline_model_parallel_size is None
+    (line,) = problems_of([*words, layout.replace("mL", "mmL")], 16)
+    assert line.endswith("2 times m; --mtp-num-layers is 1")
+    (line,) = problems_of([*words, "Et*3|(tt|)*29,m|L"], 16)
+    assert "write mL at the end; also, stage 30 holds no layer" in line
+    (line,) = problems_of([*words, layout, "--virtual-pipeline-model-parallel-size", "4"], 16)
+    assert "32 stages, but pipeline ranks times chunks per rank are 64" in line
 
 
 def test_a_schedule_that_a_shell_took_apart_is_read() -> None:

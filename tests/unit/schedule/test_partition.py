@@ -83,6 +83,7 @@ def test_fixed_ends(place: object, first: int | None, last: int | None, layout: 
 def test_megatron_layout() -> None:
     cut = partition(62, loop(16, 2), layout="Et*3|(tt|)*29,t|L")
     assert cut.num_stages == 32 and list(cut.layers(0)) == [0, 1, 2] and list(cut.layers(31)) == []
+    assert partition(4, loop(3), layout="Ett|tt|mmL") == partition(4, loop(3), layout="Ett|tt|L")
     assert str(parse_layout("E(t|(tt|)*2)*2tL", 11, 7)) == "Et|tt|tt|t|tt|tt|tL"
 
 
@@ -92,8 +93,10 @@ def test_megatron_layout() -> None:
         ("Ett|ttL", "2 stages, but pipeline ranks times chunks per rank are 3"),
         ("Et|tt|L", r"1 embeddings, 3 layers and 1 heads; the model is E, then --num-layers=4"),
         ("tE|tt|tL", "in this order"),
-        ("Ett||ttL", "stage 1 is empty"),
-        ("Ett|tm|L", "multi-token prediction"),
+        ("Ett||ttL", "stage 1 holds no layer"),
+        ("Ett|ttm|L", "multi-token prediction, shares the stage of L here; write mL at the end$"),
+        ("Ett|m|ttL", "write mL at the end; also, stage 1 holds no layer"),
+        ("Ett|m|L", "write mL at the end; also, stage 1 holds no layer.*; also, holds 1 embeddings, 2 layers"),
         ("Ett|tx|L", "cannot read 'x'"),
         ("Ett|(t|L", r"cannot read '\('"),
         ("E(t*999)*999|t|L", "more than 100000 layers"),
