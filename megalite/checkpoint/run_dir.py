@@ -27,6 +27,7 @@ from megalite.stores import Place, StoreUrl, place
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
+MAKES_ONE = "tools/convert_checkpoint.py --from megatron --to megalite --trust-pickle makes one of it"
 COMPLETED = "COMPLETED"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl")
 NO_PICKLES = (
@@ -180,6 +181,12 @@ def _what_file(path: Path) -> str:
     return ""
 
 
+def is_megatron(root: Place | str) -> bool:
+    """Whether a directory looks like a run of Megatron-LM, or one of its checkpoints, in its format `torch`."""
+    where = place(root)
+    return isinstance(where, Path) and any(any(where.glob(f"{inside}mp_rank_*")) for inside in ("", "*/"))
+
+
 def _what_else(root: Place) -> str:
     """The facts behind `no committed checkpoint`."""
     if isinstance(root, StoreUrl):
@@ -189,8 +196,8 @@ def _what_else(root: Place) -> str:
         return f" (found {torn[-1].name}, interrupted)"
     if ".tmp-" in root.name:
         return " (an interrupted save)"
-    if any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*")):
-        return " (Megatron-LM's? tools/convert_checkpoint.py --from megatron --to megalite makes one of it)"
+    if is_megatron(root):
+        return f" (Megatron-LM's? {MAKES_ONE})"
     inside = [*listing(root), *(child for path in listing(root)[:100] if path.is_dir() for child in listing(path))]
     if any(path.name == ".metadata" or path.suffix == ".distcp" for path in inside):
         return (
@@ -266,6 +273,21 @@ def write_tracker(directory: Place, step: int) -> None:
         write_small(directory / TRACKER, f"{step}\n".encode())
     except (OSError, CheckpointError) as error:
         logger.warning("could not write %s: %s", directory / TRACKER, getattr(error, "strerror", error))
+
+
+def warn_of_tracker(directory: Path, newest: Place) -> None:
+    """Says that the tracker file is not read where somebody has written another checkpoint into it since the newest
+    one: in Megatron-LM a run goes back by that."""
+    try:
+        named = (directory / TRACKER).read_text()[:20].strip()
+        later = (directory / TRACKER).stat().st_mtime > (Path(str(newest)) / COMMITTED).stat().st_mtime
+    except (OSError, ValueError):
+        return
+    if later and named.isdigit() and int(named) != step_of(newest):
+        logger.warning(
+            "%s says %s and is not read: the run starts from %s, the newest; `ckpt_step` %s goes back",
+            directory / TRACKER, named, newest.name, named,
+        )  # fmt: skip
 
 
 def write_small(path: Place, data: bytes) -> None:

@@ -13,15 +13,19 @@ Rank 0 decides for all (`Checkpointer.decide_start`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megalite.checkpoint.run_dir import (
+    MAKES_ONE,
     committed,
     interrupted,
     is_distributed,
     is_huggingface,
+    is_megatron,
     resolve_checkpoint,
     step_of,
     uncommitted,
+    warn_of_tracker,
 )
 from megalite.errors import CheckpointError
 from megalite.stores import Place, place
@@ -59,6 +63,8 @@ def decide_start(
             f"`save`={save}: {uncommitted(save)[-1].name} is in the way and is not a checkpoint (no COMMITTED file: "
             "damaged, or written by another program); move it away, or choose a new directory"
         )
+    if isinstance(home, Path) and newest is not None and ckpt_step is None:
+        warn_of_tracker(home, newest)
     if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
         return start
     return replace(start, passed_over=tuple(p for p in uncommitted(home) if step_of(p) > step_of(newest)))
@@ -85,7 +91,9 @@ def _decide(
         return StartDecision((), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start")
     distributed = trust_pickle and is_distributed(load)
     if trust_pickle and not distributed:
-        raise CheckpointError(f"`trust_pickle`: `load`={load} is not in torch's distributed format; drop it")
+        found = is_megatron(load)
+        fix = f"{MAKES_ONE} (its format torch has the weights alone)" if found else "drop it"
+        raise CheckpointError(f"`trust_pickle`: `load`={load} is not in torch's distributed format; {fix}")
     foreign_model = distributed or is_huggingface(load)
     if foreign_model and not distributed and ckpt_step is not None:
         raise CheckpointError(f"`ckpt_step`={ckpt_step}: {load} is a Hugging Face model and has no steps; drop it")

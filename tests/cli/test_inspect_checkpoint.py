@@ -54,7 +54,7 @@ def test_a_run_and_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureF
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if "elements" in line}
     assert rows["optimizer/exp_avg"][:5] == ["1", "tensors", "12", "elements", "96"]
     assert rows["weights"][-1] == "F32"
-    status, out, _ = run(capsys, tmp_path, "--ckpt-step", 10, "--json")
+    status, out, _ = run(capsys, "--load", tmp_path, "--ckpt-step", 10, "--json")
     report = json.loads(out)
     assert (status, report["checkpoint"]["step"]) == (0, 10)
     assert [row["step"] for row in report["run"]["checkpoints"]] == [10, 20]

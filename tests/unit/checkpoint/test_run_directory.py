@@ -81,6 +81,28 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
         assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_an_edited_tracker_is_told_to_be_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Megatron-LM goes back by it; where a kill has left an older one, nobody has."""
+    run_in(tmp_path, 10, 20)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for text, later, told in (("20", 9, 0), ("10", -9, 0), ("10", 9, 1)):
+        tracker.write_text(f"{text}\n")
+        at = (tmp_path / "iter_0000020" / "COMMITTED").stat().st_mtime + later
+        os.utime(tracker, (at, at))
+        decide_start(save=None, load=str(tmp_path))
+        assert caplog.text.count("says 10 and is not read: the run starts from iter_0000020") == told
+    caplog.clear()
+    decide_start(save=None, load=str(tmp_path), ckpt_step=20)
+    assert not caplog.text
+
+
+def test_a_run_in_megatrons_old_format_names_the_converter(tmp_path: Path) -> None:
+    (tmp_path / "release" / "mp_rank_00").mkdir(parents=True)
+    for trust in (True, False):
+        with pytest.raises(CheckpointError, match=r"convert_checkpoint.py --from megatron .* --trust-pickle makes one"):
+            decide_start(save=None, load=str(tmp_path), trust_pickle=trust)
+
+
 def test_auto_resume_passes_over_damaged_checkpoints_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saver = run_in(tmp_path, 10, 20, 30)
     for step in (20, 30):
