@@ -40,23 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     parser = ToolParser("Look into a checkpoint: what it holds, whether it is whole, how it differs from another.")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "directory",
-        metavar="DIR",
-        nargs="?",
-        type=stored,
-        default=argparse.SUPPRESS,
-        help="a run directory or one checkpoint",
-    )
-    where.add_argument(
-        "--load", dest="directory", metavar="DIR", type=stored, help="the same, by the other tools' flag"
-    )
+    where.add_argument("directory", metavar="DIR", nargs="?", type=stored, help="a run directory or one checkpoint")
+    where.add_argument("--load", metavar="DIR", type=stored, help="the same, by the other tools' flag")
     parser.add_argument("--ckpt-step", type=int, help="which checkpoint of a run directory; unset: the newest")
     parser.add_argument("--verify", action="store_true", help="check every byte")
     parser.add_argument("--tensors", action="store_true", help="statistics of every tensor")
     parser.add_argument("--diff", metavar="OTHER", type=stored, help="compare with another checkpoint")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     arguments = parser.parse_args(argv)
+    arguments.directory = arguments.directory or arguments.load
     report = inspect(arguments)
     print(json.dumps(report, indent=1) if arguments.json else as_text(report))
     if report.get("damaged"):
