@@ -94,8 +94,6 @@ def build_model(
     mover = foreign.parts.mover if foreign else Mover(device)
     rows = _rows(config, mesh, program, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
-    if config.training.partial_backprop_groups > 1:
-        attach_depths(config, mesh, built)
     options = BufferOptions(
         zero_options(config, plan),
         whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
@@ -123,6 +121,8 @@ def build_model(
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
         device=device,
     )
+    if config.training.partial_backprop_groups > 1:
+        attach_depths(config, mesh, built, weights)
     for state in weights.states:
         if isinstance(state, QueryKeyClip):
             state.attach(weights.optimizer)

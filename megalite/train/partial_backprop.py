@@ -11,15 +11,17 @@ and the gradient of a layer is the mean over the micro-batches that computed it.
 left; every rank has as many where k divides its micro-batches. It is another optimisation than that of the whole
 gradient, whose average over k steps it is at the same weights.
 
-A group that is left out lies behind a detached tensor. What goes down into group g is multiplied there by the ratio of
-the numbers of micro-batches that compute groups g - 1 and g: no layer, sum or update knows.
+A group that is left out lies behind a detached tensor; a pipeline stage that is not reached gives nothing back but
+zeros, and computes nothing to do so. What goes down into group g is multiplied there by the ratio of
+the numbers of micro-batches that compute groups g - 1 and g: no layer, sum or update knows. Where ranks reduce each
+micro-batch by itself (ZeRO 2 and 3), one that has not computed a layer joins in the layer's messages with zeros.
 
 Proof: `tests/equivalence/test_partial_backprop.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -29,8 +31,10 @@ from torch import Tensor, nn
 
 from megalite.comm import ParallelMesh
 from megalite.config import Config
-from megalite.engine import BuiltStages
+from megalite.engine import BuiltStages, Weights
+from megalite.gradient import sink_of
 from megalite.microbatch_notes import MicrobatchNotes
+from megalite.parallel.zero import Unsharder
 
 
 class Depths(MicrobatchNotes[int]):
@@ -44,11 +48,15 @@ class Depths(MicrobatchNotes[int]):
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        step, place = divmod(microbatch, self.size)
-        self._depth = depth_of(self.groups, self.replica, place, step)
-        self._counts = counts(self.groups, self.replicas, self.size, step % self.groups)
+        self._depth = self.at(microbatch)
+        self._counts = counts(self.groups, self.replicas, self.size, microbatch // self.size % self.groups)
         with super().of(microbatch):
             yield
+
+    def at(self, microbatch: int) -> int:
+        """How many groups the backward of a micro-batch of this replica reaches."""
+        step, place = divmod(microbatch, self.size)
+        return depth_of(self.groups, self.replica, place, step)
 
     def enter(self, group: int, x: Tensor) -> Tensor:
         """x on its way from group `group` to the one above."""
@@ -61,15 +69,42 @@ class Depths(MicrobatchNotes[int]):
             x.register_hook(lambda gradient: gradient * ratio)
         return x
 
-    def attach(self, blocks: Sequence[nn.Module]) -> None:
-        """blocks: all of the model, from below."""
-        for group in range(1, self.groups):
-            above = blocks[len(blocks) * (self.groups - group) // self.groups]
+    def attach(self, stack: nn.Module, top: int, begins: Mapping[int, nn.Module]) -> None:
+        """stack: the layers of a stage. top: the group of the highest. begins: the lowest block of each group that
+        begins here and has others below."""
+        for group, above in begins.items():
 
-            def entered(block: nn.Module, args: tuple[Any, ...], group: int = group) -> tuple[Any, ...]:
-                return (self.enter(group, args[0]), *args[1:])
+            def entered(block: nn.Module, args: tuple[Any, ...], below: int = group + 1) -> tuple[Any, ...]:
+                return (self.enter(below, args[0]), *args[1:])
 
-            above.register_forward_pre_hook(entered)
+            above.register_forward_pre_hook(entered, prepend=True)
+
+        def left(stack: nn.Module, args: object, out: Tensor) -> Tensor:
+            cut = self.wanted and torch.is_grad_enabled() and self._depth <= top
+            return out.detach().requires_grad_() if cut else out
+
+        stack.register_forward_hook(left)
+
+
+class Unreached(MicrobatchNotes[int]):
+    """Behind each backward of a stage, what its rank owes the others of the layers that it has not computed: the
+    messages in which their weights come, and their gradients, zeros, are summed. layers: with their groups, from
+    below."""
+
+    def __init__(self, depths: Depths, layers: Sequence[tuple[int, nn.Module]], weights: Unsharder) -> None:
+        super().__init__()
+        self._depths, self._layers, self._weights = depths, layers, weights
+
+    @contextmanager
+    def of(self, microbatch: int) -> Iterator[None]:
+        yield
+        depth = self._depths.at(microbatch)
+        for group, layer in reversed(self._layers):
+            if group >= depth:
+                self._weights.pass_by(layer)
+                for sink in map(sink_of, reversed([*layer.parameters()])):
+                    if sink is not None:
+                        sink.done()
 
 
 def depth_of(groups: int, replica: int, place: int, step: int) -> int:
@@ -84,11 +119,26 @@ def counts(groups: int, replicas: int, size: int, step: int) -> list[int]:
     return [sum(depth > group for depth in depths) for group in range(groups)]
 
 
-def attach_depths(config: Config, mesh: ParallelMesh, built: BuiltStages) -> None:
-    """Hooks the blocks of the one stage that there is."""
+def attach_depths(config: Config, mesh: ParallelMesh, built: BuiltStages, weights: Weights) -> None:
+    """Hooks the stages of this rank, and their blocks."""
     groups, replicas = config.training.partial_backprop_groups, mesh.size("dp")
-    for stage, modules in built.values():
+    number = config.model.num_layers
+    begins = [number * (groups - 1 - group) // groups for group in range(groups)]  # the lowest block of each
+
+    def group_of(name: str) -> int:
+        """Of a layer: the head is above all blocks, the embedding below."""
+        index = {"embedding": 0, "head": number - 1}.get(name)
+        index = int(name.removeprefix("layers.")) if index is None else index
+        return next(group for group, first in enumerate(begins) if index >= first)
+
+    for key, (stage, modules) in built.items():
         depths = Depths(groups, mesh.coordinate("dp"), replicas, config.num_microbatches(mesh.size("world")))
         stage.note(depths)
-        for module in modules:
-            depths.attach([module.get_submodule(name) for name in module.names if name.startswith("layers.")])
+        for stack, module in zip(stage.modules, modules, strict=True):
+            named = dict(zip(module.names, module.ordered(), strict=True))
+            firsts = {group: f"layers.{first}" for group, first in enumerate(begins[:-1])}
+            here = {group: named[name] for group, name in firsts.items() if name in named}
+            depths.attach(stack, group_of(module.names[-1]), here)
+            if config.parallel.zero_stage >= 2:
+                layers = [(group_of(name), layer) for name, layer in named.items()]
+                stage.note_backward(Unreached(depths, layers, weights.buffers[key][0].weights.unsharder))

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from equivalence.layouts import TINY, assert_close, assert_same_tensors, train
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.gradient import GradSink
+from megalite.testing import run_ranks
 from megalite.testing.oracle import Pupil, Trajectory
+from megalite.train.run import open_run
 
 WHOLE = [*TINY, "--num-layers", "4", "--untie-embeddings-and-output-weights"]
 
@@ -47,8 +52,21 @@ def masked(argv: list[str], steps: int, groups: int, replicas: int) -> Trajector
 
 
 CASES = [
-    ("", 2, "--micro-batch-size 1 --zero-stage 1", 2, 2),
+    ("", 4, "--micro-batch-size 1 --zero-stage 3 --pipeline-model-parallel-size 2", 4, 2),
     ("", 4, "--micro-batch-size 1 --recompute-activations", 1, 1),
+    ("", 2, "--micro-batch-size 1 --zero-stage 1", 2, 2),
+    ("", 4, "--micro-batch-size 1 --zero-stage 2", 2, 2),
+    ("", 3, "--micro-batch-size 1 --zero-stage 3", 2, 2),
+    ("", 2, "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4, 2),
+    (
+        "",
+        4,
+        "--micro-batch-size 1 --pipeline-model-parallel-size 2 --pipeline-schedule interleaved "
+        "--num-layers-per-virtual-pipeline-stage 1 --zero-stage 2",
+        4,
+        2,
+    ),
+    ("", 2, "--micro-batch-size 1 --pipeline-model-parallel-size 4 --pipeline-schedule gpipe", 4, 1),
     ("--optimizer muon --lr 1e-3", 3, "--micro-batch-size 1 --zero-stage 1 --overlap-grad-reduce", 4, 4),
     ("--model-type llama", 2, "--micro-batch-size 1 --tensor-model-parallel-size 2 --sequence-parallel", 4, 2),
     ("", 4, "--micro-batch-size 1 --context-parallel-size 2 --no-overlap-grad-reduce", 4, 2),
@@ -88,33 +106,30 @@ def test_over_k_steps_every_micro_batch_counts_alike(groups: int, replicas: int,
             assert Fraction(done, size * groups) == Fraction(groups + 1, 2 * groups)
 
 
-def test_layers_that_are_not_reached_compute_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups: of two micro-batches one stops half-way, so a quarter of the products of blocks is not there."""
-    from megalite.gradient import GradSink
+def counted_body(world: World, argv: list[str]) -> int:
+    """Products that add up weight gradients in a step of this rank."""
+    count = 0
+    plain = GradSink.addmm
 
-    def products(more: list[str]) -> int:
-        count = 0
-        plain = GradSink.addmm
+    def counted(self: GradSink, a: torch.Tensor, b: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        plain(self, a, b)
 
-        def counted(self: GradSink, a: torch.Tensor, b: torch.Tensor) -> None:
-            nonlocal count
-            count += 1
-            plain(self, a, b)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(GradSink, "addmm", counted)
-            train_here([*WHOLE, "--micro-batch-size", "4", *more])
-        return count
-
-    whole, half = products([]), products(["--partial-backprop-groups", "2"])
-    head = whole % (4 * 4 * 2)  # of each micro-batch once
-    assert half - head == (whole - head) * 3 // 4
-
-
-def train_here(argv: list[str]) -> None:
-    from megalite.comm.world import World
-    from megalite.config.cli import parse
-    from megalite.train.run import open_run
-
-    with open_run(parse(argv, world_size=1), World()) as run:
+    with pytest.MonkeyPatch.context() as patch, open_run(parse(argv, world_size=world.size), world) as run:
+        patch.setattr(GradSink, "addmm", counted)
         run.trainer.train_step(drain=True)
+    return count
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_that_are_not_reached_compute_no_gradient(stages: int) -> None:
+    """Two groups: of two micro-batches one stops half-way, so a quarter of the products of blocks is not there: half of
+    the first of two stages'."""
+    argv = [*WHOLE, "--micro-batch-size", "4", "--pipeline-model-parallel-size", str(stages)]
+    whole, half = (run_ranks(counted_body, stages, [*argv, *more]) for more in ([], ["--partial-backprop-groups", "2"]))
+    head = whole[-1] % (4 * 4 * 2 // stages)  # of each micro-batch once
+    if stages == 2:
+        assert half == [whole[0] // 2, whole[1]]
+    else:
+        assert half[0] - head == (whole[0] - head) * 3 // 4

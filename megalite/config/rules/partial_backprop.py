@@ -18,12 +18,15 @@ def partial_backprop(config: Config, world_size: int) -> Iterator[str]:
     flag = f"`partial_backprop_groups`={groups}"
     if groups > model.num_layers:
         yield f"{flag}: more than the {model.num_layers} layers; use {model.num_layers} at most"
-    if parallel.pipeline_model_parallel_size > 1:
-        yield f"{flag}: not with `pipeline_model_parallel_size`={parallel.pipeline_model_parallel_size}; use 1"
-    if parallel.zero_stage > 1:
-        yield f"{flag}: not with `zero_stage`={parallel.zero_stage}, which sums every micro-batch by itself; use 0 or 1"
+    schedule = find_schedule(parallel.schedule)
+    if parallel.zero_stage > 1 and schedule.splits_backward:
+        yield (
+            f"{flag}: not with `zero_stage`={parallel.zero_stage} and `pipeline_schedule`={parallel.schedule}, whose "
+            "ranks would sum unlike micro-batches; use 1f1b"
+        )
     reasons = {
         "model_module": (model.is_foreign, "whose layers are its own"),
+        "stage_meshes": (parallel.stage_meshes, "whose stages have other replicas"),
         "num_experts": (model.experts.num_experts, "whose routers add a loss in every layer"),
         "mtp_num_layers": (model.further.mtp_num_layers, "whose blocks are not those of the model"),
         "lora_rank": (model.lora.lora_rank, "whose adapters are few"),
@@ -41,5 +44,5 @@ def partial_backprop(config: Config, world_size: int) -> Iterator[str]:
     for name, (given, why) in reasons.items():
         if given:
             yield f"{flag}: not with `{name}`, {why}; drop one"
-    if find_schedule(parallel.schedule).asynchronous:
+    if schedule.asynchronous:
         yield f"{flag}: not with `pipeline_schedule`={parallel.schedule}, whose gradients are late; use 1f1b"

@@ -68,7 +68,7 @@ class Stage:
         self.modules = list(modules)
         self.loads, self.magnitudes = loads or ExpertLoads(), magnitudes or Magnitudes()
         self._noted: list[MicrobatchNotes[Any]] = [notes for notes in (loads, magnitudes) if notes is not None]
-        self._noted_backward = [] if magnitudes is None else [magnitudes]
+        self._noted_backward: list[MicrobatchNotes[Any]] = [] if magnitudes is None else [magnitudes]
         self.spec, self.out_spec = spec, out_spec or spec
         self.is_first, self.is_last = is_first, is_last
         self._weight_grads = weight_grads
@@ -78,6 +78,10 @@ class Stage:
     def note(self, notes: MicrobatchNotes[Any]) -> None:
         """From now on its forwards say for which micro-batch these are taken."""
         self._noted.append(notes)
+
+    def note_backward(self, notes: MicrobatchNotes[Any]) -> None:
+        """From now on its backwards do, too."""
+        self._noted_backward.append(notes)
 
     def module(self, version: int) -> nn.Module:
         """The layers that hold weight version `version`."""
@@ -103,13 +107,16 @@ class Stage:
         return out.detach()
 
     def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
-        """Whole backward; `dy` is None on the last stage. Returns the input's gradient, None on the first stage."""
+        """Whole backward; `dy` is None on the last stage. Returns the input's gradient, zeros where nothing reaches it,
+        None on the first stage."""
         saved = self._in_flight.pop(number)
         with ExitStack() as noting:
             for notes in self._noted_backward:
                 noting.enter_context(notes.of(number))
             torch.autograd.backward(saved.end, dy if dy is None or saved.shape is None else dy.view(saved.shape))
-        return None if saved.x is None else saved.x.grad
+        if saved.x is None:
+            return None
+        return torch.zeros_like(saved.x) if saved.x.grad is None else saved.x.grad
 
     def backward_input(self, number: int, dy: Tensor | None) -> Tensor | None:
         """The first half of a split backward: the gradients of the input and of norms."""

@@ -62,3 +62,4 @@ from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 from megalite.parallel.zero.rank_memory import RankMemory
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer
+from megalite.parallel.zero.unshard import Unsharder

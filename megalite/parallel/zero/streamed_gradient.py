@@ -88,6 +88,7 @@ class StreamedGradient(BucketGradient):
 
     def launch(self, *, async_op: bool) -> None:
         self._pool.wait()
+        self.open()
         self.bucket.zero_unused()
         full, bucket = self.full, self.bucket
         own, sizes = bucket.owned(full), bucket.plan.sizes

@@ -129,6 +129,7 @@ class Unsharder:
         self._present: list[ComingWeights] = []
         self._last: Weights = []
         self._in_backward: Weights | None = None
+        self._behind: dict[nn.Module, tuple[Weights, Weights]] = {}
 
     def attach(self, layers: Sequence[nn.Module], weights: Sequence[Weights], stage: StageKey = (0, 0)) -> None:
         """Hooks the layers of a stage (in forward order); weights[i]: what layer i uses."""
@@ -144,6 +145,7 @@ class Unsharder:
             layer.register_forward_pre_hook(partial(self._before_forward, weights[i], after, arrived))
             if any(w.released_after_use for w in weights[i]):
                 layer.register_forward_hook(partial(self._after_forward, weights[i], before, arrived))
+                self._behind[layer] = weights[i], before
 
     def _before_forward(
         self, wanted: Weights, ahead: Weights, arrived: list[Any], layer: nn.Module, args: Sequence[Any]
@@ -213,6 +215,11 @@ class Unsharder:
         for bucket in ahead:
             if not bucket.resident:
                 self._start(bucket, async_op=True)
+
+    def pass_by(self, layer: nn.Module) -> None:
+        """Takes part in what a layer's backward gathers, which other ranks run and this one does not."""
+        if layer in self._behind:
+            self.use(*self._behind[layer], backward=True)
 
     def free_all(self) -> None:
         """Frees everything that is not pinned."""

@@ -16,14 +16,10 @@ FLAG = "--partial-backprop-groups"
     [
         (f"{FLAG} 5", 1, f"{FLAG}=5: more than the 4 layers; use 4 at most"),
         (
-            f"{FLAG} 2 --pipeline-model-parallel-size 2",
-            2,
-            f"{FLAG}=2: not with --pipeline-model-parallel-size=2; use 1",
-        ),
-        (
-            f"{FLAG} 2 --zero-stage 2 --global-batch-size 4",
-            2,
-            f"{FLAG}=2: not with --zero-stage=2, which sums every micro-batch by itself; use 0 or 1",
+            f"{FLAG} 2 --zero-stage 2 --global-batch-size 4 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
+            4,
+            f"{FLAG}=2: not with --zero-stage=2 and --pipeline-schedule=zb-h1, whose ranks would sum unlike "
+            "micro-batches; use 1f1b",
         ),
         (
             f"{FLAG} 2 --num-experts 4",
