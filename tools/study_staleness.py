@@ -110,9 +110,8 @@ class Run:
                 return flags
             ahead = ["--pipeline-schedule", "2bw", "--pipeline-flush-steps", str(iterations)]
             return [AHEAD, *flags, *ahead, *_correction("predict", words[2])]
-        if "after" in words:
-            flags += ["--pipeline-flush-steps", words.pop()]
-            words.remove("after")
+        flags += ["--pipeline-flush-steps", words.pop() if "after" in words else "0"]
+        words = [word for word in words if word != "after"]
         flags += ["--pipeline-schedule", words[0], *_correction(*(words[1:] or ["none"]))]
         if words[0] == "pipedream":
             flags += ["--nprocs", "4", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "3"]

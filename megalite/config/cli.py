@@ -43,6 +43,7 @@ from megalite.config.reader import COMMAND_LINE, GivenOption, Reader
 from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.rules.foreign import not_with_module
 from megalite.config.schema import Option, build_section
+from megalite.config.staleness import flushed_start
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
 from megalite.config.worked_out import other_defaults, without_a_checkpoint, work_out, work_out_level
@@ -352,12 +353,16 @@ def _elastic(config: Config, started: int, local_size: int, broken: set[str]) ->
 
 
 def _derive(config: Config, origins: dict[str, str], world_size: int) -> tuple[Config, dict[str, str]]:
-    """Fix the global batch size: a resume with more replicas must not silently enlarge it."""
+    """Fix the global batch size, since a resume with more replicas must not silently enlarge it, and the iterations
+    without delay."""
     training = config.training
     if training.global_batch_size is None and training.batch_ramp.step_batch_size_schedule is None:
         size = config.global_batch_size(world_size)
         config = replace(config, training=replace(training, global_batch_size=size))
         origins = {**origins, "global_batch_size": "derived"}
+    if "pipeline_flush_steps" not in origins and (steps := flushed_start(config, world_size)):
+        config = replace(config, parallel=replace(config.parallel, pipeline_flush_steps=steps))
+        origins = {**origins, "pipeline_flush_steps": "derived"}
     return config, origins
 
 

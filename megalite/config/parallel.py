@@ -152,7 +152,10 @@ class ParallelConfig:
         None, "micro-batches that message-driven has in the pipeline at most; unset: 2p - 1", ge=1
     )
     pipeline_flush_steps: int = option(
-        0, "first iterations without delay: of 2bw as 1f1b, of `delayed_parameter_update` with their updates", ge=0
+        0,
+        "first iterations without delay: of 2bw as 1f1b (unset: a fifth of 100 iterations or more, 200 at most), of "
+        "`delayed_parameter_update` with their updates",
+        ge=0,
     )
     check_pipeline_messages: bool = option(
         False, "send a header with every message between stages and check it: names what two ranks disagree about"

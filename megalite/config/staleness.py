@@ -64,6 +64,14 @@ def has_delay(config: Config) -> bool:
     return schedule.asynchronous and not alone
 
 
+def flushed_start(config: Config, world_size: int) -> int:
+    """Iterations that 2BW runs without delay unless told otherwise: the first fifth, 200 at most. That is what the runs
+    of docs/asynchronous.md gain by; one of fewer than 100 iterations tries something, and is as it was asked for."""
+    iterations, parallel = config.train_iterations(world_size), config.parallel
+    waits = parallel.pipeline_schedule_file is None and find_schedule(parallel.schedule).flush_schedule is not None
+    return min(iterations // 5, 200) if waits and iterations >= 100 else 0
+
+
 def correction_of(config: Config) -> Correction:
     """The correction of a run, the defaults filled in."""
     if not has_delay(config):

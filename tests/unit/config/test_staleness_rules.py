@@ -6,6 +6,7 @@ import pytest
 
 from megalite.config import parse
 from megalite.errors import ConfigError
+from megalite.planner import describe_layout
 from pretrain_gpt import main
 
 BASE = (
@@ -133,3 +134,23 @@ def test_where_updates_cannot_be_delayed_is_refused_in_one_line(flags: str, reas
 def test_delayed_updates_are_corrected_and_may_begin_later() -> None:
     config = parse([*BASE.split(), "--delayed-parameter-update", "--pipeline-flush-steps", "2"])
     assert str(config.staleness) == "predict (weights 2 updates ahead for each update of delay)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--pipeline-schedule 2bw --train-iters 330", 66),
+        ("--pipeline-schedule 2bw --train-iters 5000", 200),
+        ("--pipeline-schedule 2bw --train-iters 99", 0),
+        ("--pipeline-schedule 2bw --train-iters 330 --pipeline-flush-steps 0", 0),
+        ("--pipeline-schedule 2bw --train-iters 330 --pipeline-flush-steps 7", 7),
+        ("--pipeline-schedule 1f1b --train-iters 330", 0),
+        ("--pipeline-schedule pipedream --train-iters 330 --clip-grad 0", 0),
+    ],
+)
+def test_2bw_begins_with_a_fifth_without_delay(flags: str, steps: int) -> None:
+    """Of a training; a trial is as it was asked for, and a number that is given counts. The start says so."""
+    config = parse([*BASE.split(), *flags.split()])
+    assert config.parallel.pipeline_flush_steps == steps
+    said = f"the first {steps} iterations without delay (--pipeline-flush-steps)"
+    assert (said in describe_layout(config, 1)) == (steps > 0)
