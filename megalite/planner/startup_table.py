@@ -217,7 +217,7 @@ def describe_layout(config: Config, world_size: int) -> str:
         file = parallel.pipeline_schedule_file
         parts.append(f"schedule {parallel.schedule}{chunks}" if file is None else f"schedule of {file}")
     if parallel.pipeline_flush_steps:
-        parts.append(f"the first {parallel.pipeline_flush_steps} iterations without delay (--pipeline-flush-steps)")
+        parts.append(f"the first {parallel.pipeline_flush_steps} iterations without delay (`pipeline_flush_steps`)")
     if config.optimizer.offload.delayed_parameter_update:
         parts.append("each update behind the next batch")
     if has_delay(config):

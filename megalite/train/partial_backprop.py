@@ -139,6 +139,7 @@ def attach_depths(config: Config, mesh: ParallelMesh, built: BuiltStages, weight
             firsts = {group: f"layers.{first}" for group, first in enumerate(begins[:-1])}
             here = {group: named[name] for group, name in firsts.items() if name in named}
             depths.attach(stack, group_of(module.names[-1]), here)
-            if config.parallel.zero_stage >= 2:
+            buffers = weights.buffers[key][0]
+            if buffers.reduces_each:
                 layers = [(group_of(name), layer) for name, layer in named.items()]
-                stage.note_backward(Unreached(depths, layers, weights.buffers[key][0].weights.unsharder))
+                stage.note_backward(Unreached(depths, layers, buffers.weights.unsharder))

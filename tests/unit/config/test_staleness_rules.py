@@ -152,5 +152,5 @@ def test_2bw_begins_with_a_fifth_without_delay(flags: str, steps: int) -> None:
     """Of a training; a trial is as it was asked for, and a number that is given counts. The start says so."""
     config = parse([*BASE.split(), *flags.split()])
     assert config.parallel.pipeline_flush_steps == steps
-    said = f"the first {steps} iterations without delay (--pipeline-flush-steps)"
+    said = f"the first {steps} iterations without delay (`pipeline_flush_steps`)"
     assert (said in describe_layout(config, 1)) == (steps > 0)
