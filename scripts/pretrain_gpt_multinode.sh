@@ -4,6 +4,9 @@
 #   MASTER_ADDR=node0 NNODES=4 NODE_RANK=0 scripts/pretrain_gpt_multinode.sh SAVE_DIR --config FILE.yaml [--flag ...]
 #   MASTER_ADDR=node0 NNODES=4 NODE_RANK=0 scripts/pretrain_gpt_multinode.sh DATA_PREFIX TOKENIZER SAVE_DIR [--flag ...]
 #
+# NNODES is the number of nodes (4 if unset), NODE_RANK the number of this one, MASTER_ADDR the host of node 0. GPUS_PER_NODE (8) and
+# MASTER_PORT (6000) may be set, too.
+#
 # The first trains what the file says. The second trains a Llama of 7 billion parameters, for 32 GPUs and more: model, layout and training
 # are the flags below. With --config, there too, none of them is given.
 #
@@ -18,6 +21,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 usage() {
     echo "usage: $0 SAVE_DIR --config FILE.yaml [--flag value ...]" >&2
     echo "       $0 DATA_PREFIX TOKENIZER SAVE_DIR [--flag value ...] (a Llama of 7 billion parameters)" >&2
+    echo "on every node, with NNODES (nodes: 4), NODE_RANK (0 to NNODES - 1) and MASTER_ADDR (host of node 0) in the environment" >&2
     exit 2
 }
 names=()
@@ -36,8 +40,13 @@ case ${#names[@]}:$own in
 esac
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-4}
-NODE_RANK=${NODE_RANK:-0}
-MASTER_ADDR=${MASTER_ADDR:-localhost}
+if [[ $NNODES == 1 ]]; then NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-localhost}; fi
+if [[ ${DRY_RUN:-0} == 1 ]]; then NODE_RANK=${NODE_RANK:-NODE_RANK} MASTER_ADDR=${MASTER_ADDR:-MASTER_ADDR}; fi
+if [[ -z ${MASTER_ADDR:-} || ( -z ${NODE_RANK:-} && $NNODES != *:* ) ]]; then
+    # or every node would wait for the others at itself
+    echo "error: NNODES=$NNODES: needs MASTER_ADDR=HOST (where all nodes meet)$([[ $NNODES == *:* ]] || echo " and NODE_RANK=N (0 on that host, another on each)")" >&2
+    exit 2
+fi
 MASTER_PORT=${MASTER_PORT:-6000}
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}

@@ -100,6 +100,7 @@ def test_missing_arguments_show_the_usage(script: str, words: list[str]) -> None
     result = subprocess.run([str(ROOT / "scripts" / script), *words], capture_output=True, text=True)
     assert result.returncode == 2 and not result.stdout
     assert re.match(r"usage: .*SAVE_DIR", result.stderr) and "line " not in result.stderr
+    assert script != "pretrain_gpt_multinode.sh" or {"NNODES", "NODE_RANK", "MASTER_ADDR"} <= {*result.stderr.split()}
 
 
 @pytest.mark.parametrize("config", [["--config", "configs/llama_1b.yaml"], ["--config=configs/llama_1b.yaml"]])
@@ -114,6 +115,24 @@ def test_a_configuration_of_ones_own_is_given_no_flags_of_another_model(config: 
         [str(ROOT / "scripts" / "pretrain_gpt_1node.sh"), "data", "out", *config], capture_output=True, text=True
     )
     assert found.returncode == 2 and "torchrun --standalone --nproc-per-node 8 pretrain_gpt.py" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "wants"),
+    [({}, "NODE_RANK="), ({"MASTER_ADDR": "n0"}, "NODE_RANK="), ({"NNODES": "2:4"}, "MASTER_ADDR=")],
+)
+def test_a_node_that_does_not_know_its_place_is_refused(variables: dict[str, str], wants: str, tmp_path: Path) -> None:
+    """Or it would wait at itself for the others."""
+    (tmp_path / "torchrun").write_text("#!/bin/bash\necho $@\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    command = [str(ROOT / "scripts" / "pretrain_gpt_multinode.sh"), "out", "--config", "my.yaml"]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(command, env=path | variables, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: NNODES=") and wants in done.stderr
+    for whole in ({"NNODES": "1"}, {"MASTER_ADDR": "n0"} | variables | {"NODE_RANK": "1"}):
+        done = subprocess.run(command, env=path | whole, capture_output=True, text=True)
+        assert done.returncode == 0 and "pretrain_gpt.py" in done.stdout
 
 
 def _slurm_job(folder: Path, srun: str, **variables: str) -> subprocess.CompletedProcess[str]:
