@@ -18,6 +18,7 @@ from megalite.observe.stats import Record, StepStats
 
 COUNTED = ("skipped_iterations", "nan_iterations")
 """Numbers of an interval that are counted over the run."""
+SAVED = "save_timestamp_seconds"
 
 
 class PrometheusHook(Hook):
@@ -36,6 +37,8 @@ class PrometheusHook(Hook):
             self.server, _ = self.client.start_http_server(self._port, "127.0.0.1", self.registry)
         for name in (*COUNTED, "saves", "rollbacks"):
             self._metric(name, "Counter")
+        now = time.time()  # what never comes is old, too: no first step, no first save
+        self._set(step_timestamp_seconds=now, **({} if trainer.config.checkpoint.save is None else {SAVED: now}))
         self._set(running=1, train_iters=trainer.train_iters, world_size=trainer.mesh.size("world"))
         self._write()
 

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 import urllib.request
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from megalite.observe.observers import make_hooks
 from megalite.observe.stats import evaluation_record
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
+ROOT = Path(__file__).resolve().parents[3]
 needs_client = pytest.mark.skipif(find_spec("prometheus_client") is None, reason="prometheus_client is not installed")
 LINE = re.compile(r'^(megalite_\w+)\{(?:part="(\w+)",)?run="[^"]*"(?:,(?:set|task)="((?:[^"\\]|\\.)*)")?\} (\S+)$')
 
@@ -72,6 +74,20 @@ def test_the_file_has_the_newest_numbers(tmp_path: Path) -> None:
     found = read(path.read_text())
     assert (found["megalite_rollbacks_total"], found["megalite_running"], found["megalite_failed"]) == (1, 0, 1)
     assert [p.name for p in path.parent.iterdir()] == ["metrics.prom"], "nothing half-written is left"
+
+
+@needs_client
+@pytest.mark.parametrize("save", ["runs/a", None])
+def test_a_run_that_never_steps_or_saves_grows_old(save: str | None) -> None:
+    """An alert's series must be there from the start: of one that is absent Prometheus computes no age."""
+    hook = PrometheusHook("a", None, None)
+    config = tiny_config(log_interval=1)
+    hook.on_start(FakeTrainer(replace(config, checkpoint=replace(config.checkpoint, save=save))))
+    found = read(text_of(hook))
+    ages = {name: time.time() - value for name, value in found.items() if "timestamp" in name}
+    named = {*re.findall(r"megalite_\w+_timestamp_seconds", (ROOT / "docs" / "alerts.yaml").read_text())}
+    assert {*ages} == (named if save else {"megalite_step_timestamp_seconds"})
+    assert all(0 <= age < 60 for age in ages.values())
 
 
 @needs_client
