@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
     left_out = Path(parsed.config.checkpoint.run_folder or ".") / "left_out.txt"
     command, save = parsed.config.logging.on_event, parsed.config.checkpoint.save
     with nullcontext() if command is None else EventHandler(command, {"save": save}):
-        return launch(parsed.config, train, place, ranks=parsed.ranks, left_out=left_out)
+        saves = save is not None
+        return launch(parsed.config, train, place, ranks=parsed.ranks, left_out=left_out, saves=saves)
 
 
 def read_offer(load: str, ckpt_step: int | None, trust_pickle: bool, vocab_size: int | None) -> Offer | None:

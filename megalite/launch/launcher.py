@@ -7,8 +7,7 @@ One process, `--nprocs N` (ranks forked here and supervised), torchrun, srun and
 that are read or set: the launchers' (see `environment`), OMP_NUM_THREADS, GLOO_SOCKET_IFNAME; with --deterministic-mode
 CUBLAS_WORKSPACE_CONFIG and NCCL_ALGO, with GPUs those of `devices.library_settings` (all kept if set).
 
-torch is imported when ranks start, so a wrong flag is answered at once. The proof is `tests/distributed/launch/` and
-`tests/faults/test_launcher.py`.
+torch is imported when ranks start: a wrong flag is answered at once. Proof: `tests/distributed/launch`, `tests/faults`.
 """
 
 from __future__ import annotations
@@ -95,11 +94,12 @@ def launch(
     *,
     ranks: int | None = None,
     left_out: Path | None = None,
+    saves: bool = True,
 ) -> int:
     """Runs `main(config, world)` on every rank and returns the exit status of this process.
 
     ranks: how many train; None: all that were started. The others wait as spares.
-    left_out: file in which a host that `--check-hosts` leaves out is listed.
+    left_out: file in which a host that `--check-hosts` leaves out is listed. saves: whether there may be checkpoints.
     0 done; 2 a MegaliteError about configuration or input, its lines printed once; otherwise the run failed, and the
     rank that failed first is named. In a world of one process other exceptions pass through to the caller.
     """
@@ -133,10 +133,10 @@ def launch(
             spares = started.size - place.size
             return _run_rank(config, main, place, page.set_phase, watch=watch, spares=spares)
         check_devices(config.parallel, nprocs, count_devices())
-        return _run_local_attempts(config, main, nprocs)
+        return _run_local_attempts(config, main, nprocs, saves)
     except KeyboardInterrupt:
         if place.rank == 0:
-            print_interrupted(page.phase)
+            print_interrupted(page.phase, saves=saves)
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, HostProblem) and left_out is not None:
@@ -192,12 +192,12 @@ def _take_seat(config: Launched, started: LaunchEnvironment, ranks: int | None) 
     return started if ranks is None else take_seat(started, ranks, together)
 
 
-def _run_local_attempts(config: Settings, main: Main[Settings], nprocs: int) -> int:
+def _run_local_attempts(config: Settings, main: Main[Settings], nprocs: int, saves: bool) -> int:
     """Runs the ranks of this host, again after a failure where `--max-restarts` says so; the last exit status."""
     most = config.parallel.restarts.max_restarts
     for attempt in range(most + 1):
         outcome = _run_local_ranks(config, main, nprocs)
-        _report(outcome)
+        _report(outcome, saves)
         stopped = outcome.ended_by is not None or signal.SIGINT in outcome.signals
         if outcome.exit_code in (0, 2) or stopped or attempt == most:
             break
@@ -228,13 +228,13 @@ def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> Out
         return supervise(nprocs, body, hang_seconds=seconds, forward=FORWARDED)
 
 
-def _report(outcome: Outcome) -> None:
+def _report(outcome: Outcome, saves: bool) -> None:
     """Tells what went wrong: the lines of a user's error, or the first traceback and who failed when."""
     culprit = outcome.culprit
     if culprit is None:
         return
     if outcome.ended_by is not None:
-        print_interrupted(culprit.phase, outcome.ended_by)
+        print_interrupted(culprit.phase, outcome.ended_by, saves=saves)
         return
     if culprit.error is not None and culprit.error.exit_code == 2:
         print_lines(culprit.error.text)

@@ -36,6 +36,6 @@ def print_lines(text: str) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def print_interrupted(phase: str = "", number: int = signal.SIGINT) -> None:
+def print_interrupted(phase: str = "", number: int = signal.SIGINT, *, saves: bool = True) -> None:
     """The line of a process that was ended by a signal."""
-    print(interrupted_line(phase, number), file=sys.stderr, flush=True)
+    print(interrupted_line(phase, number, saves), file=sys.stderr, flush=True)

@@ -18,16 +18,21 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from megalite.errors import flag_of
+
 ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 PATIENCE_SECONDS = 1.0
 LOST = "what was done after the newest checkpoint is not saved"
 
 
-def interrupted_line(phase: str, number: int) -> str:
-    """What is said of a process that a signal has ended; its exit status is 128 more than the signal's number."""
+def interrupted_line(phase: str, number: int, saves: bool = True) -> str:
+    """What is said of a process that a signal has ended; its exit status is 128 more than the signal's number. saves:
+    whether it has a place for checkpoints."""
     where = f" in phase '{phase}'" if phase else ""
     if number == signal.SIGINT:  # Ctrl-C
-        lost = "nothing was saved" if not phase or phase.startswith("start-up") else LOST
+        lost = LOST if saves else f"nothing was saved (no {flag_of('save')})"
+        if not phase or phase.startswith("start-up"):
+            lost = "nothing was saved"
         return f"error: interrupted by SIGINT{where}; {lost}"
     return f"error: ended by {signal.Signals(number).name}{where}; nothing was saved"
 

@@ -47,10 +47,10 @@ def main_waits_for_a_signal(config: Config, world: World) -> int:
     return 0
 
 
-def body_launch(world: World, main_name: str) -> tuple[int, float]:
+def body_launch(world: World, main_name: str, saves: bool = True) -> tuple[int, float]:
     config = parse(FLAGS)
     start = time.monotonic()
-    status = launch(config, globals()[main_name], LaunchEnvironment())
+    status = launch(config, globals()[main_name], LaunchEnvironment(), saves=saves)
     return status, time.monotonic() - start
 
 
@@ -147,21 +147,28 @@ def main_is_interrupted(config: Config, world: World) -> None:
     time.sleep(60)
 
 
-def body_launch_alone(world: World) -> int:
+def body_launch_alone(world: World, saves: bool) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background has it ignored
-    return launch(parse(FLAGS[:-2]), main_is_interrupted, LaunchEnvironment())
+    return launch(parse(FLAGS[:-2]), main_is_interrupted, LaunchEnvironment(), saves=saves)
 
 
-@pytest.mark.parametrize("body", ["alone", "three ranks"])
-def test_an_interrupt_is_one_line_and_a_status(body: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("body", "saves", "lost"),
+    [
+        ("alone", True, "what was done after the newest checkpoint is not saved"),
+        ("alone", False, "nothing was saved (no --save)"),
+        ("three ranks", False, "nothing was saved (no --save)"),
+    ],
+)
+def test_an_interrupt_is_one_line_and_a_status(
+    body: str, saves: bool, lost: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     if body == "alone":
-        assert run_single(body_launch_alone) == 130
+        assert run_single(body_launch_alone, saves) == 130
     else:
-        assert run_single(body_launch, "main_is_interrupted")[0] == 130
+        assert run_single(body_launch, "main_is_interrupted", saves)[0] == 130
     lines = [line for line in capfd.readouterr().out.splitlines() if not line.startswith("---")]
-    assert lines == [
-        "error: interrupted by SIGINT in phase 'iteration 7'; what was done after the newest checkpoint is not saved"
-    ]
+    assert lines == [f"error: interrupted by SIGINT in phase 'iteration 7'; {lost}"]
 
 
 def main_hears_nothing(config: Config, world: World) -> None:
