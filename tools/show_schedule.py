@@ -72,11 +72,12 @@ def parser() -> argparse.ArgumentParser:
     p = ToolParser("Draw, price and prove a pipeline schedule.")
     p.formatter_class = argparse.HelpFormatter  # the defaults are named below
     what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; or {DECODE}: generation")
+    names = ("--schedule", "--pipeline-schedule")
+    what.add_argument(*names, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; or {DECODE}: generation")
     what.add_argument("--pipeline-schedule-file", metavar="FILE", help="a schedule of your own as text")
     what.add_argument("--compare", metavar="A,B,...", help="a table of several schedules, or `all`")
-    p.add_argument("--pipeline-model-parallel-size", type=int, default=4, metavar="P", help="ranks (default 4)")
-    p.add_argument("--num-microbatches", type=int, default=8, metavar="M", help="per batch (default 8)")
+    p.add_argument("--pipeline-model-parallel-size", type=int, metavar="P", help="ranks (default 4)")
+    p.add_argument("--num-microbatches", type=int, metavar="M", help="per batch (default 8)")
     p.add_argument("--virtual-pipeline-model-parallel-size", type=int, metavar="V", help="chunks per rank")
     p.add_argument("--chimera-pairs", type=int, default=1, metavar="F", help="pairs of opposite pipelines (chimera)")
     p.add_argument(
@@ -199,9 +200,27 @@ def _program(name: str, args: argparse.Namespace) -> Program:
     return build_program(name, args.pipeline_model_parallel_size, args.num_microbatches, chunks, num_pairs=pairs)
 
 
+def _program_of_file(args: argparse.Namespace) -> Program:
+    """The schedule of a file. Raises ConfigError for flags that say something else than the file."""
+    program = load_program(args.pipeline_schedule_file)
+    shape = {
+        "pipeline_model_parallel_size": (program.num_ranks, "ranks"),
+        "num_microbatches": (program.num_microbatches, "micro-batches per batch"),
+        "virtual_pipeline_model_parallel_size": (program.num_stages // program.num_ranks, "chunks per rank"),
+    }
+    problems = [
+        f"{flag_of(name)}={given}: {args.pipeline_schedule_file} is written for {number} {what}; drop the flag"
+        for name, (number, what) in shape.items()
+        if (given := getattr(args, name)) not in (None, number)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return program
+
+
 def _show(args: argparse.Namespace) -> str:
     """The output for one schedule."""
-    program = load_program(args.pipeline_schedule_file) if args.schedule is None else _program(args.schedule, args)
+    program = _program_of_file(args) if args.schedule is None else _program(args.schedule, args)
     program = _hosting(_moving(program, args), args)
     report = validate(program)
     if args.format == "file":  # to be changed, and run with --pipeline-schedule-file
@@ -312,6 +331,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             virtual_pipeline_model_parallel_size=(1, MOST_CELLS),
             chimera_pairs=(1, MOST_CELLS),
         )
+        for name, value in {"pipeline_model_parallel_size": 4, "num_microbatches": 8}.items():
+            if getattr(args, name) is None and args.pipeline_schedule_file is None:
+                setattr(args, name, value)
         check_file("--pipeline-schedule-file", args.pipeline_schedule_file, MOST_BYTES)
         args.format = _format(args.format, args.output)
         text = _compare(args) if args.compare else _show(args)

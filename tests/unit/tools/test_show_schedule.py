@@ -178,7 +178,19 @@ def test_the_price_of_no_slack_is_a_warning(capsys: pytest.CaptureFixture[str]) 
 def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "own.txt"
     path.write_text("name: own\nranks: 1\nstages: 0\nmicrobatches: 2\nrank 0: 0F0 0B0 0F1 0I1 0W1\n")
-    assert as_json(capsys, "--pipeline-schedule-file", str(path))["makespan"] == 6
+    own = ["--pipeline-schedule-file", str(path)]
+    assert as_json(capsys, *own)["makespan"] == as_json(capsys, *own, *shape(1, 2))["makespan"] == 6
+    assert main([*own, *shape(4, 8), "--virtual-pipeline-model-parallel-size", "2"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: --pipeline-model-parallel-size=4: {path} is written for 1 ranks; drop the flag",
+        f"error: --num-microbatches=8: {path} is written for 2 micro-batches per batch; drop the flag",
+        f"error: --virtual-pipeline-model-parallel-size=2: {path} is written for 1 chunks per rank; drop the flag",
+    ]
+
+
+def test_a_schedule_goes_by_its_name_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = as_json(capsys, "--pipeline-schedule", "zb-v", *shape(4, 8))
+    assert facts == as_json(capsys, "--schedule", "zb-v", *shape(4, 8))
 
 
 def test_a_file_that_the_tool_writes_is_the_schedule(tmp_path: Path) -> None:
