@@ -92,8 +92,17 @@ class StageModule(nn.Module):
         if self.loss is None:
             return self._message(y)
         value = self.loss(y[0] if len(y) == 1 else y, sample.target)
-        if value.dim():
-            raise ConfigError(f"loss: returns a tensor of shape {tuple(value.shape)}; it must return the mean, 0-dim")
+        found = "" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        if not found and value.dim():
+            found = f"a tensor of shape {tuple(value.shape)}"
+        elif (
+            not found and torch.is_grad_enabled() and not value.requires_grad and any(part.requires_grad for part in y)
+        ):
+            found = "a tensor that has no gradient (detached)"
+        if found:
+            raise ConfigError(
+                f"loss: returns {found}; it must return the mean, a 0-dim tensor computed from the output"
+            )
         return value
 
     def _run(self, begin: int, end: int, y: Tensors, sample: Sample) -> Tensors:

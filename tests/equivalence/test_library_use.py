@@ -190,6 +190,23 @@ def test_what_is_no_list_of_modules(given: Any, line: str) -> None:
     assert str(raised.value) == line
 
 
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda y, _: y, "a tensor of shape (1, 2)"),
+        (lambda y, _: y.mean().item(), "a float"),
+        (lambda y, _: y.mean().detach(), "a tensor that has no gradient (detached)"),
+    ],
+    ids=["shape", "float", "detached"],
+)
+def test_what_is_no_loss(wrong: Any, found: str) -> None:
+    pipe = Pipeline([nn.Linear(2, 2)], loss=wrong, example=torch.empty(1, 2))
+    with pytest.raises(ConfigError) as raised:
+        pipe.step([(torch.ones(1, 2), None)])
+    line = f"loss: returns {found}; it must return the mean, a 0-dim tensor computed from the output"
+    assert str(raised.value) == line
+
+
 def test_layers_belong_to_one_pipeline_and_a_broken_one_says_so() -> None:
     own = [nn.Linear(2, 2)]
     pipe = Pipeline(own, loss=lambda y, _: y.mean() / 0 if y.sum() else 1 / 0, example=torch.empty(1, 2))
