@@ -121,52 +121,45 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _check(flags: argparse.Namespace) -> None:
     """Raises ConfigError for flags that do not belong together."""
-    if flags.ckpt_step is not None and flags.source == "hf":
-        raise ConfigError(f"--ckpt-step={flags.ckpt_step}: a Hugging Face model has no steps; drop it")
-    if flags.ckpt_step is not None and flags.source in TORCHS:
-        what = f"with --from {flags.source} name the step's folder in --load; drop it"
-        raise ConfigError(f"--ckpt-step={flags.ckpt_step}: {what}")
-    if flags.base is not None and flags.source != "megalite":
-        raise ConfigError(f"--base={flags.base}: only with --from megalite; drop it")
-    if flags.use_ema and flags.source != "megalite":
-        raise ConfigError("--use-ema: only with --from megalite; drop it")
-    if flags.use_ema and flags.ckpt_format == "torch_dist" and not flags.no_load_optim:
-        raise ConfigError("--use-ema: the moments belong to the weights themselves; add --no-load-optim")
+    source, target, moments = flags.source, flags.target, not flags.no_load_optim
+    dist, ours = flags.ckpt_format == "torch_dist", source == "megalite"
+    step = (
+        "name the step's folder in --load; drop it"
+        if source in TORCHS
+        else "a Hugging Face model has no steps; drop it"
+    )
+    sizes = [name for key, name in TARGETS.items() if key not in ("implementation", "expert_parallel")]
+    kinds = "only from megatron, dcp or deepspeed to megalite, or from megalite to torch_dist; drop it"
+    takes_moments = (source in PICKLED and target == "megalite") or (ours and dist)
+    wrong = (
+        (("ckpt_step",), source in ("hf", *TORCHS), step),
+        (("base", "use_ema"), not ours, "only with --from megalite; drop it"),
+        (("use_ema",), dist and moments, "the moments belong to the weights themselves; add --no-load-optim"),
+        (("base_hub_id",), target not in ("hf", "peft"), "only with --to hf or --to peft; drop it"),
+        (("verify",), {source, target} != {"hf", "megalite"}, f"compares hf with megalite, not {source} with {target}"),
+        (("true_vocab_size",), source != "megatron", "only with --from megatron; drop it"),
+        (("trust_pickle",), source not in PICKLED, "only with --from megatron, dcp or deepspeed; drop it"),
+        (("model_config",), source not in TORCHS, "only with --from dcp or deepspeed; drop it"),
+        ((*TARGETS.values(), "ckpt_format"), target != "megatron", "only with --to megatron; drop it"),
+        (("no_load_optim",), not takes_moments, kinds),
+        (sizes, dist, "torch_dist is loaded at any layout; drop it"),
+    )
+    for names, applies, what in wrong:
+        for name in names if applies else ():
+            if (value := getattr(flags, name)) is not None and value is not False:
+                shown = "" if value is True else f"={value}"
+                raise ConfigError(f"--{name.replace('_', '-')}{shown}: {what}")
     if flags.base_hub_id is not None:
-        if flags.target not in ("hf", "peft"):
-            raise ConfigError(f"--base-hub-id={flags.base_hub_id}: only with --to hf or --to peft; drop it")
         check_hub_id(flags.base_hub_id)
-    if flags.target == "peft" and flags.source != "megalite":
-        raise ConfigError(f"--to=peft: from the adapters of a run (--from megalite), not from {flags.source}")
-    if flags.verify and {flags.source, flags.target} != {"hf", "megalite"}:
-        raise ConfigError(f"--verify: compares hf with megalite; here it is {flags.source} to {flags.target}")
-    for side, chosen, names in (
-        ("--from megatron", flags.source == "megatron", ("true_vocab_size",)),
-        ("--from megatron, dcp or deepspeed", flags.source in PICKLED, ("trust_pickle",)),
-        ("--from dcp or deepspeed", flags.source in TORCHS, ("model_config",)),
-        ("--to megatron", flags.target == "megatron", (*TARGETS.values(), "ckpt_format")),
-    ):
-        for name in names:
-            value = getattr(flags, name)
-            if not chosen and value is not None and value is not False:
-                raise ConfigError(f"--{name.replace('_', '-')}={value}: only with {side}; drop it")
-    if flags.no_load_optim and not (
-        (flags.source in PICKLED and flags.target == "megalite")
-        or (flags.source == "megalite" and flags.ckpt_format == "torch_dist")
-    ):
-        what = "only from megatron, dcp or deepspeed to megalite, or from megalite to torch_dist; drop it"
-        raise ConfigError(f"--no-load-optim: {what}")
-    if flags.ckpt_format == "torch_dist":
-        for name in (name for key, name in TARGETS.items() if key != "implementation"):
-            if (size := getattr(flags, name)) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')}={size}: torch_dist is loaded at any layout; drop it")
-        if flags.target_transformer_impl == "legacy":
-            raise ConfigError("--target-transformer-impl=legacy: has no torch_dist; use --ckpt-format torch")
-    if flags.source in PICKLED and not flags.trust_pickle:
+    if target == "peft" and not ours:
+        raise ConfigError(f"--to=peft: from the adapters of a run (--from megalite), not from {source}")
+    if dist and flags.target_transformer_impl == "legacy":
+        raise ConfigError("--target-transformer-impl=legacy: has no torch_dist; use --ckpt-format torch")
+    if source in PICKLED and not flags.trust_pickle:
         raise ConfigError(
-            f"--load={flags.load}: {PICKLED[flags.source]} checkpoints are pickles, which can carry programs; if you "
-            "know where this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it "
-            "is executed)"
+            f"--load={flags.load}: {PICKLED[source]} checkpoints are pickles, which can carry programs; if you know "
+            "where this one comes from, add --trust-pickle (another process opens it weights-only: nothing in it is "
+            "executed)"
         )
 
 
@@ -319,9 +312,15 @@ def _kept_of(flags: argparse.Namespace, source: ModelSource) -> KeptState | None
     """The state of a run of ours that Megatron-LM is to continue, if any."""
     from megalite.convert import CheckpointSource, KeptState
 
-    if flags.ckpt_format != "torch_dist" or not isinstance(source, CheckpointSource) or flags.no_load_optim:
+    if flags.ckpt_format != "torch_dist":
         return None
-    return KeptState.of(source)
+    ranks, kept = flags.target_expert_model_parallel_size, None
+    if isinstance(source, CheckpointSource) and not flags.no_load_optim:
+        kept = KeptState.of(source, (ranks or 1) > 1)
+    if ranks is not None and (kept is None or source.model.experts.num_experts is None):
+        what = "torch_dist is loaded at any layout, but for moments of a model with experts; drop it"
+        raise ConfigError(f"--target-expert-model-parallel-size={ranks}: {what}")
+    return kept
 
 
 def _write(
@@ -343,6 +342,7 @@ def _write(
         named = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
         chosen = {key: value for key, value in named.items() if value is not None}
         if flags.ckpt_format == "torch_dist":
+            chosen.pop("expert_parallel", None)
             return write_torch_dist(source, save, dtype=dtype, run=kept, **chosen)
         return write_megatron(source, save, dtype=dtype, **chosen)
     if flags.target == "dcp":

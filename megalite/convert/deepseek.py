@@ -11,20 +11,25 @@ A group of experts counts by its best two there, and by its best k / groups here
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.config import Experts, FurtherTokens, Latent, ModelConfig, pattern_text
-from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
+from megalite.convert.family import HuggingFaceFamily, Renamed, TensorForm
 from megalite.convert.fields import MOST_LAYERS, Fields
-from megalite.convert.llama import IGNORED, QWEN_BLOCK, QWEN_RULES, STACKED, read_experts, read_shape, write_shape
+from megalite.convert.llama import QWEN_BLOCK, QWEN_RULES, STACKED, read_experts, read_shape, write_shape
 
 ATTENTION = "model.layers.{i}.self_attn."
 EPSILON = 1e-6
 """Of the norms of the small vectors, in all of these families."""
 LAYER_TYPES = {"dense": False, "sparse": True}
+SIZES = {
+    "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}  # fmt: skip
 
 
 def _reordered(rows: Tensor, channels: int, rotated: int, *, inwards: bool) -> Tensor:
@@ -46,30 +51,19 @@ def _keys(model: ModelConfig, rows: Tensor, inwards: bool) -> Tensor:
 
 QUERIES = TensorForm(lambda model, t: [_queries(model, t, False)], lambda model, parts: _queries(model, parts[0], True))
 KEYS = TensorForm(lambda model, t: [_keys(model, t, False)], lambda model, parts: _keys(model, parts[0], True))
-BEHIND = "model.layers.{i}."
 SPARSE_RULES = (
     *QWEN_RULES,
-    LayerRule("mtp.{i}.e_norm", (BEHIND + "enorm",)),
-    LayerRule("mtp.{i}.h_norm", (BEHIND + "hnorm",)),
-    LayerRule("mtp.{i}.proj", (BEHIND + "eh_proj",)),
-    LayerRule("mtp.{i}.norm", (BEHIND + "shared_head.norm",)),
-    LayerRule("layers.{i}.mlp.router.expert_bias", (QWEN_BLOCK + "gate.e_score_correction_bias",)),
-    LayerRule(
-        "layers.{i}.mlp.shared_experts.fc1",
-        (QWEN_BLOCK + "shared_experts.gate_proj", QWEN_BLOCK + "shared_experts.up_proj"),
-        STACKED,
-    ),
-    LayerRule("layers.{i}.mlp.shared_experts.fc2", (QWEN_BLOCK + "shared_experts.down_proj",)),
+    *Renamed({"e_norm": "enorm", "h_norm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"}, ours="mtp.{i}."),
+    *Renamed({"mlp.router.expert_bias": "gate.e_score_correction_bias"}, QWEN_BLOCK),
+    *Renamed({"mlp.shared_experts.fc1": ("gate_proj", "up_proj")}, QWEN_BLOCK + "shared_experts.", STACKED),
+    *Renamed({"mlp.shared_experts.fc2": "shared_experts.down_proj"}, QWEN_BLOCK),
 )
 LATENT_RULES = (
     *SPARSE_RULES,
-    LayerRule("layers.{i}.attention.q", (ATTENTION + "q_proj",), QUERIES),
-    LayerRule("layers.{i}.attention.q_down", (ATTENTION + "q_a_proj",)),
-    LayerRule("layers.{i}.attention.q_down_norm", (ATTENTION + "q_a_layernorm",)),
-    LayerRule("layers.{i}.attention.q_up", (ATTENTION + "q_b_proj",), QUERIES),
-    LayerRule("layers.{i}.attention.kv_down", (ATTENTION + "kv_a_proj_with_mqa",), KEYS),
-    LayerRule("layers.{i}.attention.kv_down_norm", (ATTENTION + "kv_a_layernorm",)),
-    LayerRule("layers.{i}.attention.kv_up", (ATTENTION + "kv_b_proj",)),
+    *Renamed({"attention.q": "q_proj", "attention.q_up": "q_b_proj"}, ATTENTION, QUERIES),
+    *Renamed({"attention.q_down": "q_a_proj", "attention.q_down_norm": "q_a_layernorm"}, ATTENTION),
+    *Renamed({"attention.kv_down": "kv_a_proj_with_mqa"}, ATTENTION, KEYS),
+    *Renamed({"attention.kv_down_norm": "kv_a_layernorm", "attention.kv_up": "kv_b_proj"}, ATTENTION),
 )
 
 
@@ -79,11 +73,7 @@ def _sparse(fields: Fields, dense: int) -> Experts:
     fields.only("topk_method", "noaux_tc")
     fields.only("moe_layer_freq", 1)
     layers = [index >= _whole(fields, "first_k_dense_replace", dense) for index in range(_layers(fields))]
-    kinds = fields.get("mlp_layer_types")
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != len(layers) or not all(kind in LAYER_TYPES for kind in kinds):
-            raise fields.wrong("mlp_layer_types", kinds, f"is not a list of {len(layers)} of {', '.join(LAYER_TYPES)}")
-        layers = [LAYER_TYPES[kind] for kind in kinds]
+    layers = fields.of_layers("mlp_layer_types", LAYER_TYPES, len(layers)) or layers
     if not any(layers):
         raise fields.wrong("first_k_dense_replace", fields.get("first_k_dense_replace"), "leaves no layer with experts")
     numbers, width = read_experts(fields, "n_routed_experts"), fields.integer("moe_intermediate_size")
@@ -148,19 +138,16 @@ def _read_latent(fields: Fields, dense: int, epsilon: float = EPSILON) -> ModelC
     fields.only("attention_bias", False)
     fields.only("num_key_value_heads", fields.integer("num_attention_heads"))
     ranks = fields.get("q_lora_rank")
-    raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", epsilon)}
     model = read_shape(
-        Fields(raw, fields.where),
+        fields,
+        epsilon,
         num_query_groups=None,
         kv_channels=None,
         qk_layernorm=True,
         latent=Latent(
             multi_latent_attention=True,
             q_lora_rank=None if ranks is None else fields.integer("q_lora_rank"),
-            kv_lora_rank=fields.integer("kv_lora_rank"),
-            qk_head_dim=fields.integer("qk_nope_head_dim"),
-            qk_pos_emb_head_dim=fields.integer("qk_rope_head_dim"),
-            v_head_dim=fields.integer("v_head_dim"),
+            **{ours: fields.integer(theirs) for ours, theirs in SIZES.items()},
             latent_norm_epsilon=EPSILON,
         ),
         experts=_sparse(fields, dense),
@@ -176,10 +163,7 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
     given = model.latent
     return write_shape(dataclasses.replace(model, kv_channels=None)) | {
         "q_lora_rank": given.q_lora_rank,
-        "kv_lora_rank": given.kv_lora_rank,
-        "qk_nope_head_dim": given.qk_head_dim,
-        "qk_rope_head_dim": given.qk_pos_emb_head_dim,
-        "v_head_dim": given.v_head_dim,
+        **{theirs: getattr(given, ours) for ours, theirs in SIZES.items()},
         "rope_interleave": True,
         "attention_bias": False,
         "scoring_func": "sigmoid",
@@ -197,9 +181,9 @@ def _write_lite(model: ModelConfig) -> dict[str, Any]:
 def _read_glm(fields: Fields) -> ModelConfig:
     bias, scaling = fields.flag("attention_bias", False), fields.section("rope_parameters")
     part = scaling if scaling.get("partial_rotary_factor") is not None else fields
-    raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5), "partial_rotary_factor": None}
     return read_shape(
-        Fields(raw, fields.where),
+        Fields(dict(fields.raw) | {"partial_rotary_factor": None}, fields.where),
+        1e-5,
         rotary_percent=part.number("partial_rotary_factor", 0.5),
         add_qkv_bias=bias,
         qk_layernorm=fields.flag("use_qk_norm", False),
@@ -219,23 +203,13 @@ def _write_glm(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_deepseek(fields: Fields) -> ModelConfig:
-    return _read_latent(fields, 3)
-
-
-def _read_lite(fields: Fields) -> ModelConfig:
-    return _read_latent(fields, 1, 1e-5)
-
-
+_read_deepseek = partial(_read_latent, dense=3)
+_read_lite = partial(_read_latent, dense=1, epsilon=1e-5)
 DEEPSEEK_V3 = HuggingFaceFamily(
-    "deepseek_v3", "DeepseekV3ForCausalLM", "model.", LATENT_RULES, _read_deepseek, _write_latent, IGNORED, True
+    "deepseek_v3", "DeepseekV3ForCausalLM", LATENT_RULES, _read_deepseek, _write_latent, True
 )
-KIMI_K2 = HuggingFaceFamily(
-    "kimi_k2", "DeepseekV3ForCausalLM", "model.", LATENT_RULES, _read_deepseek, _write_latent, IGNORED, True
-)
+KIMI_K2 = HuggingFaceFamily("kimi_k2", "DeepseekV3ForCausalLM", LATENT_RULES, _read_deepseek, _write_latent, True)
 GLM4_MOE_LITE = HuggingFaceFamily(
-    "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "model.", LATENT_RULES, _read_lite, _write_lite, IGNORED, True
+    "glm4_moe_lite", "Glm4MoeLiteForCausalLM", LATENT_RULES, _read_lite, _write_lite, True
 )
-GLM4_MOE = HuggingFaceFamily(
-    "glm4_moe", "Glm4MoeForCausalLM", "model.", SPARSE_RULES, _read_glm, _write_glm, IGNORED, True
-)
+GLM4_MOE = HuggingFaceFamily("glm4_moe", "Glm4MoeForCausalLM", SPARSE_RULES, _read_glm, _write_glm, True)

@@ -81,6 +81,24 @@ class LayerRule:
         return TensorPair(names[0], tuple(theirs), self.form)
 
 
+BLOCK, THERE = "layers.{i}.", "model.layers.{i}."
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Rules of layers in one form, whose names here and there stand behind `ours` and `theirs`."""
+
+    names: Mapping[str, str | tuple[str, ...]]
+    theirs: str = THERE
+    form: TensorForm = SAME
+    ours: str = BLOCK
+
+    def __iter__(self) -> Iterator[LayerRule]:
+        for mine, name in self.names.items():
+            there = (name,) if isinstance(name, str) else name
+            yield LayerRule(self.ours + mine, tuple(self.theirs + each for each in there), self.form)
+
+
 @dataclass(frozen=True)
 class TensorPair:
     """The logical tensor `ours` is the tensors `theirs` in `form`. copies: other names that it may have there,
@@ -104,13 +122,13 @@ class HuggingFaceFamily:
 
     name: str
     architecture: str
-    prefix: str
     rules: tuple[LayerRule, ...]
     read: Callable[[Fields], ModelConfig]
     write: Callable[[ModelConfig], Mapping[str, Any]]
-    ignored: tuple[str, ...] = ()
     predicts: bool = False
     stacked: tuple[LayerRule, ...] = ()
+    prefix: str = "model."
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
     def pairs(self, model: ModelConfig) -> Iterator[TensorPair]:
         """Every tensor of this model, in its order."""

@@ -61,6 +61,15 @@ class Fields:
             raise self.wrong(key, value, f"not supported ({', '.join(choices)})")
         return choices[value]
 
+    def of_layers(self, key: str, kinds: Mapping[str, bool], layers: int) -> list[bool] | None:
+        """What the words in a list mean, layer by layer; None where it is absent."""
+        words = self.get(key)
+        if words is None:
+            return None
+        if not isinstance(words, list) or len(words) != layers or not all(word in [*kinds] for word in words):
+            raise self.wrong(key, words, f"is not a list of {layers} of {', '.join(kinds)}")
+        return [kinds[word] for word in words]
+
     def section(self, key: str) -> Fields:
         """An object inside; empty where it is absent."""
         value = self.get(key, {})
@@ -81,6 +90,45 @@ class Fields:
 def name_there(names: Mapping[str, str], ours: str) -> str:
     """The first of `names` for the value `ours`, as `choice` reads it; without one the first of all, which loses it."""
     return next((theirs for theirs, name in names.items() if name == ours), next(iter(names)))
+
+
+def read_common(
+    fields: Fields, activations: Mapping[str, str], usual: str, positions: int | None = None
+) -> dict[str, Any]:
+    """The fields of ModelConfig that have the same keys in most families. usual, positions: an activation and a length
+    where the file has none. Raises ConfigError."""
+    longest = fields.integer("max_position_embeddings", positions)
+    return dict(
+        num_layers=fields.integer("num_hidden_layers"),
+        hidden_size=fields.integer("hidden_size"),
+        ffn_hidden_size=fields.integer("intermediate_size"),
+        num_attention_heads=fields.integer("num_attention_heads"),
+        seq_length=longest,
+        max_position_embeddings=longest,
+        activation=fields.choice("hidden_act", activations, usual),
+        untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings", False),
+        init_method_std=fields.number("initializer_range", 0.02),
+        vocab_size=fields.integer("vocab_size"),
+        **read_rotary(fields),
+    )
+
+
+def write_common(model: ModelConfig, activations: Mapping[str, str]) -> dict[str, Any]:
+    """What `read_common` reads."""
+    return {
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "hidden_act": name_there(activations, model.activation),
+        "max_position_embeddings": model.max_positions,
+        "initializer_range": model.init_method_std,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        **write_rotary(model),
+    }
 
 
 def read_rotary(fields: Fields) -> dict[str, Any]:

@@ -12,13 +12,12 @@ from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule
 from megalite.convert.fields import MOST_LAYERS, Fields, name_there, read_rotaries, write_rotaries
 from megalite.convert.llama import (
-    IGNORED,
     RULES,
     read_layer_kinds,
     read_shape,
     windows,
-    write_layer_kinds,
     write_shape,
+    write_windows,
 )
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "geglu-tanh", "gelu": "geglu", "silu": "swiglu"}
@@ -87,13 +86,12 @@ def _write_2(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "hidden_activation": name_there(ACTIVATIONS, model.activation),
         "query_pre_attn_scalar": model.head_dim if model.softmax_scale is None else round(model.softmax_scale**-2),
-        "sliding_window": model.window_size or model.max_positions,
-        "layer_types": write_layer_kinds(model),
+        **write_windows(model),
         "attention_bias": False,
         "use_bidirectional_attention": False,
         **{name: getattr(model, name) for name in SOFT_CAPS},
     }
 
 
-GEMMA2 = HuggingFaceFamily("gemma2", "Gemma2ForCausalLM", "model.", GEMMA_RULES, _read_2, _write_2, IGNORED)
-GEMMA3 = HuggingFaceFamily("gemma3_text", "Gemma3ForCausalLM", "model.", GEMMA_RULES, _read, _write, IGNORED)
+GEMMA2 = HuggingFaceFamily("gemma2", "Gemma2ForCausalLM", GEMMA_RULES, _read_2, _write_2)
+GEMMA3 = HuggingFaceFamily("gemma3_text", "Gemma3ForCausalLM", GEMMA_RULES, _read, _write)

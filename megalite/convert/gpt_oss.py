@@ -14,7 +14,6 @@ from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.llama import (
     FC1,
     FC2,
-    IGNORED,
     QWEN_BLOCK,
     ROUTER,
     RULES,
@@ -23,9 +22,9 @@ from megalite.convert.llama import (
     read_layer_kinds,
     read_shape,
     windows,
-    write_balance,
-    write_layer_kinds,
+    write_experts,
     write_shape,
+    write_windows,
 )
 
 EXPERTS = QWEN_BLOCK + "experts."
@@ -63,9 +62,9 @@ def _read(fields: Fields) -> ModelConfig:
         moe_router_bias=True,
         moe_aux_loss_coeff=read_balance(fields, layers, 0.001),
     )
-    raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}  # 1e-6 elsewhere
     return read_shape(
-        Fields(raw, fields.where),
+        fields,
+        1e-5,
         **windows(fields, having, 128),
         kv_channels=fields.integer("head_dim", 64),
         add_bias_linear=True,
@@ -85,12 +84,9 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         "attention_bias": True,
         "swiglu_alpha": ALPHA,
         "swiglu_limit": model.activation_func_clamp_value or 7.0,
-        "num_local_experts": model.experts.num_experts,
-        "num_experts_per_tok": model.experts.moe_router_topk,
-        "sliding_window": model.window_size or model.max_positions,
-        "layer_types": write_layer_kinds(model),
-        **write_balance(model),
+        **write_windows(model),
+        **write_experts(model, "num_local_experts"),
     }
 
 
-GPT_OSS = HuggingFaceFamily("gpt_oss", "GptOssForCausalLM", "model.", GPT_OSS_RULES, _read, _write, IGNORED)
+GPT_OSS = HuggingFaceFamily("gpt_oss", "GptOssForCausalLM", GPT_OSS_RULES, _read, _write)

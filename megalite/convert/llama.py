@@ -20,33 +20,21 @@ from typing import Any
 import torch
 
 from megalite.config import Experts, ModelConfig, pattern_text
-from megalite.convert.family import GROUPED, STACKED, HuggingFaceFamily, LayerRule, TensorForm
-from megalite.convert.fields import MOST_LAYERS, Fields, name_there, read_rotary, write_rotary
+from megalite.convert.family import GROUPED, STACKED, HuggingFaceFamily, LayerRule, Renamed, TensorForm
+from megalite.convert.fields import MOST_LAYERS, Fields, read_common, write_common
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu"}
 
 RULES = (
     LayerRule("embedding.word_embeddings", ("model.embed_tokens",)),
-    LayerRule("layers.{i}.input_norm", ("model.layers.{i}.input_layernorm",)),
-    LayerRule(
-        "layers.{i}.attention.qkv",
-        (
-            "model.layers.{i}.self_attn.q_proj",
-            "model.layers.{i}.self_attn.k_proj",
-            "model.layers.{i}.self_attn.v_proj",
-        ),
-        GROUPED,
-    ),
-    LayerRule("layers.{i}.attention.q_norm", ("model.layers.{i}.self_attn.q_norm",)),
-    LayerRule("layers.{i}.attention.k_norm", ("model.layers.{i}.self_attn.k_norm",)),
-    LayerRule("layers.{i}.attention.proj", ("model.layers.{i}.self_attn.o_proj",)),
-    LayerRule("layers.{i}.mlp_norm", ("model.layers.{i}.post_attention_layernorm",)),
-    LayerRule("layers.{i}.mlp.fc1", ("model.layers.{i}.mlp.gate_proj", "model.layers.{i}.mlp.up_proj"), STACKED),
-    LayerRule("layers.{i}.mlp.fc2", ("model.layers.{i}.mlp.down_proj",)),
+    *Renamed({"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}),
+    *Renamed({"attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}, form=GROUPED),
+    *Renamed({"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}),
+    *Renamed({"attention.proj": "self_attn.o_proj", "mlp.fc2": "mlp.down_proj"}),
+    *Renamed({"mlp.fc1": ("mlp.gate_proj", "mlp.up_proj")}, form=STACKED),
     LayerRule("head.final_norm", ("model.norm",)),
     LayerRule("head.output", ("lm_head",)),
 )
-IGNORED = (".rotary_emb.inv_freq",)
 # Gate and value of every expert: 2E tensors there, `[E, 2, f, h]` here.
 STACKED_PAIRS = TensorForm(
     lambda model, t: list(t.flatten(0, 1).unbind()),
@@ -59,9 +47,9 @@ MIXTRAL_BLOCK, QWEN_BLOCK = "model.layers.{i}.block_sparse_moe.", "model.layers.
 ROUTER, FC1, FC2 = "layers.{i}.mlp.router", "layers.{i}.mlp.experts.fc1", "layers.{i}.mlp.experts.fc2"
 MIXTRAL_RULES = (
     *RULES,
-    LayerRule(ROUTER, (MIXTRAL_BLOCK + "gate",)),
-    LayerRule(FC1, (MIXTRAL_BLOCK + "experts.{e}.w1", MIXTRAL_BLOCK + "experts.{e}.w3"), STACKED_PAIRS),
-    LayerRule(FC2, (MIXTRAL_BLOCK + "experts.{e}.w2",), STACKED_ALL),
+    *Renamed({"mlp.router": "gate"}, MIXTRAL_BLOCK),
+    *Renamed({"mlp.experts.fc1": ("experts.{e}.w1", "experts.{e}.w3")}, MIXTRAL_BLOCK, STACKED_PAIRS),
+    *Renamed({"mlp.experts.fc2": "experts.{e}.w2"}, MIXTRAL_BLOCK, STACKED_ALL),
 )
 QWEN_RULES = (
     *RULES,
@@ -72,53 +60,29 @@ QWEN_RULES = (
 COEFFICIENT = "router_aux_loss_coef"
 
 
-def read_shape(fields: Fields, **more: Any) -> ModelConfig:
-    """The settings that all these families share, and `more` of one family. Raises ConfigError."""
+def read_shape(fields: Fields, epsilon: float = 1e-6, **more: Any) -> ModelConfig:
+    """The settings that all these families share, and `more` of one family. epsilon: of its norms where the file has
+    none. Raises ConfigError."""
     fields.only("pretraining_tp", 1)
     fields.only("partial_rotary_factor", 1, 1.0)
-    heads, positions = fields.integer("num_attention_heads"), fields.integer("max_position_embeddings")
-    hidden = fields.integer("hidden_size")
+    shape = read_common(fields, ACTIVATIONS, "silu")
+    heads, hidden = shape["num_attention_heads"], shape["hidden_size"]
     absent = fields.get("head_dim") is None and hidden % heads == 0
     values: dict[str, Any] = dict(
-        num_layers=fields.integer("num_hidden_layers"),
-        hidden_size=hidden,
-        ffn_hidden_size=fields.integer("intermediate_size"),
-        num_attention_heads=heads,
         num_query_groups=fields.integer("num_key_value_heads", heads),
         kv_channels=None if absent else fields.integer("head_dim", max(1, hidden // heads)),
-        seq_length=positions,
-        max_position_embeddings=positions,
         normalization="RMSNorm",
-        norm_epsilon=fields.number("rms_norm_eps", 1e-6),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
+        norm_epsilon=fields.number("rms_norm_eps", epsilon),
         add_bias_linear=False,
-        untie_embeddings_and_output_weights=not fields.flag("tie_word_embeddings", False),
-        init_method_std=fields.number("initializer_range", 0.02),
-        vocab_size=fields.integer("vocab_size"),
-        **read_rotary(fields),
     )
-    return ModelConfig(model_type="llama", **(values | more))
+    return ModelConfig(model_type="llama", **(shape | values | more))
 
 
 def write_shape(model: ModelConfig) -> dict[str, Any]:
     """The entries of config.json that all these families share."""
-    return {
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.query_groups,
-        **({} if model.kv_channels is None else {"head_dim": model.kv_channels}),
-        "hidden_act": name_there(ACTIVATIONS, model.activation),
-        "max_position_embeddings": model.max_positions,
-        "initializer_range": model.init_method_std,
-        "rms_norm_eps": model.norm_epsilon,
-        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "attention_dropout": 0.0,
-        "use_cache": True,
-        **write_rotary(model),
-    }
+    own = {"num_key_value_heads": model.query_groups, "rms_norm_eps": model.norm_epsilon}
+    width = {} if model.kv_channels is None else {"head_dim": model.kv_channels}
+    return write_common(model, ACTIVATIONS) | own | width
 
 
 def _read_llama(fields: Fields) -> ModelConfig:
@@ -151,18 +115,14 @@ LAYER_KINDS = {"full_attention": False, "sliding_attention": True}
 
 def read_layer_kinds(fields: Fields, layers: int) -> list[bool] | None:
     """Which layers have the window, as `layer_types` says; None where it is absent. Raises ConfigError."""
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in LAYER_KINDS for kind in kinds):
-        raise fields.wrong("layer_types", kinds, f"is not a list of {layers} of {', '.join(LAYER_KINDS)}")
-    return [LAYER_KINDS[kind] for kind in kinds]
+    return fields.of_layers("layer_types", LAYER_KINDS, layers)
 
 
-def write_layer_kinds(model: ModelConfig) -> list[str]:
-    """`layer_types`."""
+def write_windows(model: ModelConfig) -> dict[str, Any]:
+    """Which layers have the window, and a length for those that have none."""
     full, sliding = LAYER_KINDS
-    return [sliding if model.has_window(index) else full for index in range(model.num_layers)]
+    kinds = [sliding if model.has_window(index) else full for index in range(model.num_layers)]
+    return {"sliding_window": model.window_size or model.max_positions, "layer_types": kinds}
 
 
 def windows(fields: Fields, having: Sequence[bool], usual: int | None = None) -> dict[str, Any]:
@@ -191,10 +151,10 @@ def _write_qwen(model: ModelConfig) -> dict[str, Any]:
     having = [model.has_window(index) for index in range(model.num_layers)]
     first = having.index(True) if any(having) else model.num_layers
     return write_shape(model) | {
+        **write_windows(model),
         "use_sliding_window": any(having),
         "sliding_window": model.window_size,
         "max_window_layers": first,
-        "layer_types": write_layer_kinds(model),
     }
 
 
@@ -225,9 +185,11 @@ def read_balance(fields: Fields, layers: int, default: float) -> float:
     return _carried(theirs * fields.integer("num_experts_per_tok"), layers)
 
 
-def write_balance(model: ModelConfig) -> dict[str, Any]:
-    given = model.experts
-    return {COEFFICIENT: _carried(given.moe_aux_loss_coeff * sum(model.sparse_layers), given.moe_router_topk)}
+def write_experts(model: ModelConfig, number: str = "num_experts") -> dict[str, Any]:
+    """What `read_experts` and `read_balance` read."""
+    given, k = model.experts, model.experts.moe_router_topk
+    balance = _carried(given.moe_aux_loss_coeff * sum(model.sparse_layers), k)
+    return {number: given.num_experts, "num_experts_per_tok": k, COEFFICIENT: balance}
 
 
 def _carried(coefficient: float, divisor: int) -> float:
@@ -257,10 +219,8 @@ def _read_mixtral(fields: Fields) -> ModelConfig:
 def _write_mixtral(model: ModelConfig) -> Mapping[str, Any]:
     return write_shape(model) | {
         "intermediate_size": model.expert_ffn_size,
-        "num_local_experts": model.experts.num_experts,
-        "num_experts_per_tok": model.experts.moe_router_topk,
         "sliding_window": model.window_size,
-        **write_balance(model),
+        **write_experts(model, "num_local_experts"),
     }
 
 
@@ -283,15 +243,12 @@ def read_qwen3_moe(fields: Fields) -> ModelConfig:
 
 
 def write_qwen3_moe(model: ModelConfig) -> Mapping[str, Any]:
-    given = model.experts
     return write_qwen3(model) | {
-        "num_experts": given.num_experts,
-        "num_experts_per_tok": given.moe_router_topk,
         "moe_intermediate_size": model.expert_ffn_size,
-        "norm_topk_prob": not given.moe_router_pre_softmax,
+        "norm_topk_prob": not model.experts.moe_router_pre_softmax,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [index for index, sparse in enumerate(model.sparse_layers) if not sparse],
-        **write_balance(model),
+        **write_experts(model),
     }
 
 
@@ -305,30 +262,23 @@ def _read_olmoe(fields: Fields) -> ModelConfig:
         moe_router_pre_softmax=not fields.flag("norm_topk_prob", False),
         moe_aux_loss_coeff=read_balance(fields, fields.integer("num_hidden_layers"), 0.01),
     )
-    raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}  # 1e-6 elsewhere
-    return read_shape(Fields(raw, fields.where), qk_layernorm=True, qk_layernorm_across_heads=True, experts=experts)
+    return read_shape(fields, 1e-5, qk_layernorm=True, qk_layernorm_across_heads=True, experts=experts)
 
 
 def _write_olmoe(model: ModelConfig) -> Mapping[str, Any]:
     return write_shape(model) | {
         "intermediate_size": model.expert_ffn_size,
-        "num_experts": model.experts.num_experts,
-        "num_experts_per_tok": model.experts.moe_router_topk,
         "norm_topk_prob": not model.experts.moe_router_pre_softmax,
         "attention_bias": False,
         "clip_qkv": None,
-        **write_balance(model),
+        **write_experts(model),
     }
 
 
-LLAMA = HuggingFaceFamily("llama", "LlamaForCausalLM", "model.", RULES, _read_llama, _write_llama, IGNORED)
-MISTRAL = HuggingFaceFamily("mistral", "MistralForCausalLM", "model.", RULES, _read_mistral, _write_mistral, IGNORED)
-QWEN2 = HuggingFaceFamily("qwen2", "Qwen2ForCausalLM", "model.", RULES, _read_qwen2, _write_qwen, IGNORED)
-QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", "model.", RULES, read_qwen3, write_qwen3, IGNORED)
-MIXTRAL = HuggingFaceFamily(
-    "mixtral", "MixtralForCausalLM", "model.", MIXTRAL_RULES, _read_mixtral, _write_mixtral, IGNORED
-)
-QWEN3_MOE = HuggingFaceFamily(
-    "qwen3_moe", "Qwen3MoeForCausalLM", "model.", QWEN_RULES, read_qwen3_moe, write_qwen3_moe, IGNORED
-)
-OLMOE = HuggingFaceFamily("olmoe", "OlmoeForCausalLM", "model.", QWEN_RULES, _read_olmoe, _write_olmoe, IGNORED)
+LLAMA = HuggingFaceFamily("llama", "LlamaForCausalLM", RULES, _read_llama, _write_llama)
+MISTRAL = HuggingFaceFamily("mistral", "MistralForCausalLM", RULES, _read_mistral, _write_mistral)
+QWEN2 = HuggingFaceFamily("qwen2", "Qwen2ForCausalLM", RULES, _read_qwen2, _write_qwen)
+QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", RULES, read_qwen3, write_qwen3)
+MIXTRAL = HuggingFaceFamily("mixtral", "MixtralForCausalLM", MIXTRAL_RULES, _read_mixtral, _write_mixtral)
+QWEN3_MOE = HuggingFaceFamily("qwen3_moe", "Qwen3MoeForCausalLM", QWEN_RULES, read_qwen3_moe, write_qwen3_moe)
+OLMOE = HuggingFaceFamily("olmoe", "OlmoeForCausalLM", QWEN_RULES, _read_olmoe, _write_olmoe)

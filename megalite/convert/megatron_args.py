@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalite.config import Experts, ModelConfig, RopeScaling, pattern_text
@@ -32,7 +32,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (0,),
-    "softmax_type": ("vanilla",),
     "attn_logit_softcapping": (None,),
     "qk_l2_norm": (False,),
     "attention_output_gate": (False,),
@@ -41,7 +40,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "quick_geglu": (False,),
     "use_mup": (False,),
 }
-POSITIONS = {"learned_absolute": "learned_absolute", "rope": "rope", "none": "none"}
+POSITIONS = ("learned_absolute", "rope", "none")
 # The same settings of blocks with experts.
 REFUSED_WITH_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "moe_expert_capacity_factor": (None,),  # there it drops tokens in evaluation too
@@ -50,8 +49,9 @@ REFUSED_WITH_EXPERTS: Mapping[str, tuple[Any, ...]] = {
     "moe_router_topk_limited_devices": (None,),
     "moe_latent_size": (None,),
 }
-BALANCING = {"aux_loss": "aux_loss", "seq_aux_loss": "seq_aux_loss", "none": "none"}
-SCORES = {"softmax": "softmax", "sigmoid": "sigmoid"}
+NORMS, SINKS = ("LayerNorm", "RMSNorm"), ("vanilla", "off-by-one", "learnable")
+BALANCING = ("aux_loss", "seq_aux_loss", "none")
+SCORES = ("softmax", "sigmoid")
 
 
 def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vocab_size: int | None) -> ModelConfig:
@@ -85,7 +85,8 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
         window_size=_window(fields),
         window_attn_skip_freq=_pattern(fields, "window_attn_skip_freq") if fields.get("window_size") else None,
         no_rope_freq=_pattern(fields, "no_rope_freq"),
-        normalization=fields.choice("normalization", {"LayerNorm": "LayerNorm", "RMSNorm": "RMSNorm"}, "LayerNorm"),
+        normalization=_chosen(fields, "normalization", NORMS),
+        softmax_type="vanilla" if legacy else _chosen(fields, "softmax_type", SINKS),
         norm_epsilon=fields.number("norm_epsilon", fields.number("layernorm_epsilon", 1e-5)),
         activation=activation,
         add_bias_linear=biases,
@@ -101,6 +102,11 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
     )
     check_shape(model, where)
     return model
+
+
+def _chosen(fields: Fields, key: str, values: Sequence[str]) -> str:
+    """A word that means the same on both sides; the first where none is there."""
+    return fields.choice(key, {value: value for value in values}, values[0])
 
 
 def _stated_vocab_size(fields: Fields) -> int | None:
@@ -125,7 +131,7 @@ def _activation(fields: Fields, legacy: bool) -> str:
 
 
 def _read_positions(fields: Fields) -> dict[str, Any]:
-    kind = fields.choice("position_embedding_type", POSITIONS, "learned_absolute")
+    kind = _chosen(fields, "position_embedding_type", POSITIONS)
     if fields.flag("use_rotary_position_embeddings", False):
         kind = "rope"
     elif kind == "learned_absolute" and not fields.flag("add_position_embedding", True):
@@ -207,6 +213,7 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         "openai_gelu": legacy and model.activation == "gelu-tanh" and not fused,
         "bias_gelu_fusion": fused,
         "qk_layernorm": model.qk_layernorm and not legacy,
+        "softmax_type": "vanilla" if legacy else model.softmax_type,
         "window_size": None if model.window_size is None or legacy else [model.window_size - 1, 0],
         "window_attn_skip_freq": _each(model, model.has_window) if model.window_attn_skip_freq and not legacy else None,
         "no_rope_freq": _each(model, lambda i: not model.has_rope(i)) if model.no_rope_freq and not legacy else None,
@@ -255,10 +262,10 @@ def read_experts(fields: Fields, legacy: bool) -> Experts:
         moe_ffn_hidden_size=whole("moe_ffn_hidden_size"),
         moe_layer_freq=_frequency(fields),
         moe_shared_expert_intermediate_size=whole("moe_shared_expert_intermediate_size"),
-        moe_router_load_balancing_type=fields.choice("moe_router_load_balancing_type", BALANCING, "aux_loss"),
+        moe_router_load_balancing_type=_chosen(fields, "moe_router_load_balancing_type", BALANCING),
         moe_aux_loss_coeff=coefficient("moe_aux_loss_coeff"),
         moe_z_loss_coeff=coefficient("moe_z_loss_coeff"),
-        moe_router_score_function=fields.choice("moe_router_score_function", SCORES, "softmax"),
+        moe_router_score_function=_chosen(fields, "moe_router_score_function", SCORES),
         moe_router_pre_softmax=fields.flag("moe_router_pre_softmax", False),
         moe_router_num_groups=whole("moe_router_num_groups"),
         moe_router_group_topk=whole("moe_router_group_topk"),

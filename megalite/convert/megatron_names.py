@@ -109,6 +109,7 @@ RULES = (
         "layers.{i}.attention.qkv", BLOCK + "self_attention.query_key_value.", CORE + "self_attention.linear_qkv.",
         cut=ROWS,
     ),
+    MegatronRule("layers.{i}.attention", "", CORE + "self_attention.core_attention.", cut=ROWS),
     MegatronRule("layers.{i}.attention.q_norm", "", CORE + "self_attention.q_layernorm."),
     MegatronRule("layers.{i}.attention.k_norm", "", CORE + "self_attention.k_layernorm."),
     MegatronRule(
@@ -136,6 +137,7 @@ RULES = (
 COPY = {"legacy": "word_embeddings_for_head.weight", "local": "output_layer.weight"}
 # Written with nothing in them, because Transformer Engine's layers miss them in a file.
 EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
+KINDS = ("weight", "bias", "expert_bias", "softmax_offset")
 # Buffers that are computed anew.
 IGNORED = ("_extra_state", "inv_freq", "local_tokens_per_expert")
 
@@ -166,7 +168,7 @@ def megatron_names() -> Mapping[str, str]:
     table: dict[str, str] = {}
     for rule in RULES:
         for before in filter(None, (rule.legacy, rule.local, rule.transformer_engine, *rule.older)):
-            table |= {before + kind: f"{rule.ours}.{kind}" for kind in ("weight", "bias", "expert_bias")}
+            table |= {before + kind: f"{rule.ours}.{kind}" for kind in KINDS}
     return table
 
 

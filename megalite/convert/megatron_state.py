@@ -82,9 +82,7 @@ class MegatronState(AdamRun):
 
     def _steps(self) -> int:
         """Steps of the optimizer: iterations but for those that were skipped."""
-        optimizer = self._common.section("optimizer")
-        optimizers = [optimizer, *(optimizer.section(key) for key in optimizer.raw if key.isdecimal())]
-        for one in optimizers:  # of dense weights and of experts: they step together
+        for one in self._optimizers:
             inner = one.section("optimizer") if "optimizer" in one.raw else one
             groups = inner.get("param_groups", [])
             found = [group["step"] for group in groups if isinstance(group, dict) and group.get("step") is not None]
@@ -92,6 +90,12 @@ class MegatronState(AdamRun):
             if found and type(found[0]) in (int, float) and 0 <= found[0] <= self.iteration:
                 return int(found[0])
         raise CheckpointError(f"{self.where}: does not say how many steps its optimizer has done; {WEIGHTS_ALONE}")
+
+    @property
+    def _optimizers(self) -> list[Fields]:
+        """One, or those of dense weights and of experts, which step together."""
+        optimizer = self._common.section("optimizer")
+        return [optimizer, *(optimizer.section(key) for key in optimizer.raw if key.isdecimal())]
 
     @property
     def config(self) -> Config:
@@ -182,9 +186,9 @@ class MegatronState(AdamRun):
 
     def _loss_scaler(self) -> dict[str, Any]:
         """Of a run in fp16; empty for others."""
-        state = self._common.section("optimizer").section("grad_scaler")
         names = {"scale": "scale", **TRACKERS}
-        return {ours: state.get(theirs) for ours, theirs in names.items()} if "scale" in state.raw else {}
+        found = [one.section("grad_scaler") for one in self._optimizers if "grad_scaler" in one.raw][:1]
+        return {ours: state.get(theirs) for state in found for ours, theirs in names.items() if "scale" in state.raw}
 
     def _count(self, fields: Fields, key: str, default: int = 0) -> int:
         value = fields.get(key, default)

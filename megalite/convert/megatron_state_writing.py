@@ -28,9 +28,13 @@ GROUP: Mapping[str, Any] = {
 
 
 class KeptState:
-    """Masters, moments, schedules and progress of a checkpoint. Raises CheckpointError for what has no form there."""
+    """Masters, moments, schedules and progress of a checkpoint. Raises CheckpointError for what has no form there.
 
-    def __init__(self, source: CheckpointSource) -> None:
+    experts_apart: ranks of Megatron's share the experts, which then have an optimizer of their own there.
+    """
+
+    def __init__(self, source: CheckpointSource, experts_apart: bool = False) -> None:
+        self._apart = experts_apart
         self._reader = CheckpointReader(source.path)
         self._meta = Meta(self._reader.manifest.meta, str(source.path))
         self.config = from_dict(self._meta.raw["config"], str(source.path))
@@ -38,15 +42,16 @@ class KeptState:
         if self.config.optimizer.optimizer != OptimizerConfig.optimizer:
             what = f"the state of {self.config.optimizer.optimizer} has no form in torch_dist"
             raise CheckpointError(f"{self._where}: {what}; {WEIGHTS_ALONE}")
-        if source.model.experts.num_experts is not None:  # there its optimizers are as many as layouts have it
-            raise CheckpointError(f"{self._where}: of models with experts the state is not written; {WEIGHTS_ALONE}")
 
     @classmethod
-    def of(cls, source: CheckpointSource) -> KeptState | None:
+    def of(cls, source: CheckpointSource, experts_apart: bool = False) -> KeptState | None:
         """None where a checkpoint was converted or saved without."""
         reader = CheckpointReader(source.path)
-        has = "progress" in reader.manifest.meta and any(name.startswith("optimizer/") for name in reader.names)
-        return cls(source) if has else None
+        if not any(name.startswith("optimizer/") for name in reader.names):
+            return None
+        if "progress" not in reader.manifest.meta:  # of torchtitan's or DeepSpeed's
+            raise CheckpointError(f"{source.path}: its schedules are not known before it trains here; {WEIGHTS_ALONE}")
+        return cls(source, experts_apart)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,8 +82,11 @@ class KeptState:
         if settings.decoupled_lr is not None:
             own = {"max_lr": settings.decoupled_lr, "min_lr": settings.ends_min_lr, "default_config": False}
             groups.append({**groups[0], **own, "lr": settings.decoupled_lr})
-        found: dict[str, Any] = {"param_groups": groups}
-        state = {"optimizer": found, "param_state_sharding_type": "fully_reshardable", **self._grad_scaler()}
+        form = {"param_state_sharding_type": "fully_reshardable", **self._grad_scaler()}
+        state: dict[Any, Any] = {"optimizer": {"param_groups": groups}, **form}
+        if self._apart:
+            experts = [{**each, "is_expert_parallel": True} for each in groups]
+            state = {0: state, 1: {"optimizer": {"param_groups": experts}, **form}}
         return {"iteration": self.iteration, "optimizer": state, "opt_param_scheduler": self._scheduler()}
 
     def _grad_scaler(self) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule
 from megalite.convert.fields import MOST_LAYERS, Fields, read_rotaries, write_rotaries
 from megalite.convert.llama import (
-    IGNORED,
     RULES,
     read_layer_kinds,
     read_shape,
     windows,
-    write_layer_kinds,
     write_shape,
+    write_windows,
 )
 
 OLMO_RULES = (
@@ -33,9 +32,8 @@ USUAL_BASE, USUAL_WINDOW = 5e5, 4096
 def read_olmo(fields: Fields, **more: Any) -> ModelConfig:
     """What all of OLMo 2 and its successors have, and `more` of one of them. Raises ConfigError."""
     fields.only("attention_bias", False)
-    raw = dict(fields.raw) | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}  # 1e-6 elsewhere
     norms: dict[str, Any] = dict(norm_placement="post", qk_layernorm=True, qk_layernorm_across_heads=True)
-    return read_shape(Fields(raw, fields.where), **norms, **more)
+    return read_shape(fields, 1e-5, **norms, **more)
 
 
 def write_olmo(model: ModelConfig) -> dict[str, Any]:
@@ -53,11 +51,10 @@ def _read_olmo3(fields: Fields) -> ModelConfig:
 
 def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
     return write_olmo(model) | {
-        "sliding_window": model.window_size or model.max_positions,
-        "layer_types": write_layer_kinds(model),
+        **write_windows(model),
         **write_rotaries(model, None),
     }
 
 
-OLMO2 = HuggingFaceFamily("olmo2", "Olmo2ForCausalLM", "model.", OLMO_RULES, read_olmo, write_olmo, IGNORED)
-OLMO3 = HuggingFaceFamily("olmo3", "Olmo3ForCausalLM", "model.", OLMO_RULES, _read_olmo3, _write_olmo3, IGNORED)
+OLMO2 = HuggingFaceFamily("olmo2", "Olmo2ForCausalLM", OLMO_RULES, read_olmo, write_olmo)
+OLMO3 = HuggingFaceFamily("olmo3", "Olmo3ForCausalLM", OLMO_RULES, _read_olmo3, _write_olmo3)

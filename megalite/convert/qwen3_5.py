@@ -19,7 +19,6 @@ from megalite.convert.fields import Fields
 from megalite.convert.llama import (
     FC1,
     FC2,
-    IGNORED,
     QWEN_BLOCK,
     read_qwen3,
     read_qwen3_moe,
@@ -85,7 +84,7 @@ def _write_moe(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in written.items() if name not in (*FIXED, "intermediate_size")}
 
 
-QWEN3_5 = HuggingFaceFamily("qwen3_5_text", "Qwen3_5ForCausalLM", "model.", RULES, _read, _write, IGNORED, True)
+QWEN3_5 = HuggingFaceFamily("qwen3_5_text", "Qwen3_5ForCausalLM", RULES, _read, _write, True)
 QWEN3_5_MOE = HuggingFaceFamily(
-    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "model.", RULES, _read_moe, _write_moe, IGNORED, True, STACKED
+    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", RULES, _read_moe, _write_moe, True, STACKED
 )

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from megalite.config import Delta, Experts, ModelConfig, pattern_text
-from megalite.convert.family import SAME, STACKED, HuggingFaceFamily, LayerRule, TensorForm
+from megalite.convert.family import STACKED, HuggingFaceFamily, LayerRule, Renamed, TensorForm
 from megalite.convert.fields import MOST_LAYERS, Fields
-from megalite.convert.llama import IGNORED, QWEN_BLOCK, QWEN_RULES, read_qwen3_moe, write_qwen3_moe
+from megalite.convert.llama import QWEN_BLOCK, QWEN_RULES, read_qwen3_moe, write_qwen3_moe
 
 LINEAR = "model.layers.{i}.linear_attn."
 KINDS = {"full_attention": False, "linear_attention": True}
@@ -39,30 +39,17 @@ def _to_ours(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
 NEXT_RULES = (
     *QWEN_RULES,
     LayerRule("layers.{i}.attention.conv", (LINEAR + "conv1d.weight",), TensorForm(_to_theirs, _to_ours)),
-    LayerRule("layers.{i}.attention.dt_bias", (LINEAR + "dt_bias",)),
-    LayerRule("layers.{i}.attention.a_log", (LINEAR + "A_log",)),
-    LayerRule("layers.{i}.attention.qkvz", (LINEAR + "in_proj_qkvz",), SAME),
-    LayerRule("layers.{i}.attention.ba", (LINEAR + "in_proj_ba",), SAME),
-    LayerRule("layers.{i}.attention.norm", (LINEAR + "norm",)),
-    LayerRule("layers.{i}.attention.out", (LINEAR + "out_proj",)),
-    LayerRule("layers.{i}.mlp.shared_gate", (QWEN_BLOCK + "shared_expert_gate",)),
-    LayerRule(
-        "layers.{i}.mlp.shared_experts.fc1",
-        (QWEN_BLOCK + "shared_expert.gate_proj", QWEN_BLOCK + "shared_expert.up_proj"),
-        STACKED,
-    ),
-    LayerRule("layers.{i}.mlp.shared_experts.fc2", (QWEN_BLOCK + "shared_expert.down_proj",)),
+    *Renamed({"attention.dt_bias": "dt_bias", "attention.a_log": "A_log", "attention.norm": "norm"}, LINEAR),
+    *Renamed({"attention.qkvz": "in_proj_qkvz", "attention.ba": "in_proj_ba", "attention.out": "out_proj"}, LINEAR),
+    *Renamed({"mlp.shared_gate": "shared_expert_gate"}, QWEN_BLOCK),
+    *Renamed({"mlp.shared_experts.fc1": ("gate_proj", "up_proj")}, QWEN_BLOCK + "shared_expert.", STACKED),
+    *Renamed({"mlp.shared_experts.fc2": "shared_expert.down_proj"}, QWEN_BLOCK),
 )
 
 
 def _linear_layers(fields: Fields) -> list[bool]:
-    layers, kinds = min(fields.integer("num_hidden_layers"), MOST_LAYERS), fields.get("layer_types")
-    if kinds is None:
-        step = fields.integer("full_attention_interval", 4)
-        return [(index + 1) % step > 0 for index in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in KINDS for kind in kinds):
-        raise fields.wrong("layer_types", kinds, f"is not a list of {layers} of {', '.join(KINDS)}")
-    return [KINDS[kind] for kind in kinds]
+    layers, step = min(fields.integer("num_hidden_layers"), MOST_LAYERS), fields.integer("full_attention_interval", 4)
+    return fields.of_layers("layer_types", KINDS, layers) or [(index + 1) % step > 0 for index in range(layers)]
 
 
 def read_mixed(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelConfig:
@@ -126,4 +113,4 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return write_mixed(model, write_qwen3_moe(model))
 
 
-QWEN3_NEXT = HuggingFaceFamily("qwen3_next", "Qwen3NextForCausalLM", "model.", NEXT_RULES, _read, _write, IGNORED, True)
+QWEN3_NEXT = HuggingFaceFamily("qwen3_next", "Qwen3NextForCausalLM", NEXT_RULES, _read, _write, True)

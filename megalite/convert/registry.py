@@ -35,25 +35,10 @@ from megalite.errors import ConfigError
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
     f.name: f
     for f in (
-        *(
-            GPT2,
-            LLAMA,
-            MISTRAL,
-            QWEN2,
-            QWEN3,
-            GPT_NEOX,
-            MIXTRAL,
-            QWEN3_MOE,
-            OLMOE,
-            OLMO2,
-            OLMO3,
-            GEMMA2,
-            GEMMA3,
-            GPT_OSS,
-        ),
-        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE),
+        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GPT_NEOX, MIXTRAL, QWEN3_MOE, OLMOE, OLMO2, OLMO3, GEMMA2, GEMMA3, GPT_OSS,
+        QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, DEEPSEEK_V3, KIMI_K2, GLM4_MOE, GLM4_MOE_LITE,
     )
-}
+}  # fmt: skip
 
 WITH_IMAGES: Mapping[str, str] = {"qwen3_5": QWEN3_5.name, "qwen3_5_moe": QWEN3_5_MOE.name}
 """Models of which the text's part is read -> the family that this is."""

@@ -299,7 +299,7 @@ def test_a_hugging_face_model_is_not_taken_for_a_checkpoint(convert: Convert, tm
         ("--from megalite --to hf --load nowhere --save x", "--load=nowhere: no such directory"),
         ("--from hf --to hf --load a --save b --verify", "--verify: compares hf with megalite"),
         ("--from hf --to megatron --load a --save b --verify", "--verify: compares hf with megalite"),
-        ("--from hf --to megalite --load a --save b --trust-pickle", "--trust-pickle=True: only with --from megatron"),
+        ("--from hf --to megalite --load a --save b --trust-pickle", "--trust-pickle: only with --from megatron"),
         ("--from hf --to megalite --load a --save b --true-vocab-size 5", "--true-vocab-size=5: only with --from"),
         (
             "--from hf --to megalite --load a --save b --target-tensor-model-parallel-size 2",

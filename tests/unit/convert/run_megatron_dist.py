@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt": dict(bf16=True),
     "llama": LLAMA,
     "experts": LLAMA | dict(num_experts=4, moe_router_topk=2, moe_layer_freq=1, moe_ffn_hidden_size=24),
+    "sinks": LLAMA | dict(softmax_type="learnable"),
     "mixed": LLAMA | dict(num_experts=4, moe_router_topk=2, moe_layer_freq=[0, 1], moe_ffn_hidden_size=24, bf16=True),
 }  # fmt: skip
 
@@ -70,7 +71,7 @@ def arguments(kind: str, tp: int, pp: int) -> argparse.Namespace:
         moe_router_load_balancing_type="none", moe_router_pre_softmax=True, bf16=False, kv_channels=H // 4,
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, padded_vocab_size=ROWS, optimizer="adam",
         add_position_embedding=True, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, lr=1e-2, weight_decay=0.0,
-        micro_batch_size=4, global_batch_size=4, train_iters=10, seed=77,
+        micro_batch_size=4, global_batch_size=4, train_iters=10, seed=77, softmax_type="vanilla",
     )  # fmt: skip
     return argparse.Namespace(**args | KINDS[kind])
 
@@ -88,7 +89,8 @@ def transformer_config(args: argparse.Namespace, dtype: torch.dtype) -> Transfor
         hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, params_dtype=dtype,
         bf16=dtype == torch.bfloat16, pipeline_dtype=dtype, apply_rope_fusion=False, init_method_std=0.3,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size, **experts,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size, softmax_type=args.softmax_type, **experts,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
     )  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def main(folder: Path, rank: int, job: dict[str, Any]) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous-{job['name']}", rank=rank, world_size=job.get("world", tp * pp)
     )
-    parallel_state.initialize_model_parallel(tp, pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=job.get("ep", 1))
     torch.manual_seed(7)
     args = arguments(kind, tp, pp)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -160,7 +162,7 @@ def main(folder: Path, rank: int, job: dict[str, Any]) -> None:
         found = dist_checkpointing.load(state, path, get_default_load_sharded_strategy(path))
         model.load_state_dict(found["model"])
         optimizer.load_state_dict(found["optimizer"])
-        for inner in optimizer.chained_optimizers:
+        for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
             for state in inner.optimizer.state.values():
                 state["step"] = state["step"].clone()  # one tensor for all of them is counted up by each
         iteration = found["iteration"]

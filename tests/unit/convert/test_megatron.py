@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -21,9 +22,11 @@ from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,
     MegatronSource,
+    open_megatron,
     write_checkpoint,
     write_huggingface,
     write_megatron,
+    write_torch_dist,
 )
 from megalite.convert.source import ModelSource
 from megalite.data import NullTokenizer
@@ -202,7 +205,8 @@ def test_args_of_a_run_that_is_not_ours(tmp_path: Path) -> None:
         (dict(activation="geglu"), "--activation=geglu"),
         (dict(use_parallel_residual=True), "--use-parallel-residual=True"),
         (dict(activation="gelu-tanh", add_bias_linear=False), "--activation=gelu-tanh"),
-        (dict(softmax_type="learnable"), "--softmax-type=learnable"),
+        (dict(final_logit_softcapping=30.0), "--final-logit-softcapping=30"),
+        (dict(softmax_type="learnable", softmax_type_skip_freq="2"), "--softmax-type-skip-freq="),
         (dict(attn_logit_softcapping=30.0), "--attn-logit-softcapping=30"),
     ]:
         with pytest.raises(ConfigError, match=f"a model with {line}"):
@@ -216,7 +220,34 @@ def test_args_of_a_run_that_is_not_ours(tmp_path: Path) -> None:
             write_megatron(Fixed(ModelConfig(**tiny)), tmp_path / "x", **cut)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="legacy.*--qk-layernorm"):
         write_megatron(Fixed(ModelConfig(**tiny, qk_layernorm=True)), tmp_path / "x", implementation="legacy")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="legacy.*--softmax-type=learnable"):
+        sinks: Any = Fixed(ModelConfig(**tiny, softmax_type="learnable"))
+        write_megatron(sinks, tmp_path / "x", implementation="legacy")
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
+def test_sinks_go_there_and_back(implementation: str, tmp_path: Path) -> None:
+    """megatron.core's name, a logit a head, cut with the heads; sinks of 0 are a setting alone."""
+    tiny = dict(num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=20, ffn_hidden_size=32)
+    source: Any = Fixed(ModelConfig(**tiny, softmax_type="learnable"))
+    write_megatron(source, tmp_path / "x", tensor_parallel=2, implementation=implementation)
+    content = torch.load(tmp_path / "x/release/mp_rank_01/model_optim_rng.pt", weights_only=False)
+    found = content["model"]["decoder.layers.1.self_attention.core_attention.softmax_offset"]
+    assert torch.equal(found, source.read("layers.1.attention.softmax_offset")[2:])
+    assert content["args"].softmax_type == "learnable"
+    write_torch_dist(source, tmp_path / "y", implementation=implementation)
+    stacked = {"decoder.layers.self_attention.core_attention.softmax_offset": torch.empty(2, 4)}
+    dcp.load(stacked, checkpoint_id=tmp_path / "y" / "release")
+    for layer, values in enumerate(*stacked.values()):
+        assert torch.equal(values, source.read(f"layers.{layer}.attention.softmax_offset"))
+    for name in ("x", "y"):
+        back = open_megatron(tmp_path / name)
+        assert back.model.softmax_type == "learnable"
+        assert_same({each: back.read(each) for each in source.tensors}, source.tensors)
+    off: Any = Fixed(ModelConfig(**tiny, softmax_type="off-by-one"))
+    write_torch_dist(off, tmp_path / "z", implementation=implementation)
+    assert open_megatron(tmp_path / "z").model.softmax_type == "off-by-one"
 
 
 class Fixed:
