@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, in_flags
 from megalite.progress import LINES, OnProgress, ProgressBar, no_progress
 
 if TYPE_CHECKING:
     from megalite.comm import World
+    from megalite.config import Config
     from megalite.inference import LoadedModel
     from megalite.observe import Record
 
@@ -39,6 +42,12 @@ SHOWN = (
     ("num_tokens", "tokens", ",d"),
     ("num_passages", "passages", ",d"),
 )
+#: Of documents in a window, as in training.
+MASKS = {
+    "reset-attention-mask": "a token sees only its own document",
+    "reset-position-ids": "positions begin again at 0 after an end of document",
+    "eod-mask-loss": "no loss at positions whose input is an end of document",
+}
 LONGEST = 1e6  # longer numbers are printed as powers of ten
 
 
@@ -53,6 +62,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="of --data-path: train, valid or test by the run's own weights, or weights A,B,C of which the second "
         "part is scored; unset: the whole file",
     )
+    parser.add_argument("--seq-length", type=int, metavar="N", help="tokens of a window; unset: the model's own")
+    for name, meaning in MASKS.items():
+        parser.add_argument(
+            f"--{name}", action=argparse.BooleanOptionalAction, help=f"of --data-path: {meaning}; unset: as trained"
+        )
     parser.add_argument("--data-cache-path", metavar="DIR", help="where a tokenised --data-path is kept")
     parser.add_argument(
         "--task",
@@ -66,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_layout_flags(parser)
     flags = parser.parse_args(argv)
-    check_numbers(flags, micro_batch_size=(1, 1 << 20), overlap=(0, MOST), ckpt_step=(0, MOST))
+    check_numbers(flags, micro_batch_size=(1, 1 << 20), seq_length=(1, MOST), overlap=(0, MOST), ckpt_step=(0, MOST))
     problems = problems_of(flags)
     if problems:
         raise ConfigError(problems)
@@ -81,11 +95,27 @@ def problems_of(flags: argparse.Namespace) -> list[str]:
         problems.append("--data-path, --text-file: give one of the two")
     if flags.text_file is not None and flags.split is not None:
         problems.append(f"--split={flags.split}: belongs to --data-path; drop it")
+    if flags.text_file is not None:
+        problems += [f"{flag}: belongs to --data-path; drop it" for flag in asked_masks(flags).values()]
     if flags.data_path is not None and flags.task != "text":
         problems.append(f"--task={flags.task}: reads a text file; give it by --text-file")
     if flags.overlap and (flags.data_path is not None or flags.task == "lambada"):
         problems.append(f"--overlap={flags.overlap}: belongs to --text-file as running text; drop it")
     return problems
+
+
+def asked_masks(flags: argparse.Namespace) -> dict[str, str]:
+    """Those of MASKS that are given -> the flag as it was typed."""
+    values = {name.replace("-", "_"): (name, getattr(flags, name.replace("-", "_"))) for name in MASKS}
+    return {key: f"--{'' if on else 'no-'}{name}" for key, (name, on) in values.items() if on is not None}
+
+
+def changed_by(flags: argparse.Namespace) -> Callable[[Config], Config]:
+    """What the flags make of the configuration of a model."""
+    from megalite.inference import as_measured
+
+    masks = {name: getattr(flags, name) for name in asked_masks(flags)}
+    return partial(as_measured, seq_length=flags.seq_length, masks=masks)
 
 
 def main(argv: list[str]) -> int:
@@ -96,10 +126,14 @@ def main(argv: list[str]) -> int:
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, evaluate; the first prints."""
     from megalite.checkpoint import is_huggingface
+    from megalite.config import new_positions
     from megalite.convert import is_peft
 
     world.report_phase("loading")
-    loaded = loaded_model(flags, world)
+    loaded = loaded_model(flags, world, changed_by(flags))
+    if flags.seq_length is not None and world.is_first:
+        for line in new_positions(None, loaded.config.model):
+            print(f"note: {in_flags(line)}", file=sys.stderr, flush=True)
     world.report_phase("evaluating")
     unit = "passages" if flags.task == "lambada" else "samples"
     with ProgressBar("evaluating", unit, lines=LINES if world.is_first else 0) as bar:
@@ -133,7 +167,9 @@ def manner(record: Record) -> str:
         return f"{record['num_conversations']:,} conversations, each apart from the others, {said}{cut}"
     if "apart" not in record:
         return said
-    return f"{said}, documents {'apart, as the run was trained' if record['apart'] else 'of a window see each other'}"
+    begin = ", positions of each from 0" * record["reset_position_ids"]
+    ends = ", no loss behind the end of one" * record["eod_mask_loss"]
+    return f"{said}, documents {'apart' if record['apart'] else 'of a window see each other'}{begin}{ends}"
 
 
 def of_split(record: Record) -> str:
@@ -146,7 +182,7 @@ def of_split(record: Record) -> str:
 
 def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProgress = no_progress) -> Record:
     """Do what the flags ask for. Raises MegaliteError."""
-    from megalite.data import read_text
+    from megalite.data import Conversations, read_text
     from megalite.inference import (
         detokenize_wikitext,
         how_scored,
@@ -159,6 +195,8 @@ def evaluate(loaded: LoadedModel, flags: argparse.Namespace, on_progress: OnProg
 
     if flags.data_path is not None:
         source = open_data_path(loaded, flags.data_path, split=flags.split, cache_path=flags.data_cache_path)
+        if isinstance(source, Conversations) and (given := asked_masks(flags)):
+            raise ConfigError([f"{flag}: conversations are scored each apart; drop it" for flag in given.values()])
         size = flags.micro_batch_size
         score = score_source(loaded, source, micro_batch_size=size, on_progress=on_progress)
         return score.record() | how_scored(loaded, source, flags.split)

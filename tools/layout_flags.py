@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from command_line import ToolParser, stored
-from megalite.config import SECTIONS, ParallelConfig, build_section, options_of, show, stage_sizes
+from megalite.config import SECTIONS, Config, ParallelConfig, build_section, options_of, show, stage_sizes
 from megalite.config import Option as ConfigOption
 from megalite.errors import ConfigError
 from megalite.launch import advise_threads, launch, read_environment
@@ -71,12 +71,16 @@ def add_model_flags(parser: ToolParser) -> None:
     parser.add_argument("--use-ema", action="store_true", help="the average of the weights of a run with --ema-decay")
 
 
-def loaded_model(flags: argparse.Namespace, world: World) -> LoadedModel:
-    """The model that the flags name, on every rank. Raises MegaliteError."""
+def loaded_model(
+    flags: argparse.Namespace, world: World, changed: Callable[[Config], Config] | None = None
+) -> LoadedModel:
+    """The model that the flags name, on every rank. changed: as `load_for_inference` has it. Raises MegaliteError."""
     from megalite.inference import load_for_inference  # torch comes with it
 
     which = {"ckpt_step": flags.ckpt_step, "use_ema": flags.use_ema, "base": flags.base}
-    return load_for_inference(flags.load, **which, device=str(world.device), world=world, parallel=flags.parallel)
+    return load_for_inference(
+        flags.load, **which, device=str(world.device), world=world, parallel=flags.parallel, changed=changed
+    )
 
 
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ every problem is reported in one pass, one line each.
 Proof: `tests/unit/config/test_bad_input.py` (exact lines), `tests/unit/train/test_flags_take_effect.py`.
 """
 
-from megalite.config.architecture import Offer, architecture_differences, effective
+from megalite.config.architecture import Offer, architecture_differences, effective, new_positions
 from megalite.config.arguments import places, shown_flag
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig

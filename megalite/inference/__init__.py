@@ -11,7 +11,7 @@ eval_tasks      its tasks during a training
 
 from megalite.inference.chat import chat_prompts, chat_template, model_sampling
 from megalite.inference.eval_tasks import TaskEvaluator, measures_of
-from megalite.inference.evaluation import TextWindows, how_scored, open_data_path, score_source, score_text
+from megalite.inference.evaluation import TextWindows, as_measured, how_scored, open_data_path, score_source, score_text
 from megalite.inference.generate import generate
 from megalite.inference.harness import harness_model
 from megalite.inference.loaded_model import LoadedModel, load_for_inference

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.comm import all_reduce_, patiently
-from megalite.config import DataConfig
+from megalite.config import Config, DataConfig
 from megalite.data import (
     MARKS,
     BatchLoader,
@@ -152,14 +152,13 @@ def score_source(
     widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
     together = size * mesh.size("stream") * at_once(loaded)
     total = torch.zeros(3, dtype=torch.float64, device=loaded.device)  # loss, tokens, bytes
-    eod_id = loaded.tokenizer.eod_id
     loader = BatchLoader(
         source,
         consumed_samples=0,
         micro_batch_size=size,
         dp_rank=mesh.coordinate("stream"),
         dp_size=mesh.size("stream"),
-        masks=DocumentMasks() if eod_id is None else DocumentMasks.of(loaded.config.data, eod_id),
+        masks=DocumentMasks.of(loaded.config.data, loaded.tokenizer.eod_id),
     )
     for number, given in enumerate(loader.full_pass(together), 1):
         microbatches = [_without_overlap(microbatch, overlap) for microbatch in given]
@@ -248,11 +247,24 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     return cast(SampleSource, dataset.sequential())
 
 
+def as_measured(config: Config, seq_length: int | None, masks: Mapping[str, Any]) -> Config:
+    """The configuration with windows of `seq_length` tokens (None: its own), and other effects of the end of a
+    document, by the names of the data section. Raises ConfigError for more tokens than the model has positions."""
+    model = config.model
+    if seq_length is not None:
+        if model.position_embedding_type == "learned_absolute" and seq_length > model.max_positions:
+            raise ConfigError(
+                f"`seq_length`={seq_length}: the model has {model.max_positions} learned positions; give no more"
+            )
+        model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=model.max_positions)
+    return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, **masks))
+
+
 def how_scored(loaded: LoadedModel, source: SampleSource | None, split: str | None = None) -> Record:
     """What a score depends on beside the weights: `window`, the most tokens of context; `apart`, whether a document
-    sees only itself; of conversations `num_conversations`, and how many are longer than the window and `cut` there; of
-    a part of the data its name, `part`, the weights that cut it, `split`, and whether these are the default since the
-    model brings none (`default_split`).
+    sees only itself; `reset_position_ids` and `eod_mask_loss`, as in training; of conversations `num_conversations`,
+    and how many are longer than the window and `cut` there; of a part of the data its name, `part`, the weights that
+    cut it, `split`, and whether these are the default since the model brings none (`default_split`).
 
     source: None for running text. split: as `open_data_path` has it.
     """
@@ -264,7 +276,11 @@ def how_scored(loaded: LoadedModel, source: SampleSource | None, split: str | No
         said |= dict(zip(("part", "split"), named, strict=True)) | {"default_split": not known}
     if isinstance(source, Conversations):
         return said | {"apart": True, "num_conversations": source.number, "cut": source.cut}
-    return said | ({} if source is None else {"apart": loaded.config.data.reset_attention_mask})
+    if source is None:
+        return said
+    data = loaded.config.data
+    ends = {"reset_position_ids": data.reset_position_ids, "eod_mask_loss": data.eod_mask_loss}
+    return said | {"apart": data.reset_attention_mask} | ends
 
 
 def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:

@@ -100,6 +100,7 @@ def load_for_inference(
     dtype: torch.dtype | None = None,
     world: World | None = None,
     parallel: ParallelConfig | None = None,
+    changed: Callable[[Config], Config] | None = None,
 ) -> LoadedModel:
     """Load a model onto the ranks of `world`, or into this process. Collective.
 
@@ -110,11 +111,12 @@ def load_for_inference(
     device: `auto` is cuda where torch sees a GPU.
     dtype: of the weights; None: that of the training on a GPU, fp32 on a CPU (fp64 stays fp64).
     parallel: sizes of the tensor-, pipeline-, context- and expert-parallel axes; the rest of the world are replicas.
+    changed: makes of the configuration that was found the one to measure by; the weights are the same.
     Raises CheckpointError where nothing is there, or it is damaged; DataError where its tokenizer cannot be built (a
     package it needs is missing, for example); ConfigError where the model cannot be laid out so.
     """
     found = _open(directory, ckpt_step, use_ema, None if base is None else Path(base))
-    config = found.config
+    config = found.config if changed is None else changed(found.config)
     target = pick_device(str(device))
     world = world or World()
     model_config = dataclasses.replace(config.model, make_vocab_size_divisible_by=1)  # inference needs no padding

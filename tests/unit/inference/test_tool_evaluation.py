@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.convert import CheckpointSource, write_huggingface
 from megalite.data.indexed import ANSWER, END, IndexedWriter
 from megalite.data.tokenizer import CharTokenizer
 from megalite.errors import CheckpointError, ConfigError, DataError
@@ -18,7 +19,7 @@ from megalite.inference.evaluation import how_scored, open_data_path, score_sour
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from megalite.inference.tasks import detokenize_wikitext, last_word_accuracy, score_continuations
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, tiny_model_config, write_checkpoint
-from tools.evaluate import manner, of_split
+from tools.evaluate import changed_by, evaluate, manner, of_split, parse
 
 LONG = 16  # the model's sequence length
 
@@ -162,7 +163,57 @@ def test_the_manner_of_text_is_said(loaded: tuple, tmp_path: Path) -> None:
     assert manner(how_scored(model, None)) == "in windows of 16 tokens"
     apart = replace(model.config.data, reset_attention_mask=True)
     model = replace(model, config=replace(model.config, data=apart))
-    assert manner(how_scored(model, source)) == "in windows of 16 tokens, documents apart, as the run was trained"
+    assert manner(how_scored(model, source)) == "in windows of 16 tokens, documents apart"
+
+
+def test_a_run_and_its_export_score_the_same_by_the_same_flags(tmp_path: Path) -> None:
+    """Whatever both were: the run has windows of 16 and documents apart, the folder windows of 64 and neither."""
+    _, stack = write_checkpoint(tmp_path / "run", model=replace(ROPE, max_position_embeddings=64))
+    folder = write_huggingface(CheckpointSource(tmp_path / "run"), tmp_path / "model")
+    documents = [[*TEXT.encode()[at : at + length], 256] for at, length in ((0, 21), (30, 9), (44, 33), (3, 14))]
+    with IndexedWriter(tmp_path / "text", vocab_size=257) as writer:
+        for document in documents:
+            writer.add_document(np.array(document))
+    flags = ["--seq-length", "24", "--reset-attention-mask", "--no-reset-position-ids", "--eod-mask-loss"]
+
+    def scored(where: Path, *more: str) -> Any:
+        asked = parse(["--load", str(where), "--data-path", str(tmp_path / "text"), *more])
+        return evaluate(load_for_inference(asked.load, device="cpu", changed=changed_by(asked)), asked)
+
+    one, other = scored(tmp_path / "run", *flags), scored(folder, *flags)
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-6) and one["num_tokens"] == other["num_tokens"]
+    joined = [token for document in documents for token in document]
+    expected = []
+    for start in range(0, len(joined) - 1, 24):
+        window = joined[start : start + 25]
+        for at, (token, label) in enumerate(zip(window, window[1:], strict=False)):
+            begin = max((place + 1 for place in range(at) if window[place] == 256), default=0)
+            if token != 256:
+                row = all_logits(stack, window[begin : at + 1])[-1].log_softmax(-1)
+                expected.append(-float(row[label]))
+    assert one["loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-9)
+    assert manner(one) == "in windows of 24 tokens, documents apart, no loss behind the end of one"
+    assert scored(folder)["window"] == 64 and scored(folder)["loss"] != pytest.approx(other["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--text-file", "a", "--no-eod-mask-loss"], "--no-eod-mask-loss: belongs to --data-path; drop it"),
+        (["--data-path", "a", "--seq-length", "0"], "--seq-length=0: must be"),
+        (["--data-path", "talks", "--reset-attention-mask"], "--reset-attention-mask: conversations are scored each"),
+        (["--data-path", "talks", "--seq-length", "17"], "--seq-length=17: the model has 16 learned positions"),
+    ],
+)
+def test_flags_that_do_nothing_or_cannot_be(
+    flags: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path)
+    write_talks(tmp_path / "talks", [11, 30])
+    with pytest.raises(ConfigError, match=f"^{says}"):
+        asked = parse(["--load", str(tmp_path), *flags])
+        evaluate(load_for_inference(asked.load, device="cpu", changed=changed_by(asked)), asked)
 
 
 def test_the_split_is_said(loaded: tuple) -> None:
