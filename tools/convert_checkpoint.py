@@ -215,8 +215,14 @@ def main(argv: list[str]) -> None:
             "trained beside a base in 8 bits: peft puts these beside the base as it is; --to hf merges what was trained"
         )
     if flags.target == "peft" and flags.base_hub_id is None and cast("AdaptedSource", source).base_model.hub_id is None:
+        from megalite.checkpoint import is_huggingface
+
+        at = cast("AdaptedSource", source).base_model.path
+        load_it = "load the base model, then "
+        if at is not None and not is_huggingface(at):
+            load_it = f"export the base, a run (--from megalite --to hf --load {at}), load that, then "
         print(
-            "its base model's name on the Hub is not known, so none is written: load the base model, then "
+            f"its base model's name on the Hub is not known, so none is written: {load_it}"
             f"PeftModel.from_pretrained(base, {str(save)!r}); AutoPeftModel needs --base-hub-id ORG/NAME"
         )
     if flags.verify:

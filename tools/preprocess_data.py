@@ -219,6 +219,9 @@ def main(argv: list[str]) -> None:
         print(
             f"note: other roles than system, user and assistant, of which the template decides what is learnt: {named}"
         )
+    if summary.totals.lost_calls:
+        count, of = summary.totals.lost_calls, summary.totals.documents
+        print(f"note: conversations with tool_calls that the template leaves out: {count:,} of {of:,}")
     if summary.totals.unanswered:
         count, of = summary.totals.unanswered, summary.totals.documents
         print(

@@ -5,7 +5,7 @@ RoPE is read and written for all families: transformers 5 has `rope_parameters`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalite.config import ModelConfig, RopeScaling
@@ -183,11 +183,11 @@ def _write_yarn(scaling: RopeScaling) -> dict[str, Any]:
     return found
 
 
-def read_rotaries(fields: Fields, base: float, window_base: float | None, *, windowed: bool) -> dict[str, Any]:
+def read_rotaries(fields: Fields, base: float, window_base: float | None, *, having: Sequence[bool]) -> dict[str, Any]:
     """The same where layers with a window turn otherwise: `rope_parameters` by the kind of a layer (transformers 5), or
     `rope_scaling` of layers without a window beside two bases.
 
-    base, window_base: where the file has none; a window_base of None is the other one. windowed: whether layers have a
+    base, window_base: where the file has none; a window_base of None is the other one. having: which layers have a
     window.
     """
     new = fields.section("rope_parameters")
@@ -201,8 +201,10 @@ def read_rotaries(fields: Fields, base: float, window_base: float | None, *, win
     local.only("rope_type", "default")
     by_kind["full_attention"].only("truncate", True)  # transformers reads it elsewhere, and rounds
     there = local.number("rope_theta", found["rotary_base"] if window_base is None else window_base)
+    if having and all(having):
+        return read_rotary(Fields({"rope_theta": there}, fields.where))
     alike = there == found["rotary_base"] and "rope_scaling" not in found
-    return found | {"window_rotary_base": there if windowed and not alike else None}
+    return found | {"window_rotary_base": there if any(having) and not alike else None}
 
 
 def _base(new: Fields, fields: Fields) -> float:

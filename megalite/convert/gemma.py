@@ -37,7 +37,7 @@ def _read(fields: Fields) -> ModelConfig:
     layers = fields.integer("num_hidden_layers")
     having = _windowed(fields, layers, fields.integer("sliding_window_pattern", 6))
     window_base = fields.number("rope_local_base_freq", WINDOW_BASE)
-    rotaries = read_rotaries(fields, GLOBAL_BASE, window_base, windowed=any(having))
+    rotaries = read_rotaries(fields, GLOBAL_BASE, window_base, having=having)
     return _model(fields, having, qk_layernorm=True, **rotaries)
 
 

@@ -45,7 +45,7 @@ def _read_olmo3(fields: Fields) -> ModelConfig:
     layers = fields.integer("num_hidden_layers")
     usual = [(index + 1) % 4 != 0 for index in range(min(layers, MOST_LAYERS))]
     having = read_layer_kinds(fields, layers) or usual
-    rotaries = read_rotaries(fields, USUAL_BASE, None, windowed=any(having))
+    rotaries = read_rotaries(fields, USUAL_BASE, None, having=having)
     return read_olmo(fields, **rotaries, **windows(fields, having, USUAL_WINDOW))
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.checkpoint import is_huggingface
+from megalite.checkpoint import COMMITTED, committed, is_huggingface
 from megalite.convert.adapters import OUTER, PEFT_CONFIG, PEFT_WEIGHTS
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json
 from megalite.convert.hf_tokenizer import read_tokenizer
@@ -55,6 +55,11 @@ class PeftSource(HuggingFaceSource):
         self._adapters = Path(adapters)
         if base is None:
             raise ConfigError(f"`load`={adapters}: adapters of peft without their model; name it by `base` DIR")
+        if os.path.isfile(f"{base}/{COMMITTED}") or committed(Path(base)):
+            raise ConfigError(
+                f"`base`={base}: is a run, adapters of peft belong to a Hugging Face model; export it first: "
+                f"tools/convert_checkpoint.py --from megalite --to hf --load {base}"
+            )
         if not is_huggingface(base):
             fix = hub_advice(str(base)) or "name its folder"
             raise ConfigError(

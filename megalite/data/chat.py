@@ -224,6 +224,8 @@ def _other_form(record: Any, key: str) -> str:
     """What to do with a line that has no messages in a field: what it looks like says it."""
     fields = record if isinstance(record, dict) else {}
     lists = [name for name, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if {"prompt", "completion"} <= fields.keys() and lists:
+        return f"join prompt and completion to one list of messages: {FORM}"
     if lists:
         return f"name the field by `json_keys`: {lists[0][:40]} holds a list of objects"
     if any(names <= fields.keys() for names in PAIRS):
@@ -250,8 +252,6 @@ class ChatJob(UnitJob):
 
     def run(self, unit: InputUnit) -> UnitTokens:
         assert self.template is not None
-        if unit.columns is not None or not str(unit.place).endswith(JSONL_SUFFIXES):
-            raise DataError(f"`input`={unit.place}: {FLAG} reads JSONL with a list of messages in each line")
         rows: list[int] = []  # of each conversation, its number among the lines that are not empty
         asked = itertools.count()
 
@@ -262,7 +262,7 @@ class ChatJob(UnitJob):
             return found
 
         (column,), skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse)
-        ids, marks, total, roles = [], [], 0, set[str]()
+        ids, marks, total, roles, lost = [], [], 0, set[str](), 0
         answers = self.template.encode_all(column)
         for row, messages in zip(rows, column, strict=True):
             try:
@@ -275,6 +275,7 @@ class ChatJob(UnitJob):
                 skipped.append(f"{place_of(unit, row)}: {found}" if len(skipped) < REASONS else "")
                 continue
             roles |= {message["role"] for message in messages} - ROLES
+            lost += any(message.get("tool_calls") for message in messages) and self._loses_calls(messages, found[0])
             ids.append(np.array(found[0], self.dtypes[0]))
             marks.append(np.array(found[1], np.uint8) * ANSWER)
             if found[0]:
@@ -283,7 +284,22 @@ class ChatJob(UnitJob):
         lengths = np.array([len(each) for each in ids], np.int32)
         columns = [np.concatenate([np.empty(0, t), *each]) for t, each in zip(self.dtypes, (ids, marks), strict=True)]
         source, reasons = unit_digest(unit), tuple(skipped[:REASONS])
-        return UnitTokens(columns, [lengths, lengths], total, len(skipped), source, reasons, frozenset(roles))
+        return UnitTokens(columns, [lengths, lengths], total, len(skipped), source, reasons, frozenset(roles), lost)
+
+    def _loses_calls(self, messages: Messages, ids: list[int]) -> bool:
+        """Whether the template has left out a call of a tool: its name is not in the text."""
+        text = self.tokenizer.decode(ids)
+        for call in itertools.chain.from_iterable(_calls(message) for message in messages):
+            named = call.get("function", call) if isinstance(call, dict) else None
+            name = named.get("name") if isinstance(named, dict) else None
+            if not isinstance(name, str) or name not in text:
+                return True
+        return False
+
+
+def _calls(message: dict[str, Any]) -> list[Any]:
+    calls = message.get("tool_calls") or []
+    return calls if isinstance(calls, list) else [calls]
 
 
 def preprocess_chat(
@@ -301,6 +317,12 @@ def preprocess_chat(
 
     Raises DataError where an input is missing or broken, or nothing in it gives a token.
     """
+    for path in inputs:
+        if not path.endswith(JSONL_SUFFIXES) and (os.path.exists(path) or path.startswith("hf:")):
+            raise DataError(
+                f"`input`={path}: {FLAG} reads JSON lines (.jsonl) with a list of messages in each; of a data set of "
+                'Hugging Face, Parquet too, ds.to_json("talks.jsonl") makes them'
+            )
     job = ChatJob(tokenizer, (key,), append_eod=False, skip_bad_lines=skip_bad_lines, template=template)
     totals = Totals(input_size(inputs))
     prefix = f"{output_prefix}_{key}_document"

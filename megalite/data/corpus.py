@@ -98,6 +98,8 @@ def stdlib_corpus(root: str | None = None) -> TextCorpus:
 def file_corpus(path: str, flag: str = "`data_path`") -> TextCorpus:
     """A text file (one running text) or a JSONL file (one document a line, field `text`)."""
     jsonl = path.endswith(JSONL_SUFFIXES)
+    if path.endswith(".parquet"):
+        raise DataError(f"{flag}={path}: is Parquet, not text; tools/preprocess_data.py makes a .bin/.idx pair of it")
 
     def documents(part: SplitRange | None, split: str) -> Iterator[str]:
         if jsonl:

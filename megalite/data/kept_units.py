@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class UnitTokens:
     """Tokens of one unit: for each field the ids back to back and the length of every document. source: digest of what
     was read. skipped: broken lines that were left out. reasons: why the first of them were, roles: unusual ones of
-    messages; both are told once, and not kept.
+    messages, lost_calls: conversations whose calls of tools the template leaves out; these are told once, and not kept.
     """
 
     ids: list[NDArray[np.integer]]
@@ -45,6 +45,7 @@ class UnitTokens:
     source: str
     reasons: tuple[str, ...] = ()
     roles: frozenset[str] = frozenset()
+    lost_calls: int = 0
 
     def digest(self) -> str:
         """Hex digest of everything in it."""

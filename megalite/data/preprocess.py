@@ -38,8 +38,8 @@ BACKLOG = 4
 @dataclass
 class Totals:
     """Counts: `done` of `size` input bytes (0: not known); of this process `text_bytes`, in `seconds` so far.
-    unanswered: conversations of which the loss counts nothing. reasons: why the first lines were left out. roles: of
-    messages, beside the usual ones."""
+    unanswered: conversations of which the loss counts nothing. lost_calls: those whose calls of tools the template
+    leaves out. reasons: why the first lines were left out. roles: of messages, beside the usual ones."""
 
     size: int
     done: int = 0
@@ -48,6 +48,7 @@ class Totals:
     tokens: int = 0
     skipped: int = 0
     unanswered: int = 0
+    lost_calls: int = 0
     reasons: list[str] = field(default_factory=list)
     roles: set[str] = field(default_factory=set)
     started: float = field(default_factory=time.monotonic)
@@ -141,6 +142,7 @@ def write_units(
             totals.skipped += result.skipped
             totals.reasons += result.reasons[: REASONS - len(totals.reasons)]
             totals.roles |= result.roles
+            totals.lost_calls += result.lost_calls
             counted = writers[:1] if job.marked else writers
             totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in counted)
             on_progress(totals.done, totals.size or None, totals.counts())

@@ -48,6 +48,7 @@ from megalite.convert import (
     MegatronDistSource,
     Origin,
     TrainedRun,
+    is_peft,
     open_distributed,
     state_of,
     state_of_dcp,
@@ -191,6 +192,11 @@ def _offer_of(root: Place, ckpt_step: int | None) -> Offer | None:
     if isinstance(root, Path) and is_huggingface(root):
         source = HuggingFaceSource(root)
         return Offer(f"{root / CONFIG}", source.model, _tokenizer_flags(source.tokenizer.kind, root), huggingface=True)
+    if isinstance(root, Path) and is_peft(root):
+        raise CheckpointError(
+            f"`load`={root}: adapters of peft, no model; name the run that trained them, or a model that they are "
+            "merged into (merge_and_unload of peft)"
+        )
     if not is_distributed(root) and ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
         return None
     path = resolve_checkpoint(root, ckpt_step)

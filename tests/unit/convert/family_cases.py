@@ -134,6 +134,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         GATED | GEMMA3 | dict(query_pre_attn_scalar=5, tie_word_embeddings=False, **ropes({"factor": 8.0}, 300.0)),
     ),
+    "gemma3-windows-alone": ("Gemma3", GATED | GEMMA3 | dict(layer_types=["sliding_attention"] * 2)),
     "gemma3-usual": ("Gemma3", GATED | GEMMA3 | dict(layer_types=None, num_hidden_layers=7)),
     "gpt-oss": ("GptOss", GATED | GPT_OSS),
     "gpt-oss-clamped": (

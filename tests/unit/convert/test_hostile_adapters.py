@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+import convert_checkpoint
 from megalite.checkpoint.format import MANIFEST
 from megalite.convert import AdaptedSource, open_checkpoint
 from megalite.errors import MegaliteError
+from megalite.inference import load_for_inference
 from pretrain_gpt import main
 from tests.unit.inference.test_hostile_checkpoints import BAD, GONE, RUN, changed, commit
 
@@ -49,6 +51,19 @@ def read_all(checkpoint: Path) -> int:
 
 def test_the_original_is_read(original: Path) -> None:
     assert read_all(original) == 2
+
+
+def test_a_base_that_is_a_run_is_to_be_exported_first(
+    original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter = original.parent.parent / "base", tmp_path / "adapter"
+    convert_checkpoint.main(["--from", "megalite", "--to", "peft", "--load", str(original), "--save", str(adapter)])
+    advice = f"--from megalite --to hf --load {base}"
+    assert f"export the base, a run ({advice}" in capsys.readouterr().out
+    with pytest.raises(MegaliteError, match=f"^--base={base}: is a run, .*{advice}"):
+        load_for_inference(adapter, base=base)
+    assert main([*RUN, "--load", str(adapter), "--use-checkpoint-args"]) == 2
+    assert f"--load={adapter}: adapters of peft, no model; name the run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("at", "value", "says"), LIES)

@@ -16,6 +16,7 @@ from megalite.config import DataConfig
 from megalite.data import ChatTemplate, IndexedDataset, build_datasets, make_tokenizer, preprocess_chat, survey
 from megalite.data.chat import read_template
 from megalite.data.chat_process import ChatRenderer, Rendered
+from megalite.data.corpus import file_corpus
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import ANSWER, END
 from megalite.data.loader import BatchLoader, DocumentMasks
@@ -185,6 +186,10 @@ def test_the_loss_counts_answers_and_documents_end_with_conversations(tmp_path: 
         ),
         ({"messages": [{"role": "user", "content": []}]}, "message 1 is not an object with a role and a content"),
         ({"instruction": "a", "input": "", "output": "b"}, "no list .*; a question and its answer are two messages: {"),
+        (
+            {"prompt": MESSAGES[1][:1], "completion": MESSAGES[1][1:]},
+            "no list .*; join prompt and completion to one list of messages: {",
+        ),
         ({"prompt": "a", "completion": "b"}, "no list .*; a question and its answer are two messages"),
         ({"prompt": "a", "response": "b"}, "no list .*; a question and its answer are two messages"),
         ({"question": "a", "answer": "b"}, "no list .*; a question and its answer are two messages"),
@@ -241,6 +246,36 @@ def test_lines_that_are_left_out_and_unusual_roles_are_told(workers: int, tmp_pa
     assert (
         "note: other roles than system, user and assistant, of which the template decides what is learnt: 'bot'" in said
     )
+
+
+CALLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "lost"), [(CHATML, 2), (CALLS, 1)], ids=["without calls", "with calls"])
+def test_calls_that_the_template_leaves_out_are_counted(template: str, lost: int, tmp_path: Path) -> None:
+    tokenizer_with(template, tmp_path / "tokenizer")
+    tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer"))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "look_up"}}]}
+    asks = MESSAGES[1][0]
+    talks = [MESSAGES[1], [asks, call, {"role": "tool", "content": "7"}], [asks, {**call, "tool_calls": [3]}]]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    made = ChatTemplate(tokenizer, str(tmp_path / "tokenizer"))
+    assert preprocess_chat([str(file)], str(tmp_path / "out"), tokenizer, made).totals.lost_calls == lost
+
+
+@pytest.mark.parametrize("name", ["talks.parquet", "saved", "hf:some/talks"])
+def test_other_forms_than_json_lines_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "talks.parquet").write_bytes(b"PAR1\xff")
+    tokenizer_with(CHATML, tmp_path / "tokenizer")
+    tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer"))
+    with pytest.raises(DataError, match=f"^--input={name}: --data-format=chat reads JSON lines .*ds.to_json"):
+        preprocess_chat([name], "out", tokenizer, ChatTemplate(tokenizer, str(tmp_path / "tokenizer")))
+    if name == "talks.parquet":
+        with pytest.raises(DataError, match="^--data-path=talks.parquet: is Parquet, not text"):
+            file_corpus(name)
 
 
 QUESTION = [{"role": "user", "content": "and?"}]
