@@ -239,6 +239,8 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         datasets = patiently(build if datasets is None else None, world) or datasets
     except UnusableSplit as error:
         raise DataError(str(error) if split is None else unusable) from None
+    except DataError as error:  # of a flag that was not given
+        raise DataError(error.text.replace("`valid_data_path`", "`data_path`")) from None
     dataset = getattr(datasets, name)
     if dataset is None:
         raise DataError(unusable)

@@ -216,6 +216,11 @@ def test_flags_that_do_nothing_or_cannot_be(
         evaluate(load_for_inference(asked.load, device="cpu", changed=changed_by(asked)), asked)
 
 
+def test_an_error_names_the_flag_that_was_given(loaded: tuple) -> None:
+    with pytest.raises(DataError, match="^--data-path=gone: "):
+        open_data_path(loaded[0], "gone", split=None)
+
+
 def test_the_split_is_said(loaded: tuple) -> None:
     model, _ = loaded
     default = " (default; give --split A,B,C, whose second part is scored)"
