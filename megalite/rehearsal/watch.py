@@ -143,7 +143,8 @@ class Watch(TorchDispatchMode):
         wanted, pinned = kwargs.get("device"), bool(kwargs.get("pin_memory"))
         if wanted is None or (name == "_to_copy" and not self._gpu.on_its_way):
             return there or _says_cuda(wanted), pinned  # of a copy that autograd makes, the device is the true one
-        inside = name in MADE_INSIDE and (self._gpu.place.type == "meta" or (there and name.startswith("new_")))
+        torchs = there and name.startswith("new_") and "pin_memory" not in kwargs  # which a program's own call has
+        inside = name in MADE_INSIDE and (self._gpu.place.type == "meta" or torchs)
         own = inside and torch.device(wanted).type == self._gpu.place.type
         goes_there = _says_cuda(wanted) or own
         if name == "_to_copy" and there and not goes_there and kwargs.get("non_blocking"):
