@@ -1,6 +1,7 @@
 """Which tokenizer wrote a `.bin/.idx` pair: PREFIX.tokenizer.json beside it, which Megatron's pairs do not have.
 
-Ids of one tokenizer read by another are a text of nonsense that trains, so whoever opens a pair compares.
+Ids of one tokenizer read by another are a text of nonsense that trains, so whoever opens a pair compares: the files,
+and where these differ (GPT-2's pair of files and a tokenizer.json say the same) the ids of a text.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ from megalite.errors import CheckpointError, DataError
 from megalite.files import served_url
 from megalite.stores import Missing, StoreUrl, place
 
+PROBE = (
+    "The quick brown fox jumps over the lazy dog's 1,024 bones; WHY? Naïve Ångström & Привет, мир — 数学とデータ 🙂\n\n"
+    "def f(x_0, *args):\n\treturn [x ** 2 for x in range(10)]  # http://example.org/?q=%20\r\n"
+    "   indented, electroencephalographically speaking: the the the\n"
+)
+
 
 def note_tokenizer(prefix: str, tokenizer: Tokenizer) -> None:
     """Writes the file beside a pair; not of NullTokenizer, for which ids are mere numbers. Raises DataError."""
     if tokenizer.kind != "NullTokenizer":
-        named = description_of(tokenizer) | {"fingerprint": tokenizer_fingerprint(tokenizer)}
+        named = description_of(tokenizer) | {
+            "fingerprint": tokenizer_fingerprint(tokenizer),
+            "probe": _probe(tokenizer),
+        }
         _write(prefix, json.dumps(named, indent=1) + "\n")
 
 
@@ -48,18 +58,27 @@ def check_tokenizer(store: IndexedDataset, tokenizer: Tokenizer, source: str) ->
         where = store.prefix + WRITTEN_BY
         kind, vocab_size = read_description(content.encode(), where)
         wrote = json.loads(content)
-        if wrote.get("fingerprint") != tokenizer_fingerprint(tokenizer):
+        known = (wrote.get("probe"), vocab_size, wrote.get("eod_id"))
+        alike = known[0] is not None and known == (_probe(tokenizer), tokenizer.vocab_size, tokenizer.eod_id)
+        if wrote.get("fingerprint") != tokenizer_fingerprint(tokenizer) and not alike:
             raise DataError(
                 f"{source}: tokenised by {'another ' * (kind == tokenizer.kind)}{kind} ({vocab_size} ids, end of "
                 f"document {wrote.get('eod_id')}), this run has {tokenizer.describe()}; run tools/preprocess_data.py "
-                "again with the run's tokenizer, or give the run the one of the data (if both make the same ids: "
-                f"remove {where})"
+                "again with the run's tokenizer, or give the run the one of the data"
             )
     if np.iinfo(store.dtype).max < tokenizer.vocab_size - 1:
         raise DataError(
             f"{store.prefix}.idx: dtype {store.dtype.name} cannot hold the {tokenizer.vocab_size} ids of "
             f"{tokenizer.kind}; run tools/preprocess_data.py again with this tokenizer"
         )
+
+
+def _probe(tokenizer: Tokenizer) -> list[int] | None:
+    """The ids of a text; None of a tokenizer that does not know all of its characters."""
+    try:
+        return tokenizer.encode(PROBE)
+    except DataError:
+        return None
 
 
 def _read(prefix: str) -> str | None:

@@ -53,6 +53,8 @@ def _plain_prefix(layer: Attention, own: Prefix) -> Callable[..., Tensor]:
             for head in range(rows.shape[2] * r):
                 group = head // r
                 q, k = rows[:, sample, group, head % r], rows[:, sample, group, r]
+                if layer.q_norm is not None and layer.k_norm is not None:
+                    q, k = layer.q_norm(q), layer.k_norm(k)
                 if layer.rotary is not None:
                     cos, sin = (x[:, 0, 0, 0] for x in layer.rotary(microbatch.positions, q.dtype))
                     q, k = (_turned(x, cos, sin) for x in (q, k))

@@ -203,7 +203,7 @@ def test_a_prefix_is_that_of_peft(case: str, tmp_path: Path, monkeypatch: pytest
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base = in_fp64(peer(case).double().eval(), monkeypatch)
     base.save_pretrained(tmp_path / "base")
-    more = ("--max-position-embeddings", "64") if case == "llama" else ()
+    more = ("--max-position-embeddings", "64") if case == "llama" else ("--seq-length", "16")
     source = fine_tune(tmp_path / "base", case, tmp_path / "run", "--lora", "kind=prefix", "--lr", "1", *more)
     write_peft(source, tmp_path / "adapter")
     plain = base(input_ids=tokens()).logits

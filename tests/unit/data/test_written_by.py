@@ -11,6 +11,7 @@ import pytest
 from data_inputs import config, write_documents
 
 import merge_datasets
+from megalite.convert.hf_tokenizer import huggingface_files
 from megalite.data import build_datasets, make_tokenizer
 from megalite.data.preprocess import preprocess
 from megalite.data.remote_tokens import RemoteIndexedDataset
@@ -51,6 +52,10 @@ def test_only_the_tokenizer_that_wrote_a_pair_reads_it(tmp_path: Path) -> None:
     open_as(prefix, make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "moved")))
     open_as(prefix, folder(tmp_path / "b", one, chat_template="y"))
     open_as(of_bytes, ByteTokenizer())
+    (tmp_path / "same ids").mkdir()
+    for name, content in huggingface_files(ByteTokenizer()).items():
+        (tmp_path / "same ids" / name).write_bytes(content)
+    open_as(of_bytes, make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "same ids")))
     open_as(of_bytes, NullTokenizer(300))
     for path, reader, says in (
         (of_bytes, wrote, r"tokenised by ByteTokenizer \(257 ids.*this run has HuggingFaceTokenizer \(262 ids"),
