@@ -106,13 +106,13 @@ def _counted(gpu: Gpu) -> Iterator[dict[str, int]]:
     """Counts what streams are given."""
     found, work, synced = {"launches": 0, "waits": 0, "moved": 0}, gpu.ledger.work, gpu.ledger.synced
 
-    def counting(line: Any, op: str, reads: Any, writes: Any, *more: Any) -> None:
+    def counting(line: Any, op: str, reads: Any, writes: Any, *more: Any, **named: Any) -> None:
         reads, writes = list(reads), list(writes)
         if line is not gpu.ledger.host:
             found["launches"] += 1
             if not any(op.startswith(word) or word in op for word in BY_ARITHMETIC):
                 found["moved"] += sum(x.nbytes for x in (*reads, *writes))
-        work(line, op, reads, writes, *more)
+        work(line, op, reads, writes, *more, **named)
 
     def waiting(why: str) -> None:
         found["waits"] += 1

@@ -103,9 +103,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--ckpt-format", choices=("torch", "torch_dist"),
         help="to megatron: torch (unset), for the ranks of the sizes below, or torch_dist, for any layout",
     )  # fmt: skip
-    for kind, what in (("tensor", "ranks of a layer"), ("pipeline", "stages"), ("expert", "ranks of experts")):
-        flag = f"--target-{kind}-model-parallel-size"
-        group.add_argument(flag, type=int, help=f"to megatron: {what}; unset: 1")
+    group.add_argument("--target-tensor-model-parallel-size", type=int, help="to megatron: ranks of a layer; unset: 1")
+    group.add_argument("--target-pipeline-model-parallel-size", type=int, help="to megatron: stages; unset: 1")
+    group.add_argument("--target-expert-model-parallel-size", type=int, help="to megatron: ranks of experts; unset: 1")
     group.add_argument(
         "--target-expert-tensor-parallel-size", type=int,
         help="to megatron: ranks of an expert, 1 or as many as of a layer (unset)",

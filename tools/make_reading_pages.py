@@ -57,7 +57,6 @@ LATER: tuple[tuple[str, str, str], ...] = (
      "megalite/parallel", "zero/rank_memory zero/host_optimizer pipeline/offloaded tiers/mover"),
     ("messages that wait at once, or behind other work; layers of one axis or of a grid", "megalite/parallel/tensor",
      "late_messages layer_makers"),
-    ("what users see when something is wrong", "megalite", "errors"),
     ("what routers and products in float8 note, and where tests make a run fail", "megalite",
      "microbatch_notes faults"),
 )  # fmt: skip

@@ -57,9 +57,9 @@ def counted() -> Iterator[dict[str, int]]:
     """Kernels that streams are given, and how often the host waits for one."""
     found, work, wait = {"kernels": 0, "waits": 0}, Ledger.work, Stream.synchronize
 
-    def counting(ledger: Ledger, line: Any, *args: Any) -> None:
+    def counting(ledger: Ledger, line: Any, *args: Any, **named: Any) -> None:
         found["kernels"] += line is not ledger.host
-        work(ledger, line, *args)
+        work(ledger, line, *args, **named)
 
     def waiting(stream: Stream, *why: Any) -> None:
         found["waits"] += 1

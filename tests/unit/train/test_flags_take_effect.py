@@ -162,7 +162,8 @@ ROWS = [
     ("", "--exp-avg-sq-dtype bf16"),
     ("", "--clip-grad 0.01"),
     ("", "--lora-rank 2"),
-    *(("--lora-rank 2", f"--lora {word}") for word in "alpha=9 targets=linear_qkv int8 kind=bottleneck".split()),
+    *(("--lora-rank 2", f"--lora {w}") for w in "alpha=9 targets=linear_qkv kind=bottleneck".split()),
+    ("--lora-rank 2", "--frozen-weights-int8"),
     (f"{EXPERTS} --lora-rank 2", "--lora-shared-a"),
     ("", "--num-experts 4"),
     (EXPERTS, "--moe-router-topk 3"),
@@ -206,7 +207,7 @@ ELSEWHERE = {
     "--mtp-loss-scaling-factor": ("equivalence/test_further_tokens.py", "loss_scaling_factor=0.7"),
     "--async-save": ("faults/test_checkpoint_faults.py", "background"),
 }
-# Flags that take up a run of 4 iterations which is there already, at DIR.
+# Flags that take up a run of 4 iterations at DIR.
 LOADS = [
     ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 --no-load-optim"),
     ("--load DIR --train-iters 6 OVERRIDE", "--load DIR --train-iters 6 --finetune"),
@@ -230,14 +231,13 @@ PAIRS = [
     ),
 ]
 # Flags whose row needs another length flag, or none.
-WITHOUT = {"--train-samples 12": "--train-iters 4", "--train-tokens 200": "--train-iters 4"}
-WITHOUT["--step-batch-size-schedule 0:4"] = "--global-batch-size 4"
+WITHOUT = dict.fromkeys(("--train-samples 12", "--train-tokens 200"), "--train-iters 4")
+WITHOUT |= {"--step-batch-size-schedule 0:4": "--global-batch-size 4"}
 
 
 def observe(flags: str, folder: Path, without: str = "") -> dict[str, Any]:
     """What a run leaves behind: its metrics without times, the names of its files, the error that ended it."""
-    text = folder.parent / "text.txt"
-    text.write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(200)))
+    (text := folder.parent / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(200)))
     flags = (
         flags.replace("RUN", str(folder / "run"))
         .replace("TEXT", str(text))
@@ -257,8 +257,8 @@ def observe(flags: str, folder: Path, without: str = "") -> dict[str, Any]:
         line.pop("config", None)
     samples = save / "samples.jsonl"
     metrics += [json.loads(line) for line in samples.read_text().splitlines()] if samples.exists() else []
-    files = sorted(re.sub(r"\d{6,}(?!\d*$)", "N", str(path.relative_to(save))) for path in save.rglob("*"))
-    return {"end": end, "metrics": metrics, "files": files}
+    names = (re.sub(r"\d{6,}(?!\d*$)", "N", str(path.relative_to(save))) for path in save.rglob("*"))
+    return {"end": end, "metrics": metrics, "files": sorted(names)}
 
 
 @pytest.fixture(scope="module")
