@@ -49,6 +49,11 @@ while IFS=$'\t' read -r extra command; do
     try "$extra" "$command" </dev/null
 done <commands
 
+echo "== tools that start ranks as tests do"
+MODEL="--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --train-iters 2 --lr 1e-3"
+try - "python tools/prove_layout.py $MODEL --nprocs 2"
+try - "python tools/rehearse.py --config configs/gpt2_124m.yaml --num-devices 2 --ranks 0 --values"
+
 echo "== every tool's and benchmark's --help"
 for tool in pretrain_gpt.py tools/*.py benchmarks/*.py; do
     if grep -q '^if __name__' "$tool"; then

@@ -159,8 +159,9 @@ def _zygote() -> Connection:
     root = Path(__file__).resolve().parents[2]
     environment = zygote_environment(dict(os.environ))
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "megalite.testing.zygote"]
     subprocess.Popen(
-        [sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-m", "megalite.testing.zygote", str(theirs.fileno())],
+        [*command, str(theirs.fileno()), *{"pytest"}.intersection(sys.modules)],
         env=environment,
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,

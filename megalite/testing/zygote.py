@@ -1,9 +1,9 @@
 """The warm process from which every rank of every test is forked.
 
-Started once per pytest process as `python -m megalite.testing.zygote FD`. It pays for the imports once (torch,
-torch._dynamo, which the first optimizer would otherwise import in every rank, and pytest, which every test module
-imports), and never runs a tensor operation: a process that has computed with several OpenMP threads cannot be forked
-safely.
+Started once per process that asks, as `python -m megalite.testing.zygote FD [MODULE ...]`. It pays for the imports
+once (torch, torch._dynamo, which the first optimizer would otherwise import in every rank, and the modules named: of
+tests pytest, which a user has not), and never runs a tensor operation: a process that has computed with several OpenMP
+threads cannot be forked safely.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import pkgutil
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from megalite.launch import Outcome, die_with_parent, supervise
@@ -28,7 +29,6 @@ SHARED_PACKAGES = (
     "torch.export._trace",
     "safetensors.torch",
     "megalite.testing.wire",
-    "pytest",
 )
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     """Serves cases from the inherited connection until pytest closes it."""
     die_with_parent(os.getppid())
     connection = Connection(int(sys.argv[1]))
-    _import_everything()
+    _import_everything(sys.argv[2:])
     while True:
         try:
             case: Case = connection.recv()
@@ -66,9 +66,9 @@ def _run(case: Case) -> Outcome:
     )
 
 
-def _import_everything() -> None:
+def _import_everything(more: Sequence[str]) -> None:
     """Imports what ranks need; a product module that does not import shows its error in the rank that needs it."""
-    for name in SHARED_PACKAGES:
+    for name in (*SHARED_PACKAGES, *more):
         importlib.import_module(name)
     import torch
 
