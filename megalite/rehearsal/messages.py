@@ -204,7 +204,11 @@ class _Messages:
         return self._begin(noted, stream, [x] if kind == SEND else [], [x] if kind == RECV else [], carry)
 
     def batch(self, operations: Sequence[Any]) -> list[Any]:
-        works = [self._send(op.op.kind, op.op.real, *op[1:], batch=True) for op in operations]
+        begun = [*enumerate(operations)]
+        if self._gpu.kernels.puts_off:  # in no order: a receive may begin to write before a send reads
+            begun.sort(key=lambda pair: MESSAGES[pair[1].op.kind] != RECV)
+        made = {number: self._send(op.op.kind, op.op.real, *op[1:], batch=True) for number, op in begun}
+        works = [made[number] for number in range(len(operations))]
         accesses, place = [], where()
         for work, op in zip(works, operations, strict=True):
             if isinstance(work, Work):
