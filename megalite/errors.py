@@ -37,6 +37,14 @@ def in_flags(text: str) -> str:
     return spelled(text, flag_of)
 
 
+def rank_name(rank: int, host: str, *more: str) -> str:
+    """How every message names a rank: `rank 3 (host b)`, whoever writes it, so that one search of the logs finds all.
+
+    host: empty where nothing was heard of the rank. more: facts after the host.
+    """
+    return f"rank {rank} ({', '.join((f'host {host}' if host else 'never heard of', *more))})"
+
+
 class MegaliteError(Exception):
     """Base of all errors with a message for the user.
 

@@ -259,6 +259,18 @@ def test_only_faces_write_flags() -> None:
     check(problems)
 
 
+def test_one_place_names_a_rank_with_its_host() -> None:
+    """Or a search of the logs for a rank that was lost finds half of what was said of it."""
+    problems = []
+    for module, tree in PRODUCT.items():
+        for node in nodes(tree):
+            if isinstance(node, ast.JoinedStr) and module != "megalite.errors":
+                text = ast.unparse(node)
+                if re.search(r"(?<!pipeline )\brank \{[^}]*\} (\((host )?|on )\{[^}]*host", text):
+                    problems.append(f"{module}:{node.lineno}: {text[:60]}: call errors.rank_name")
+    check(problems)
+
+
 def test_training_does_not_branch_on_schedule_or_zero_stage() -> None:
     """The executor interprets a program and the buckets know their stage; who composes or describes may ask."""
     problems = []

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from megalite.comm.axis import Axis
 from megalite.comm.gathered_json import all_gather_json
-from megalite.errors import PeerLost
+from megalite.errors import PeerLost, rank_name
 from megalite.scratch import remove_forgotten
 
 DEPTH = 8
@@ -202,7 +202,7 @@ def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
         os.unlink(path)  # mapped by all: the memory lives as long as they do, and nothing is left behind
     if not able or memory is None:
         return axis
-    names = [f"rank {rank} (host {platform.node()}, {axis.name} coordinate {i})" for i, rank in enumerate(axis.ranks)]
+    names = [rank_name(rank, platform.node(), f"{axis.name} coordinate {i}") for i, rank in enumerate(axis.ranks)]
     exchange = SharedExchange(memory, names=names, rank=axis.rank, timeout=timeout)
     return dataclasses.replace(axis, shared=exchange)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.errors import ConfigError, RuntimeFailure
+from megalite.errors import ConfigError, RuntimeFailure, rank_name
 from megalite.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def open_store(
         facts = str(error).splitlines()[0]
         if serves:
             raise ConfigError(f"{where}: rank 0 cannot listen there ({facts}); choose a free port") from error
-        raise RuntimeFailure(f"{where}: rank {place.rank} on {host} cannot reach rank 0 ({facts})") from error
+        raise RuntimeFailure(f"{where}: {rank_name(place.rank, host)} cannot reach rank 0 ({facts})") from error
     # A launcher's store outlives an attempt; one that rank 0 serves does not, and launchers may count differently.
     return dist.PrefixStore(f"megalite/{place.attempt if place.agent_store else 0}", store)
 

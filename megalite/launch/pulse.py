@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.errors import rank_name
 from megalite.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Pulse:
         if self._neighbour is None:
             self._neighbour = self._find_neighbour()
         if self._neighbour is not None and _is_over(self._neighbour[1]):
-            return f"rank {self._neighbour[0]} ({self._host})"
+            return rank_name(self._neighbour[0], self._host)
         if self._number is None or time.monotonic() < self._next_beat:
             return ""
         self._beat(self._number)
@@ -82,8 +83,8 @@ class Pulse:
         self._next_beat = time.monotonic() + BEAT_SECONDS
         self._beats += 1
         alone = self._place.local_size == 1
-        ranks = f"rank {self._place.rank}" if alone else f"rank {self._place.rank} and the others of its host"
-        self._store.set(f"beat/{number}", f"{self._beats} {ranks} ({self._host})")
+        ranks = rank_name(self._place.rank, self._host) + " and the others of its host" * (not alone)
+        self._store.set(f"beat/{number}", f"{self._beats} {ranks}")
 
     def _find_neighbour(self) -> tuple[int, int] | None:
         """The next rank of this host; None until all have met, and where they do not see each other's processes."""

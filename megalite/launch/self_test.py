@@ -110,7 +110,7 @@ def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str],
 
     Raises on every rank: RuntimeFailure if a rank is missing, ConfigError with the fields that differ from rank 0.
     """
-    store.set(f"host/{world.rank}", f"host {world.host}")
+    store.set(f"host/{world.rank}", world.host)
     store.set(f"facts/{world.rank}", json.dumps(dict(facts)))
 
     def differences(digests: list[str]) -> list[str]:

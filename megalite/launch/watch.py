@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from megalite.errors import rank_name
 from megalite.events import tell_event
 from megalite.launch import pulse
 from megalite.launch.environment import LaunchEnvironment
@@ -53,7 +54,7 @@ class RankWatch:
 
     def __init__(self, place: LaunchEnvironment, page: RankPage, *, hang_seconds: float, host: str) -> None:
         self._place, self._page, self._host = place, page, host
-        self._me = f"rank {place.rank} ({host})"
+        self._me = rank_name(place.rank, host)
         self._store: dist.Store | None = None
         self._answered: Patience | None = None
         self._leaving = threading.Event()
@@ -172,7 +173,8 @@ class RankWatch:
     def _tell_lost(self, lost: str) -> None:
         """Names who is lost, unless somebody has, and has all ranks end."""
         assert self._store is not None
-        if self._leaving.is_set():  # asked first: who takes the word must speak, or nobody does
+        # Asked first: who takes the word must speak, or nobody does. A rank that has told why it ended is not lost.
+        if self._leaving.is_set() or self._store.check([CAUSE]):
             return
         if self._store.add(TOLD, 1) == 1:
             line = f"{lost} did not answer any more; {self._me} waited{self._where()}"
@@ -211,8 +213,8 @@ def rank_names(store: dist.Store, ranks: list[int]) -> str:
     """`rank 3 (host b), rank 5 (never heard of)`: the host is known once the rank was heard of."""
     names = []
     for rank in ranks[:MAX_NAMES]:
-        host = store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else "never heard of"
-        names.append(f"rank {rank} ({host})")
+        host = store.get(f"host/{rank}").decode() if store.check([f"host/{rank}"]) else ""
+        names.append(rank_name(rank, host))
     return ", ".join(names) + (f" and {len(ranks) - MAX_NAMES} more" if len(ranks) > MAX_NAMES else "")
 
 

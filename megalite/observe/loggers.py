@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from megalite.checkpoint import committed
 from megalite.config import Config, to_dict
-from megalite.errors import DataError, flag_of
+from megalite.errors import DataError, flag_of, rank_name
 from megalite.extras import optional_package
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
@@ -98,8 +98,8 @@ class ConsoleHook(Hook):
                 f"(no answer of a conversation){mean}"
             )
         if (rank := record.get("slowest_rank")) is not None:
-            ratio, host = record["slowest_rank_ratio"], record.get("slowest_rank_host", "")
-            self._print(f" slow rank: rank {rank} ({host}) works {ratio:.2f} x as long as the others of its stage")
+            ratio, name = record["slowest_rank_ratio"], rank_name(rank, record["slowest_rank_host"])
+            self._print(f" slow rank: {name} works {ratio:.2f} x as long as the others of its stage")
         if (stage := record.get("slowest_stage")) is not None:
             ratio, hosts = record["slowest_stage_ratio"], record["slowest_stage_hosts"]
             self._print(

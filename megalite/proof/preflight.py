@@ -23,7 +23,7 @@ from torch import Tensor
 from megalite.comm import World, all_gather_json
 from megalite.config import CheckpointConfig, Config, LoggingConfig, parse
 from megalite.data import BatchLoader
-from megalite.errors import ConfigError, MegaliteError, RuntimeFailure
+from megalite.errors import ConfigError, MegaliteError, RuntimeFailure, rank_name
 from megalite.launch import LaunchEnvironment, launch, log_to_stdout, print_error, read_environment
 from megalite.proof.gradient_taps import tap_gradients
 from megalite.train import OpenRun, open_run
@@ -170,7 +170,7 @@ def compare(seen: Sequence[Seen], run: OpenRun, world: World) -> str:
     found = [one for ranks in groups.values() for one in disagreement(ranks, detail)]
     first = min(found, key=lambda one: one[0])
     odd = sorted({rank for key, ranks, _ in found if key == first[0] for rank in ranks})
-    named = ", ".join(f"rank {rank} (host {everyone[rank]['host']})" for rank in odd)
+    named = ", ".join(rank_name(rank, everyone[rank]["host"]) for rank in odd)
     step, action, what = first[2].step, first[2].action, first[2].what
     return f"iteration {step}, {action}, {what}: {named} computed other bits than the replicas of the same samples"
 

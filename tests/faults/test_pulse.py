@@ -64,7 +64,7 @@ def test_a_killed_rank_is_named_by_its_neighbour(capfd: pytest.CaptureFixture[st
     statuses, elapsed = run_single(body, SIZE, faults=["kill@test.step:rank=1"])
     output = capfd.readouterr().out
     assert statuses == [1, -9, 1] and elapsed < SOON, output
-    account = f"error: rank 1 ({socket.gethostname()}) did not answer any more; rank 0 "
+    account = f"error: rank 1 (host {socket.gethostname()}) did not answer any more; rank 0 "
     assert output.count("did not answer any more") == 1 and account in output, output
 
 
@@ -74,7 +74,8 @@ def test_a_silent_host_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     output = capfd.readouterr().out
     assert [statuses[0], statuses[2]] == [1, 1] and elapsed < SOON, output
     host = socket.gethostname()
-    lines = [f"error: rank 1 ({host}) did not answer any more; rank {r} ({host}) waited in phase 'iter" for r in (0, 2)]
+    told = "error: rank 1 (host {0}) did not answer any more; rank {1} (host {0}) waited in phase 'iter"
+    lines = [told.format(host, rank) for rank in (0, 2)]
     assert any(line in output for line in lines), output  # whoever sees it first tells
 
 

@@ -90,7 +90,7 @@ class _Done:
 
 def body_collective(world: World, folder: str, absent: int, broken: bool = False) -> str:
     store = _store(folder, world.size)
-    store.set(f"host/{world.rank}", f"host h{world.rank}")
+    store.set(f"host/{world.rank}", f"h{world.rank}")
     if broken:
         dist.all_reduce = lambda *args, **kwargs: _Done()  # type: ignore[assignment]
     if world.rank == absent:
