@@ -51,12 +51,13 @@ def build(name: str, case: Case, place: Place) -> Variant:
     from megalite.visibility import Documents
 
     s = case.settings["length"]
-    b = max(1, TOKENS // s)
+    heads, channels = case.settings.get("heads", HEADS), case.settings.get("channels", CHANNELS)
+    b = max(1, case.settings.get("tokens", TOKENS) // s)
     dtype = torch.bfloat16 if case.settings["bf16"] else torch.float32
     settings: dict[str, Any] = {"dtype": dtype, "device": place.device}
     if name.startswith("megalite"):
-        packed = torch.randn(s, b, HEADS, 3, CHANNELS, **settings).requires_grad_()
-        gradient = torch.randn(s, b, HEADS * CHANNELS, **settings)
+        packed = torch.randn(s, b, heads, 3, channels, **settings).requires_grad_()
+        gradient = torch.randn(s, b, heads * channels, **settings)
         window, cap = s // 8 if name == "megalite-window" else None, 50.0 if name == "megalite-cap" else None
         core = AttentionCore(product_dtype=dtype, window=window, softcap=cap)
         starts = torch.arange(s).expand(b, s) // (s // 8) * (s // 8)
@@ -69,14 +70,14 @@ def build(name: str, case: Case, place: Place) -> Variant:
             torch.autograd.grad(core(q, k.squeeze(3), v.squeeze(3), packed=packed, **hidden), packed, gradient)
 
         return Variant(ours)
-    q, k, v = (torch.randn(b, HEADS, s, CHANNELS, **settings).requires_grad_() for _ in range(3))
-    gradient = torch.randn(b, HEADS, s, CHANNELS, **settings)
+    q, k, v = (torch.randn(b, heads, s, channels, **settings).requires_grad_() for _ in range(3))
+    gradient = torch.randn(b, heads, s, channels, **settings)
     mask = torch.full((s, s), float("-inf"), **settings).triu_(1)
 
     def result() -> Tensor:
         if name == "sdpa":
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        scores = torch.matmul(q, k.transpose(-1, -2)) * CHANNELS**-0.5 + mask
+        scores = torch.matmul(q, k.transpose(-1, -2)) * channels**-0.5 + mask
         return torch.matmul(torch.softmax(scores, -1), v)
 
     return Variant(lambda: torch.autograd.grad(result(), (q, k, v), gradient))

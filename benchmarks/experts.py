@@ -66,9 +66,10 @@ def build(name: str, case: Case, place: Place) -> Variant:
     tokens = case.settings["tokens"]
     if name == "megalite-ep":
         tokens //= place.ranks
-    x = torch.randn(tokens, 1, HIDDEN, dtype=dtype, device=place.device).requires_grad_()
+    sizes = case.settings.get("hidden", HIDDEN), case.settings.get("width", WIDTH)
+    x = torch.randn(tokens, 1, sizes[0], dtype=dtype, device=place.device).requires_grad_()
     gradient = torch.randn_like(x)
-    run = theirs(dtype, place) if name == "transformers" else ours(name, dtype, place, tokens)
+    run = theirs(dtype, place, *sizes) if name == "transformers" else ours(name, dtype, place, tokens, *sizes)
 
     def forward_and_backward() -> None:
         x.grad = None
@@ -77,7 +78,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
     return Variant(forward_and_backward)
 
 
-def ours(name: str, dtype: Any, place: Place, tokens: int) -> Any:
+def ours(name: str, dtype: Any, place: Place, tokens: int, hidden: int, width: int) -> Any:
     """The sparse MLP, or the dense one of as many products a token."""
     import torch
 
@@ -88,10 +89,10 @@ def ours(name: str, dtype: Any, place: Place, tokens: int) -> Any:
     from megalite.nn import Block
     from megalite.parallel.tensor import LayerContext
 
-    sparse = Experts(num_experts=EXPERTS, moe_router_topk=CHOSEN, moe_ffn_hidden_size=WIDTH)
+    sparse = Experts(num_experts=EXPERTS, moe_router_topk=CHOSEN, moe_ffn_hidden_size=width)
     config = ModelConfig(
-        hidden_size=HIDDEN, num_layers=1, num_attention_heads=8, seq_length=tokens, activation="swiglu",
-        add_bias_linear=False, ffn_hidden_size=CHOSEN * WIDTH, experts=Experts() if name == "dense" else sparse,
+        hidden_size=hidden, num_layers=1, num_attention_heads=8, seq_length=tokens, activation="swiglu",
+        add_bias_linear=False, ffn_hidden_size=CHOSEN * width, experts=Experts() if name == "dense" else sparse,
     )  # fmt: skip
     axes = ExpertAxes()
     if name == "megalite-ep":
@@ -114,14 +115,14 @@ def ours(name: str, dtype: Any, place: Place, tokens: int) -> Any:
     return run
 
 
-def theirs(dtype: Any, place: Place) -> Any:
+def theirs(dtype: Any, place: Place, hidden: int, width: int) -> Any:
     """Its weights' gradients stay in their own dtype."""
     import torch
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
     config = MixtralConfig(
-        hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
+        hidden_size=hidden, intermediate_size=width, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
     )
     make: Any = MixtralSparseMoeBlock
     block = make(config).to(place.device, dtype)

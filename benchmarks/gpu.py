@@ -28,7 +28,7 @@ from megalite.inventory import flops_per_iteration
 
 STEPS = (
     *("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers", "titan", "titan-compiled"),
-    "megalite-fp8",
+    *("megalite-fp8", "megalite-muon"),
 )
 MASKS = ("megalite-documents", "megalite-window", "megalite-cap")
 SPARSE = ("megalite-sparse", "megalite-dense")
@@ -40,9 +40,11 @@ LAYOUTS = {
     "megalite-cp": {"cp": 0},
 }
 VOCABULARIES = (50257, 50304)
+HEADS = {"heads": 16, "channels": 128}
 FLAGS = {
-    "models": Flag("GPTs", ["gpt2", "1b"], ["tiny"], MODELS),
-    "tokens": Flag("in a batch of a device, at least one sequence", 16384, 64),
+    "models": Flag("GPTs", ["1b", "8b-layers", "gpt2"], ["tiny"], MODELS),
+    "tokens": Flag("in a micro-batch of a device, at least one sequence", 16384, 64),
+    "micro": Flag("micro-batches of a step", 4, 2),
     "lengths": Flag("tokens of a sequence, of attention alone", [2048, 8192], [16]),
     "devices": Flag("most GPUs to use; 0: all", 0, 2),
     "threads": Flag("CPU threads", 1, 1),
@@ -56,25 +58,26 @@ def cases(args: argparse.Namespace) -> list[Case]:
         for vocabulary in VOCABULARIES if name == "gpt2" else (model_named(name).vocab_size,):
             model = replace(model_named(name), untie_embeddings_and_output_weights=False, vocab_size=vocabulary)
             batch = max(1, args.tokens // model.seq_length)
-            settings = {**shared, "model": model, "batch_size": batch}
+            sequences, work = batch * args.micro, batch * args.micro * model.seq_length
+            settings = {**shared, "model": model, "batch_size": sequences, "microbatches": args.micro}
             pairs = (
                 *(("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers")),
-                ("megalite-fp8", "megalite-compiled"),
+                *(("megalite-fp8", "megalite-compiled"), ("megalite-muon", "megalite-compiled")),
             )
-            flops = float(flops_per_iteration(model, batch, 1))
+            flops = float(flops_per_iteration(model, sequences, 1))
             title = f"one device, {name}, vocabulary of {vocabulary:,}"
-            found.append(Case(title, STEPS, pairs, settings, work=batch * model.seq_length, unit="tokens", flops=flops))
+            found.append(Case(title, STEPS, pairs, settings, work=work, unit="tokens", flops=flops))
             sizes = {**shared, "tokens": batch * model.seq_length, "hidden": model.hidden_size, "rows": vocabulary}
             beside = tuple(zip(LOSSES[:2], LOSSES[2:], strict=True))
             found.append(Case(f"loss of {name}, vocabulary of {vocabulary:,}", LOSSES, beside, sizes, inner=3))
     found += [
         Case(f"attention, {length:,} tokens", ("megalite-attention", "sdpa", *MASKS), (("megalite-attention", "sdpa"),),
-             {**shared, "length": length}, base="megalite-attention", inner=5)
+             {**shared, "length": length, "tokens": args.tokens, **HEADS}, base="megalite-attention", inner=5)
         for length in args.lengths
     ]  # fmt: skip
-    sparse = {**shared, "tokens": args.tokens}
+    sparse = {**shared, "tokens": args.tokens, **(dict.fromkeys(("hidden", "width"), 2048) if not args.quick else {})}
     found.append(Case("8 experts, top 2, beside a dense MLP of equal products", SPARSE, (SPARSE,), sparse, inner=3))
-    model = model_named(args.models[-1])
+    model = model_named(args.models[0])
     batch = max(1, args.tokens // model.seq_length)
     for ranks in powers_up_to(args.devices or count_gpus()):
         for name, layout in LAYOUTS.items():
@@ -84,7 +87,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
             sequences = -(-sequences // micro) * micro
             settings = {**shared, "model": model, "batch_size": sequences, "layout": sizes, "microbatches": micro}
             work, flops = sequences * model.seq_length, float(flops_per_iteration(model, sequences, 1))
-            title = f"{ranks} devices, {args.models[-1]}"
+            title = f"{ranks} devices, {args.models[0]}"
             found.append(Case(title, (name,), (), settings, work=work, unit="tokens", ranks=ranks, flops=flops))
     return found
 
@@ -115,9 +118,10 @@ def build(name: str, case: Case, place: Place) -> Variant:
         return titan(case, place, compiled=how == "compiled")
     settings = {
         **case.settings,
-        "compile": how in ("compiled", "fp8") and (place.device.type == "cuda" or how != "fp8"),
+        "compile": how == "compiled" or (how in ("fp8", "muon") and place.device.type == "cuda"),
     }
     settings["fp8"] = "hybrid" if how == "fp8" else None
+    settings["optimizer"] = "muon" if how == "muon" else "adam"
     return single.build(kind, replace(case, settings=settings), place)
 
 

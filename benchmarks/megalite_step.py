@@ -7,8 +7,10 @@ asked for, and the update.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from megalite.config import (
 from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
+from megalite.nn.init import logical_normal
 from megalite.optim import LossScaler
 from megalite.parallel.context import SequenceCut
 from megalite.parallel.pipeline import executor_of
@@ -59,11 +62,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Update:
-    """AdamW's numbers; clip_grad 0: no clipping."""
+    """The optimizer's numbers; clip_grad 0: no clipping."""
 
     lr: float = 1e-4
     weight_decay: float = 0.0
     clip_grad: float = 0.0
+    optimizer: str = "adam"
 
 
 class TrainingStep:
@@ -82,7 +86,9 @@ class TrainingStep:
         if device.type == "cpu":
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
-        built = build_model(config, mesh, self.program, stage_layer_ranges(config, self.program), device)
+        ranges = stage_layer_ranges(config, self.program)
+        with mock.patch("megalite.nn.init.logical_normal", normal_of(device)):
+            built = build_model(config, mesh, self.program, ranges, device)
         numbers = Hyperparameters(update.lr, update.weight_decay, update.clip_grad, 1.0, iteration=1, samples=0)
         self.updater = Updater(
             built,
@@ -126,6 +132,18 @@ class TrainingStep:
         return Variant(self.step, divide_by=self.batches)
 
 
+def normal_of(device: torch.device) -> Callable[..., None]:
+    """What draws initial weights: on a GPU its own generator, since no time depends on their values and the host's
+    would take longer than all that is measured."""
+    if device.type == "cpu":
+        return logical_normal
+
+    def draw(*place: Any, std: float, seed: int, out: Tensor) -> None:
+        out.normal_(0.0, std)
+
+    return draw
+
+
 def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_size: int) -> Config:
     """The run that a layout is."""
     return Config(
@@ -147,7 +165,7 @@ def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_si
             compile=layout.compile,
             float8=Float8(fp8_format=layout.fp8),
         ),
-        optimizer=OptimizerConfig(lr=update.lr, clip_grad=update.clip_grad),
+        optimizer=OptimizerConfig(lr=update.lr, clip_grad=update.clip_grad, optimizer=update.optimizer),
     )
 
 

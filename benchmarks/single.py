@@ -65,17 +65,18 @@ def build(name: str, case: Case, place: Place) -> Variant:
     from benchmarks.plain_gpt import PlainGPT, adamw, batch, plain_step
 
     model, compiled, bf16 = (case.settings[key] for key in ("model", "compile", "bf16"))
+    micro = case.settings.get("microbatches", 1)
     tokens, labels = batch(model, case.settings["batch_size"], place.device)
     if name == "megalite":
-        update = Update(lr=3e-4, clip_grad=1.0)
-        return TrainingStep(
-            model, Layout(bf16=bf16, compile=compiled, fp8=case.settings.get("fp8")), update, place, tokens, labels
-        ).variant()
+        update = Update(lr=3e-4, clip_grad=1.0, optimizer=case.settings.get("optimizer", "adam"))
+        layout = Layout(bf16=bf16, compile=compiled, fp8=case.settings.get("fp8"), num_microbatches=micro)
+        return TrainingStep(model, layout, update, place, tokens, labels).variant()
     peer = (PlainGPT(model) if name == "plain" else transformers_gpt(model)).to(place.device)
     run = torch.compile(peer) if compiled else peer
     forward = run if name == "plain" else lambda ids: run(input_ids=ids).logits
     optimizer = adamw(peer.parameters(), lr=3e-4)
-    return Variant(plain_step(forward, optimizer, tokens, labels, clip=peer.parameters(), bf16=bf16))
+    step = plain_step(forward, optimizer, tokens, labels, clip=peer.parameters(), bf16=bf16, num_microbatches=micro)
+    return Variant(step)
 
 
 def transformers_gpt(model: ModelConfig) -> Any:
