@@ -155,7 +155,7 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
             ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
             ("megalite.parallel.expert.grouped", "grouped_works", lambda device: True),
             ("megalite.parallel.tensor.float8", "_worst_difference", lambda given, device: 0.0),
-            ("megalite.nn.attention.masked", "_flex", lambda: (compiled_attention, compiled_blocks)),
+            ("megalite.nn.attention.masked", "flex", lambda: (compiled_attention, compiled_blocks)),
         ):
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
         stack.enter_context(redirect_stdout(io.StringIO()))

@@ -79,8 +79,8 @@ def a_product(x: Tensor) -> Tensor:
     return torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], x.shape[-1])).view(x.shape)
 
 
-def compiled_blocks(first: Tensor) -> tuple[Tensor, ...]:
+def compiled_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
     """In the place of a compiled mask's blocks, a launch."""
-    b, n = len(first), -(-first.shape[1] // BLOCK)
-    shapes = [(b, 1, n), (b, 1, n, n)] * 2
+    b, n, m = len(first), -(-len(queries) // BLOCK), -(-len(keys) // BLOCK)
+    shapes = [*[(b, 1, n), (b, 1, n, m)] * 2, *[(b, 1, m), (b, 1, m, n)] * 2]
     return first.new_zeros(shapes[0], dtype=torch.int32), *(first.new_empty(x, dtype=torch.int32) for x in shapes[1:])

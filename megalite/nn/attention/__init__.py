@@ -9,5 +9,5 @@ tiles.py      every kind of mask, by tiles, on every device
 blocked.py    plain causal attention on CPUs, up to a thousand tokens
 masked.py     documents, windows, caps and sinks on a GPU
 largest.py    each head's largest score, for `--qk-clip`
-flash.py      parts of a ring by the library's kernels
+flash.py      parts of a ring by the library's kernels; parts.py: those with documents, windows or caps
 """

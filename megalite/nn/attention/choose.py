@@ -5,8 +5,9 @@
     blocked    CPU        plain causal attention; keeps half of the weights    as many queries as keys, not too many
     fused      anywhere   plain causal attention; keeps nothing of size s x s  all queries, or the last one
     varlen     GPU        documents and windows                                as many queries as keys; 16 bits; tried
-    flex       GPU        documents, windows, caps and sinks; compiled         as many queries as keys; tried
-    tiled      anywhere   everything: dropout of weights, fp32 scores, caps in parts of a ring
+    flex       GPU        documents, windows, caps and sinks; compiled         as many queries as keys, or parts of a
+                                                                               ring; heads of >= 16 channels; tried
+    tiled      anywhere   everything: dropout of weights, fp32 scores
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
 with tiles. The choice is logged.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
 from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.masked import MASKED, Attend
+from megalite.nn.attention.parts import FlexKernel
 from megalite.nn.attention.tiles import TileKernel, tiled_attention
 from megalite.parallel.context import empty_result
 from megalite.visibility import Visibility
@@ -37,7 +39,7 @@ from megalite.visibility import Visibility
 logger = logging.getLogger(__name__)
 
 FLASH, BLOCKED, FUSED, VARLEN, FLEX, TILED = "flash", "blocked", "fused", "varlen", "flex", "tiled"
-WIDEST_HEAD = 256
+WIDEST_HEAD, NARROWEST_HEAD = 256, 16
 CLOSE = 0.02
 """Largest difference from tiles, as a part of the largest value; rounding to 16 bits stays below it."""
 
@@ -105,8 +107,17 @@ def _masked(need: Need) -> bool:
 
 
 def _flexible(need: Need) -> bool:
-    alone = (need.hides or need.bends) and not need.rewrites and not need.in_parts
-    return alone and need.device.type != "cpu" and need.queries == need.keys
+    alone = (need.hides or need.bends) and not need.in_parts
+    return alone and _compiled(need) and need.queries == need.keys
+
+
+def _in_flexible_parts(need: Need) -> bool:
+    return need.in_parts and _compiled(need)
+
+
+def _compiled(need: Need) -> bool:
+    """Flex attention keeps its scores in fp32."""
+    return not need.rewrites and need.device.type != "cpu" and need.channels >= NARROWEST_HEAD
 
 
 def _by_flash(need: Need) -> bool:
@@ -116,19 +127,40 @@ def _by_flash(need: Need) -> bool:
 
 @functools.cache
 def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries the kernel on the second and last quarters of a sequence: squares on the diagonal and whole rectangles,
-    merged."""
+    """Tries the kernel on parts, squares on the diagonal and whole rectangles, merged."""
+    return _parts_work(FlashKernel(2), TileKernel(2), device, dtype, None)
+
+
+@functools.cache
+def flex_parts_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tries the kernel on parts with a cap, documents and a window; some queries see nothing of a part."""
     at = torch.arange(256)
-    queries = torch.cat((at[64:128], at[192:]))
-    shapes = ((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256))
-    case = _drawn(shapes, device, dtype)
+    starts = torch.stack((at // 100 * 100, at * 0))
+    return _parts_work(FlexKernel(2, softcap=2.0), TileKernel(2, softcap=2.0), device, dtype, starts)
+
+
+def _parts_work(
+    kernel: TileKernel, tiles: TileKernel, device: torch.device, dtype: torch.dtype, starts: Tensor | None
+) -> bool:
+    """Of the second and last quarters of a sequence, whose keys come in two parts. starts: None for a kernel that takes
+    positions on the host."""
+    at = torch.arange(256)
+    rows = torch.cat((at[64:128], at[192:]))
+    case = _drawn(((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256)), device, dtype)
+
+    def result(kernel: TileKernel, place: torch.device) -> tuple[Tensor, ...]:
+        window, begins = (None, None) if starts is None else (70, starts[:, rows].to(place))
+        return _gradients(
+            kernel, Visibility.of(rows.to(place), at.to(place), window=window, document_starts=begins), *case
+        )
+
     try:
-        found = _gradients(FlashKernel(2), Visibility(queries, at), *case)
-        expected = _gradients(TileKernel(2), Visibility(queries.to(device), at.to(device)), *case)
-        return _worst(found, expected) < CLOSE
+        found = result(kernel, at.device if starts is None else device)
+        fits = _worst(found, result(tiles, device)) < CLOSE
     except Exception as error:  # whatever a library that cannot do it raises
-        logger.info("attention to parts of a sequence by tiles, the library's kernel fails: %s", error)
+        logger.info("attention to parts of a sequence without %s, which fails: %s", type(kernel).__name__, error)
         return False
+    return fits
 
 
 @functools.cache
@@ -146,11 +178,11 @@ def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
 
     try:
         cases: list[tuple[Visibility, dict[str, Any]]] = [
-            (Visibility.of(at, at, window=window, document_starts=starts), {}) for window in (None, 70)
+            (Visibility.of(at, at, window=window, document_starts=starts, at=0), {}) for window in (None, 70)
         ]
         if name == FLEX:
             cases += [
-                (Visibility.of(at, at, window=window, document_starts=None), {"softcap": 2.0, "sinks": sinks})
+                (Visibility.of(at, at, window=window, document_starts=None, at=0), {"softcap": 2.0, "sinks": sinks})
                 for window in (None, 70)
             ]
         fits = all(
@@ -180,15 +212,22 @@ def _worst(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
 def _gradients(
     kernel: TileKernel, sight: Visibility, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
 ) -> tuple[Tensor, ...]:
-    """(result, dq, dk, dv)."""
+    """(result, dq, dk, dv), of keys that come in two parts."""
     operands = kernel.operands(q, k, v)
     out, lse = empty_result(operands[0])
-    kernel.forward(out, lse, operands, sight)
+    half = len(sight.keys) // 2
+    parts = [
+        (replace(sight, keys=sight.keys[at]), (operands[0], operands[1][:, at], operands[2][:, at]), at)
+        for at in (slice(0, half), slice(half, None))
+    ]
+    for seen, part, _ in parts:
+        kernel.forward(out, lse, part, seen)
     y = kernel.result(out, q)
     dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in operands)
-    grads = (dq, dk, dv)
-    kernel.backward(grads, *kernel.output_gradient(dy, y, q), lse, operands, sight)
-    return y, *kernel.input_gradients(grads, (q, k, v))
+    given = kernel.output_gradient(dy, y, q)
+    for seen, part, at in parts:
+        kernel.backward((dq, dk[:, at], dv[:, at]), *given, lse, part, seen)
+    return y, *kernel.input_gradients((dq, dk, dv), (q, k, v))
 
 
 KERNELS = (
@@ -197,5 +236,6 @@ KERNELS = (
     Kernel(FUSED, _fused),
     Kernel(VARLEN, _masked, functools.partial(masked_works, VARLEN)),
     Kernel(FLEX, _flexible, functools.partial(masked_works, FLEX)),
+    Kernel(FLEX, _in_flexible_parts, flex_parts_work),
     Kernel(TILED, lambda need: True),
 )

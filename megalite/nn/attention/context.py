@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
-from megalite.nn.attention.choose import FLASH, TILED, Need, choose
+from megalite.nn.attention.choose import FLASH, FLEX, TILED, Need, choose
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.flash import FlashKernel
+from megalite.nn.attention.parts import FlexKernel
 from megalite.nn.attention.tiles import TileKernel, WeightDropout, sinks_by_query
 from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.context import (
@@ -65,7 +66,8 @@ def _over_ring(
     ring, narrow = axes.ring, q.dtype
     assert microbatch.order is not None, "the micro-batch has not been cut"
     order, starts = microbatch.order, microbatch.document_starts
-    q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
+    on_cpu = q.device.type == "cpu"  # the kernels of a GPU have scores in fp32
+    q, k, v = (x.to(core.tile_dtype(q) if on_cpu else core.product_dtype or q.dtype) for x in (q, k, v))
     drops = core.dropout > 0.0 and training
     need = Need(
         device=q.device,
@@ -78,8 +80,11 @@ def _over_ring(
         rewrites=drops,
         in_parts=True,
     )
-    name, kernel = choose(need), TileKernel(q.shape[2], softcap=core.softcap)
-    assert name in (FLASH, TILED), f"attention by {name}, which is not called here"
+    name = choose(need)
+    assert name in (FLASH, FLEX, TILED), f"attention by {name}, which is not called here"
+    kernel = (FlexKernel if name == FLEX else TileKernel)(q.shape[2], softcap=core.softcap)
+    if name == TILED:
+        q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
     if drops:
         words = core.words(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q.shape[2], q.shape[3])
         kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words), core.softcap)

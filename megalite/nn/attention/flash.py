@@ -49,8 +49,18 @@ def rectangles(sight: Visibility) -> Iterator[tuple[slice, slice, bool]]:
             yield slice(begin, end), slice(0, before), False
 
 
+def merge(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
+    """Merges the result of a part `[n, r, s, d]` and its log-sums `[n, r, s]`, -inf where a query sees none of it."""
+    own = flat(sums[..., None])[..., 0].to(lse.dtype)
+    new = torch.logaddexp(lse, own)
+    finite = new.clamp(min=torch.finfo(new.dtype).min)
+    out.mul_((lse - finite).exp_()[..., None])
+    out.addcmul_(flat(part).to(out.dtype), (own - finite).exp_()[..., None])
+    lse.copy_(new)
+
+
 class FlashKernel(TileKernel):
-    """`parallel.context.AttentionKernel` of the library. Causal: documents, windows and dropout are for tiles."""
+    """`parallel.context.AttentionKernel` of the library. Causal: for documents, windows and caps see `parts.py`."""
 
     def output_gradient(self, dy: Tensor, y: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         return heads_first(dy.reshape(q.shape)), heads_first(y.reshape(q.shape))
@@ -60,13 +70,8 @@ class FlashKernel(TileKernel):
         r = q.shape[1] // len(sight.queries)
         for queries, keys, causal in rectangles(sight):
             rows = slice(queries.start * r, queries.stop * r)
-            part, own_lse = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
-            own_lse = _flat(own_lse[..., None])[..., 0].to(lse.dtype)
-            result, sums = out[:, rows], lse[:, rows]
-            new = torch.logaddexp(sums, own_lse)
-            result.mul_((sums - new).exp_()[..., None])
-            result.addcmul_(_flat(part).to(out.dtype), (own_lse - new).exp_()[..., None])
-            sums.copy_(new)
+            part = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
+            merge(out[:, rows], lse[:, rows], *part)
 
     def backward(
         self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
@@ -77,14 +82,14 @@ class FlashKernel(TileKernel):
         for queries, keys, causal in rectangles(sight):
             rows = slice(queries.start * r, queries.stop * r)
             inputs = _by_heads(r, q[:, rows], k[:, keys], v[:, keys])
-            result, dresult, sums = (_rows_by_heads(x[:, rows], r) for x in (delta, dy, lse[..., None]))
+            result, dresult, sums = (rows_by_heads(x[:, rows], r) for x in (delta, dy, lse[..., None]))
             dq, dk, dv = _attend_backward(dresult, *inputs, result, sums[..., 0], causal)
-            grads[0][:, rows] += _flat(dq)
+            grads[0][:, rows] += flat(dq)
             grads[1][:, keys] += dk.sum(1) if r > 1 else dk[:, 0]
             grads[2][:, keys] += dv.sum(1) if r > 1 else dv[:, 0]
 
 
-def _rows_by_heads(x: Tensor, r: int) -> Tensor:
+def rows_by_heads(x: Tensor, r: int) -> Tensor:
     """`[n, s * r, d]` -> `[n, r, s, d]`."""
     split: Tensor = x.unflatten(1, (-1, r))
     return split.transpose(1, 2)
@@ -93,10 +98,10 @@ def _rows_by_heads(x: Tensor, r: int) -> Tensor:
 def _by_heads(r: int, q: Tensor, k: Tensor, v: Tensor) -> Operands:
     """For the kernels: as many heads of keys as of queries, none of them copied."""
     n, length, d = k.shape
-    return _rows_by_heads(q, r), k[:, None].expand(n, r, length, d), v[:, None].expand(n, r, length, d)
+    return rows_by_heads(q, r), k[:, None].expand(n, r, length, d), v[:, None].expand(n, r, length, d)
 
 
-def _flat(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
     """`[n, r, s, d]` -> `[n, s * r, d]`."""
     return x.transpose(1, 2).flatten(1, 2)
 

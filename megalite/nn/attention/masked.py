@@ -53,7 +53,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
 
 
 @functools.cache
-def _flex() -> tuple[Any, Any]:
+def flex() -> tuple[Any, Any]:
+    """(flex_attention, `seen_blocks`), compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention), torch.compile(seen_blocks)
@@ -64,11 +65,11 @@ def _flexible(
     q: Tensor, k: Tensor, v: Tensor, sight: Visibility, softcap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """A sink takes its part of a softmax whose sum is known, so it scales what is there without it."""
-    attend, blocks_of = _flex()
+    attend, blocks_of = flex()
     s, b, g, r, d = q.shape
     query = q.permute(1, 2, 3, 0, 4).reshape(b, g * r, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (k, v))
-    how = {"score_mod": None if softcap is None else capped(softcap), "block_mask": block_mask(sight, b, s, blocks_of)}
+    how = {"score_mod": None if softcap is None else capped(softcap), "block_mask": block_mask(sight, b, blocks_of)}
     y, lse = attend(query, key, value, enable_gqa=r > 1, return_lse=True, **how)
     if sinks is not None:
         y = y * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])[..., None].to(y.dtype)
@@ -85,14 +86,28 @@ def capped(softcap: float) -> Callable[..., Tensor]:
     return cap
 
 
-def block_mask(sight: Visibility, b: int, s: int, blocks_of: Callable[..., tuple[Tensor, ...]]) -> Any:
-    """Flex attention's description of who sees whom, made from the first key of each query, never from s x s."""
+def block_mask(sight: Visibility, b: int, blocks_of: Callable[..., tuple[Tensor, ...]]) -> Any:
+    """Flex attention's description of who sees whom, made from the first key of each query, never from s x k.
+
+    b: rows of the batch, as many for each of the sight's samples.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    first, starts, window = sight.first, sight.starts, sight.window
+    queries, keys, first = sight.queries, sight.keys, sight.first
     if first is None:
-        first = torch.zeros(1, s, dtype=torch.int64, device=sight.queries.device)
-    begins = None if starts is None else starts.expand(b, s)
+        first = torch.zeros(1, len(queries), dtype=torch.int64, device=queries.device)
+    elif 1 < len(first) < b:
+        first = first.repeat_interleave(b // len(first), 0)
+    seen = _by_place(queries, keys, first.expand(b, -1)) if sight.at is None else _by_number(sight, b)
+    names = ("num_blocks", "indices")
+    kinds = [f"{kind}{side}_{name}" for side in ("kv", "q") for kind in ("", "full_") for name in names]
+    blocks: dict[str, Any] = dict(zip(kinds, blocks_of(first, queries, keys), strict=True))
+    return BlockMask((len(queries), len(keys)), **blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen)
+
+
+def _by_number(sight: Visibility, b: int) -> Callable[..., Tensor]:
+    """A query sees a key, by their numbers; both begin at position 0."""
+    window, begins = sight.window, None if sight.starts is None else sight.starts.expand(b, -1)
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         shown = key <= query
@@ -100,25 +115,46 @@ def block_mask(sight: Visibility, b: int, s: int, blocks_of: Callable[..., tuple
             shown = shown & (key > query - window)
         return shown if begins is None else shown & (key >= begins[sample, query])
 
-    part, in_part, whole, in_whole = blocks_of(first)
-    return BlockMask.from_kv_blocks(part, in_part, whole, in_whole, BLOCK, seen, (s, s))
+    return seen
 
 
-def seen_blocks(first: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _by_place(queries: Tensor, keys: Tensor, first: Tensor) -> Callable[..., Tensor]:
+    """A query sees a key, by their positions; first: `[b, s]`."""
+
+    def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = keys[key]
+        return (place <= queries[query]) & (place >= first[sample, query])
+
+    return seen
+
+
+def seen_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
     """Of each block of queries the blocks of keys that some of them see in part, and those that all see whole: how many
-    `[b, 1, n]`, and which come first `[b, 1, n, n]`, int32. first: int64 `[b, s]`, the first key that a query sees."""
-    s = first.shape[1]
-    n = -(-s // BLOCK)
-    low = F.pad(first, (0, n * BLOCK - s), value=s).view(len(first), 1, n, BLOCK).amin(-1)
-    high = F.pad(first, (0, n * BLOCK - s), value=0).view(len(first), 1, n, BLOCK).amax(-1)
-    at = torch.arange(n, device=first.device)
-    seen = (at <= at[:, None]) & (at >= low[..., None] // BLOCK)
-    whole = (at < at[:, None]) & (at * BLOCK >= high[..., None])
+    `[b, 1, n]`, and which come first `[b, 1, n, m]`, int32; then of each block of keys the blocks of queries.
+
+    first: int64 `[b, s]`, the first position that a query sees. queries, keys: positions, `[s]` and `[k]`.
+    """
+    (low, high), (begin, end) = _ends(first[:, None]), _ends(queries)
+    lowest, highest = _ends(keys)
+    seen = (lowest <= end[:, None]) & (highest >= low[..., None])
+    whole = (highest <= begin[:, None]) & (lowest >= high[..., None]) & (_filled(queries)[:, None] & _filled(keys))
     found = []
-    for blocks in (seen & ~whole, whole):
+    for blocks in (seen & ~whole, whole, (seen & ~whole).mT, whole.mT):
         order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
         found += [blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)]
-    return found[0], found[1], found[2], found[3]
+    return tuple(x.contiguous() for x in found)  # the kernel steps from block to block by one
+
+
+def _ends(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of each block, `[..., s]` -> `[..., n]`; the last block may be a short one."""
+    short = -x.shape[-1] % BLOCK
+    low, high = (F.pad(x, (0, short), value=fill).unflatten(-1, (-1, BLOCK)) for fill in (1 << 40, -1))
+    return low.amin(-1), high.amax(-1)
+
+
+def _filled(x: Tensor) -> Tensor:
+    """Whether a block has all of its tokens."""
+    return torch.arange(BLOCK, len(x) + BLOCK, BLOCK, device=x.device) <= len(x)
 
 
 MASKED: dict[str, Attend] = {"varlen": _varlen, "flex": _flexible}

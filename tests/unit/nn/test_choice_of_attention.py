@@ -35,6 +35,10 @@ PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False
         ({"rewrites": True}, "tiled"),
         ({"in_parts": True}, "flash"),
         ({"in_parts": True, "channels": 60}, "tiled"),
+        ({"device": GPU, "in_parts": True, "channels": 60}, "flex"),
+        ({"device": GPU, "in_parts": True, "channels": 12, "hides": True}, "tiled"),
+        ({"device": GPU, "in_parts": True, "hides": True}, "flex"),
+        ({"device": GPU, "in_parts": True, "rewrites": True}, "tiled"),
         ({"in_parts": True, "channels": 264}, "tiled"),
         ({"in_parts": True, "hides": True}, "tiled"),
         ({"in_parts": True, "rewrites": True}, "tiled"),
@@ -48,7 +52,8 @@ PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False
         ({"device": GPU, "bends": True, "hides": True}, "flex"),
         ({"device": GPU, "bends": True, "queries": 1}, "tiled"),
         ({"device": GPU, "bends": True, "rewrites": True}, "tiled"),
-        ({"device": GPU, "bends": True, "in_parts": True}, "tiled"),
+        ({"device": GPU, "bends": True, "channels": 8}, "tiled"),
+        ({"device": GPU, "bends": True, "in_parts": True}, "flex"),
     ],
 )
 def test_the_first_kernel_that_can_and_works(changes: dict[str, object], kernel: str) -> None:
@@ -107,8 +112,8 @@ def plain_flex(
 def test_blocks_are_those_that_somebody_sees(s: int, window: int | None, documents: bool) -> None:
     at = torch.arange(s)
     starts = torch.stack((at // 70 * 70, at // 200 * 200, at * 0)) if documents else None
-    sight = Visibility.of(at, at, window=window, document_starts=starts)
-    found = masked.block_mask(sight, 3, s, masked.seen_blocks)
+    sight = Visibility.of(at, at, window=window, document_starts=starts, at=0)
+    found = masked.block_mask(sight, 3, masked.seen_blocks)
     expected = create_block_mask(found.mask_mod, 3, None, s, s, device="cpu")
     assert torch.equal(found.to_dense().expand_as(expected.to_dense()), expected.to_dense())
     dense = torch.ones(3, s, s, dtype=torch.bool) & sight.dense()
@@ -137,11 +142,11 @@ def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window
     if bends.get("sinks"):
         inputs.append(torch.linspace(-1, 3, 4, dtype=torch.float64).requires_grad_())
         bends = bends | {"sinks": inputs[-1]}
-    sight = Visibility.of(at, at, window=window, document_starts=starts)
-    with patch.object(masked, "_flex", lambda: (plain_flex, masked.seen_blocks)):
+    sight = Visibility.of(at, at, window=window, document_starts=starts, at=0)
+    with patch.object(masked, "flex", lambda: (plain_flex, masked.seen_blocks)):
         found = masked.MASKED["flex"](q, k, v, sight, **bends)
         results = found, *torch.autograd.grad(found, inputs, dy)
-    with torch.no_grad(), patch.object(masked, "_flex", lambda: (flex_attention, masked.seen_blocks)):
+    with torch.no_grad(), patch.object(masked, "flex", lambda: (flex_attention, masked.seen_blocks)):
         theirs = masked.MASKED["flex"](*(x.detach() for x in (q, k, v)), sight, **bends)
     torch.testing.assert_close(theirs, found, rtol=1e-6, atol=1e-6)  # its log-sums are fp32
     expected = tiled_attention(q, k, v, sight, **bends)

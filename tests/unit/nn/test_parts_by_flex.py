@@ -1,0 +1,170 @@
+"""Flex attention over a sequence in parts, against tiles over all of it: windows, documents, caps and sinks of a ring.
+
+A CPU has no gradient of flex attention: there its documented formula is in its place. A GPU tries the kernel itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from equivalence.layouts import TINY
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from megalite.nn.attention import masked
+from megalite.nn.attention.choose import flex_parts_work
+from megalite.nn.attention.parts import FlexKernel
+from megalite.nn.attention.tiles import tiled_attention
+from megalite.parallel.context import sequence_order
+from megalite.parallel.context.ring import empty_result
+from megalite.rehearsal import rehearse_run, rehearsed
+from megalite.visibility import Visibility
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PLACES = [
+    pytest.param("cpu", torch.float64, 1e-11, id="cpu fp64"),
+    pytest.param("cuda", torch.bfloat16, 2e-2, id="cuda bf16", marks=CUDA),
+    pytest.param("cuda", torch.float32, 1e-2, id="cuda fp32", marks=CUDA),
+]
+
+
+def by_formula(
+    query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_mask: Any, scale: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """What flex_attention is documented to compute; who sees nothing has a result of 0 and a log-sum of -inf."""
+    n, heads, s, k = *query.shape[:3], key.shape[2]
+    key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = query @ key.mT * scale
+    at, keys = torch.arange(s), torch.arange(k)
+    scores = scores if score_mod is None else score_mod(scores, at, at, at, at)
+    shown = block_mask.mask_mod(torch.arange(n)[:, None, None], at, at[:, None], keys).expand(n, s, k)[:, None]
+    sums = scores.masked_fill(~shown, -torch.inf).logsumexp(-1)
+    weights = (scores - sums.masked_fill(sums.isinf(), 0)[..., None]).exp().masked_fill(~shown, 0)
+    return weights @ value, sums
+
+
+@contextmanager
+def flex_by(attend: Any) -> Iterator[None]:
+    with patch.object(masked, "flex", lambda: (attend, masked.seen_blocks)):
+        yield
+
+
+def in_parts(tensors: list[Tensor], size: int, starts: Tensor | None, window: int | None, cap: float | None) -> Any:
+    """(result, dq, dk, dv) by what each of `size` ranks computes of the keys of each."""
+    q, k, v, dy = tensors
+    kernel, order = FlexKernel(q.shape[2], softcap=cap), sequence_order(len(q), size, q.device).chunk(size)
+    y, grads = torch.empty_like(dy), [torch.zeros_like(x) for x in (q, k, v)]
+    for own in order:
+        begins = None if starts is None else starts[:, own]
+        seen = [(Visibility.of(own, keys, window=window, document_starts=begins), keys) for keys in order]
+        pieces = [(kernel.operands(q[own], k[keys], v[keys]), sight, keys) for sight, keys in seen]
+        out, lse = empty_result(pieces[0][0][0])
+        for operands, sight, _ in pieces:
+            kernel.forward(out, lse, operands, sight)
+        y[own] = kernel.result(out, q[own])
+        given = kernel.output_gradient(dy[own], y[own], q[own])
+        for operands, sight, keys in pieces:
+            a, b, c = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in operands)
+            kernel.backward((a, b, c), *given, lse, operands, sight)
+            for whole, at, part in zip(
+                grads, (own, keys, keys), kernel.input_gradients((a, b, c), (q[own], k[keys], v[keys])), strict=True
+            ):
+                whole[at] += part
+    return y, *grads
+
+
+def difference(found: Any, expected: Any) -> float:
+    return max(float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(found, expected, strict=True))
+
+
+def drawn(s: int, r: int, d: int, device: str, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(s + r)
+    shapes = ((s, 2, 2, r, d), (s, 2, 2, d), (s, 2, 2, d), (s, 2, 2 * r * d))
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(device, dtype) for x in shapes]
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), PLACES)
+@pytest.mark.parametrize("r", [1, 3])
+@pytest.mark.parametrize(
+    ("size", "window", "documents", "cap"),
+    [(1, 70, True, None), (2, 5, False, None), (2, None, True, 1.5), (4, 40, True, None), (4, None, False, 2.0)],
+)
+def test_parts_are_the_whole(
+    device: str, dtype: torch.dtype, tolerance: float, r: int, size: int, window: int | None, documents: bool, cap: Any
+) -> None:
+    s = 140 * size
+    tensors, at = drawn(s, r, 16, device, dtype), torch.arange(s, device=device)
+    starts = torch.stack((at // 90 * 90, at // 300 * 300)) if documents else None
+    leaves = [x.double().requires_grad_() for x in tensors[:3]]
+    sight = Visibility.of(at, at, window=window, document_starts=starts)
+    y = tiled_attention(leaves[0], leaves[1], leaves[2], sight, softcap=cap)
+    expected = y.detach(), *torch.autograd.grad(y, leaves, tensors[3].double())
+    with flex_by(by_formula) if device == "cpu" else nullcontext():
+        found = in_parts(tensors, size, starts, window, cap)
+    assert difference(found, expected) < tolerance
+
+
+def test_the_formula_is_the_librarys() -> None:
+    """Where a query sees nothing of a part, too; blocks beside those that the library makes of a mask."""
+    q, k, v, _ = drawn(300, 2, 16, "cpu", torch.float64)
+    own, keys = torch.cat((torch.arange(50), torch.arange(250, 300))), torch.arange(100, 300)
+    starts = torch.stack((own // 90 * 90, own * 0))
+    kernel = FlexKernel(2, softcap=1.5)
+    operands = kernel.operands(q[own], k[keys], v[keys])
+    results, masks = [], []
+
+    def keeps(*given: Any, **named: Any) -> Any:
+        masks.append(named["block_mask"])
+        return flex_attention(*given, **named)
+
+    for attend in (by_formula, keeps):
+        out, lse = empty_result(operands[0])
+        with flex_by(attend):
+            kernel.forward(out, lse, operands, Visibility.of(own, keys, window=60, document_starts=starts))
+        results.append((out, lse))
+    assert bool((results[0][1] == -torch.inf).any())
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)  # its log-sums are fp32
+    (mask,) = masks
+    by_keys = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+    by_library = BlockMask.from_kv_blocks(*by_keys, 128, mask.mask_mod, (100, 200))
+    for name in ("q_num_blocks", "full_q_num_blocks", "q_indices", "full_q_indices"):
+        assert torch.equal(getattr(mask, name), getattr(by_library, name)), name
+        assert getattr(mask, name).is_contiguous(), name
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather"])
+def test_a_ring_launches_one_kernel_a_part_and_the_host_waits_for_none(kind: str) -> None:
+    """In tiles there were 7,337 launches a layer at 8,192 tokens, and reads of positions and of documents."""
+    flags = (
+        f"--no-fp64 --bf16 --context-parallel-size 2 --cp-comm-type {kind} --reset-attention-mask --window-size 3000,0 "
+        "--attn-logit-softcapping 30 --hidden-size 64 --seq-length 8192 --global-batch-size 1 --num-layers"
+    )
+    launches = []
+    for layers in ("1", "3"):
+        found = rehearse_run(rehearsed([*TINY, *flags.split(), layers, "--micro-batch-size", "1"], 2, steps=1), [0])
+        record = found.records[0]
+        assert [str(fault) for fault in found.faults] == [] and record.problem is None
+        assert not any("attention/" in text for which, _, _, _, text in record.log if which == "sync")
+        launches.append(record.launches)
+    assert launches[1] - launches[0] <= 2 * 173
+
+
+def test_a_kernel_that_is_wrong_in_parts_is_not_chosen() -> None:
+    place = torch.device("cpu"), torch.float64
+    with flex_by(by_formula):
+        assert flex_parts_work.__wrapped__(*place)
+
+    def unmerged(*given: Any, **named: Any) -> Any:
+        y, sums = by_formula(*given, **named)
+        return y, sums * 0.9
+
+    with flex_by(unmerged):
+        assert not flex_parts_work.__wrapped__(*place)
+    with flex_by(lambda *given, **named: by_formula(*given, **{**named, "score_mod": None})):
+        assert not flex_parts_work.__wrapped__(*place)
