@@ -7,7 +7,7 @@ asked for, and the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -31,7 +31,6 @@ from megalite.config import (
 from megalite.engine import Hyperparameters, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.microbatch import Microbatch
-from megalite.nn.init import logical_normal
 from megalite.optim import LossScaler
 from megalite.parallel.context import SequenceCut
 from megalite.parallel.pipeline import executor_of
@@ -87,7 +86,7 @@ class TrainingStep:
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
         ranges = stage_layer_ranges(config, self.program)
-        with mock.patch("megalite.nn.init.logical_normal", normal_of(device)):
+        with weights_drawn_on(device):
             built = build_model(config, mesh, self.program, ranges, device)
         numbers = Hyperparameters(update.lr, update.weight_decay, update.clip_grad, 1.0, iteration=1, samples=0)
         self.updater = Updater(
@@ -132,16 +131,14 @@ class TrainingStep:
         return Variant(self.step, divide_by=self.batches)
 
 
-def normal_of(device: torch.device) -> Callable[..., None]:
-    """What draws initial weights: on a GPU its own generator, since no time depends on their values and the host's
-    would take longer than all that is measured."""
-    if device.type == "cpu":
-        return logical_normal
+def weights_drawn_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Initial weights of a GPU come from its own generator, since no time depends on their values and the host's would
+    take longer than all that is measured."""
 
     def draw(*place: Any, std: float, seed: int, out: Tensor) -> None:
         out.normal_(0.0, std)
 
-    return draw
+    return nullcontext() if device.type == "cpu" else mock.patch("megalite.nn.init.logical_normal", draw)
 
 
 def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_size: int) -> Config:
