@@ -10,7 +10,7 @@
     tiled      anywhere   everything: dropout of weights, fp32 scores
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
-with tiles. The choice is logged.
+with tiles (`trials.py`). The choice is logged.
 
 Adding one: its file in this room, a row of `KERNELS` before those that it is faster than, and its call in `core.py`
 (`context.py`, where parts of a ring are meant); without it the assertion there fails. What it keeps:
@@ -20,28 +20,18 @@ Adding one: its file in this room, a row of `KERNELS` before those that it is fa
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megalite.inventory import BLOCKED_FROM, BLOCKED_UP_TO
-from megalite.nn.attention.flash import FlashKernel
-from megalite.nn.attention.masked import MASKED, Attend
-from megalite.nn.attention.parts import FlexKernel
-from megalite.nn.attention.tiles import TileKernel, tiled_attention
-from megalite.parallel.context import empty_result
-from megalite.visibility import Visibility
+from megalite.nn.attention.masked import FLEX, VARLEN
+from megalite.nn.attention.trials import flash_works, flex_parts_work, masked_works
 
-logger = logging.getLogger(__name__)
-
-FLASH, BLOCKED, FUSED, VARLEN, FLEX, TILED = "flash", "blocked", "fused", "varlen", "flex", "tiled"
+FLASH, BLOCKED, FUSED, TILED = "flash", "blocked", "fused", "tiled"  # beside VARLEN and FLEX
 WIDEST_HEAD, NARROWEST_HEAD = 256, 16
-CLOSE = 0.02
-"""Largest difference from tiles, as a part of the largest value; rounding to 16 bits stays below it."""
 
 
 @dataclass(frozen=True)
@@ -123,111 +113,6 @@ def _compiled(need: Need) -> bool:
 def _by_flash(need: Need) -> bool:
     plain = need.in_parts and not (need.hides or need.bends or need.rewrites)
     return plain and need.channels % 8 == 0 and need.channels <= WIDEST_HEAD
-
-
-@functools.cache
-def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries the kernel on parts, squares on the diagonal and whole rectangles, merged."""
-    return _parts_work(FlashKernel(2), TileKernel(2), device, dtype, None)
-
-
-@functools.cache
-def flex_parts_work(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries the kernel on parts with a cap, documents and a window; some queries see nothing of a part."""
-    at = torch.arange(256)
-    starts = torch.stack((at // 100 * 100, at * 0))
-    return _parts_work(FlexKernel(2, softcap=2.0), TileKernel(2, softcap=2.0), device, dtype, starts)
-
-
-def _parts_work(
-    kernel: TileKernel, tiles: TileKernel, device: torch.device, dtype: torch.dtype, starts: Tensor | None
-) -> bool:
-    """Of the second and last quarters of a sequence, whose keys come in two parts. starts: None for a kernel that takes
-    positions on the host."""
-    at = torch.arange(256)
-    rows = torch.cat((at[64:128], at[192:]))
-    case = _drawn(((128, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (128, 2, 256)), device, dtype)
-
-    def result(kernel: TileKernel, place: torch.device) -> tuple[Tensor, ...]:
-        window, begins = (None, None) if starts is None else (70, starts[:, rows].to(place))
-        return _gradients(
-            kernel, Visibility.of(rows.to(place), at.to(place), window=window, document_starts=begins), *case
-        )
-
-    try:
-        found = result(kernel, at.device if starts is None else device)
-        fits = _worst(found, result(tiles, device)) < CLOSE
-    except Exception as error:  # whatever a library that cannot do it raises
-        logger.info("attention to parts of a sequence without %s, which fails: %s", type(kernel).__name__, error)
-        return False
-    return fits
-
-
-@functools.cache
-def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries a kernel on documents, with and without a window; flex with caps and sinks, too."""
-    q, k, v, dy = _drawn(((256, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (256, 2, 256)), device, dtype)
-    at = torch.arange(256, device=device)
-    starts = torch.stack((at // 100 * 100, at * 0))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    sinks = torch.linspace(-2, 2, 4, device=device).requires_grad_()
-
-    def result(attend: Attend, sight: Visibility, **bends: Any) -> tuple[Tensor, ...]:
-        y = attend(q, k, v, sight, **bends)
-        return y, *torch.autograd.grad(y, [*inputs, *([sinks] if bends else [])], dy)
-
-    try:
-        cases: list[tuple[Visibility, dict[str, Any]]] = [
-            (Visibility.of(at, at, window=window, document_starts=starts, at=0), {}) for window in (None, 70)
-        ]
-        if name == FLEX:
-            cases += [
-                (Visibility.of(at, at, window=window, document_starts=None, at=0), {"softcap": 2.0, "sinks": sinks})
-                for window in (None, 70)
-            ]
-        fits = all(
-            _worst(result(MASKED[name], sight, **bends), result(tiled_attention, sight, **bends)) < CLOSE
-            for sight, bends in cases
-        )
-    except Exception as error:  # whatever a library that cannot do it raises
-        logger.info("attention without %s, which fails on %s: %s", name, device, error)
-        return False
-    if fits:
-        logger.info("attention to documents and windows in %s on %s: %s", str(dtype)[6:], device, name)
-    return fits
-
-
-def _drawn(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
-    return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-
-
-def _worst(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The largest difference, in those of each tensor's largest value; a difference that is no number is infinite."""
-    each = [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(found, expected, strict=True)]
-    return max(x if x == x else float("inf") for x in each)
-
-
-@torch.no_grad()
-def _gradients(
-    kernel: TileKernel, sight: Visibility, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
-) -> tuple[Tensor, ...]:
-    """(result, dq, dk, dv), of keys that come in two parts."""
-    operands = kernel.operands(q, k, v)
-    out, lse = empty_result(operands[0])
-    half = len(sight.keys) // 2
-    parts = [
-        (replace(sight, keys=sight.keys[at]), (operands[0], operands[1][:, at], operands[2][:, at]), at)
-        for at in (slice(0, half), slice(half, None))
-    ]
-    for seen, part, _ in parts:
-        kernel.forward(out, lse, part, seen)
-    y = kernel.result(out, q)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in operands)
-    given = kernel.output_gradient(dy, y, q)
-    for seen, part, at in parts:
-        kernel.backward((dq, dk[:, at], dv[:, at]), *given, lse, part, seen)
-    return y, *kernel.input_gradients((dq, dk, dv), (q, k, v))
 
 
 KERNELS = (

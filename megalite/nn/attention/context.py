@@ -10,9 +10,10 @@ from torch import Tensor
 
 from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
-from megalite.nn.attention.choose import FLASH, FLEX, TILED, Need, choose
+from megalite.nn.attention.choose import FLASH, TILED, Need, choose
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.flash import FlashKernel
+from megalite.nn.attention.masked import FLEX
 from megalite.nn.attention.parts import FlexKernel
 from megalite.nn.attention.tiles import TileKernel, WeightDropout, sinks_by_query
 from megalite.nn.uncompiled import Uncompiled

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
-from megalite.nn.attention.choose import BLOCKED, FLEX, FUSED, TILED, Need, choose
-from megalite.nn.attention.masked import MASKED
+from megalite.nn.attention.choose import BLOCKED, FUSED, TILED, Need, choose
+from megalite.nn.attention.masked import FLEX, MASKED
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.dropout import combine, site_key
 from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype

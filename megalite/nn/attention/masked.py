@@ -157,4 +157,5 @@ def _filled(x: Tensor) -> Tensor:
     return torch.arange(BLOCK, len(x) + BLOCK, BLOCK, device=x.device) <= len(x)
 
 
-MASKED: dict[str, Attend] = {"varlen": _varlen, "flex": _flexible}
+VARLEN, FLEX = "varlen", "flex"
+MASKED: dict[str, Attend] = {VARLEN: _varlen, FLEX: _flexible}

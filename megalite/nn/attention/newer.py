@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalite.nn.attention.choose import flash_works
+from megalite.nn.attention.trials import flash_works
 
 logger = logging.getLogger(__name__)
 

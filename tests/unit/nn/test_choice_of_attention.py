@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from megalite.nn.attention import choose as choosing
-from megalite.nn.attention import context, masked
+from megalite.nn.attention import context, masked, trials
 from megalite.nn.attention.choose import Need, choose
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.tiles import tiled_attention
@@ -84,12 +84,12 @@ def test_a_kernel_that_nobody_calls_is_no_tiles() -> None:
 def test_a_kernel_that_is_wrong_is_not_chosen() -> None:
     """Of a kernel whose results are off by a tenth the probe says no."""
     place = torch.device("cpu"), torch.float32
-    right = choosing.tiled_attention
+    right = trials.tiled_attention
     wrong = {"varlen": lambda *given, **more: right(*given, **more) * 1.1, "flex": right}
-    with patch.dict(choosing.MASKED, wrong):
-        assert not choosing.masked_works.__wrapped__("varlen", *place)
-        assert choosing.masked_works.__wrapped__("flex", *place)
-    assert choosing.flash_works(*place) and not choosing.flash_works(torch.device("cpu"), torch.int32)
+    with patch.dict(trials.MASKED, wrong):
+        assert not trials.masked_works.__wrapped__("varlen", *place)
+        assert trials.masked_works.__wrapped__("flex", *place)
+    assert trials.flash_works(*place) and not trials.flash_works(torch.device("cpu"), torch.int32)
 
 
 def plain_flex(

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite.nn.attention import masked
-from megalite.nn.attention.choose import flex_parts_work
 from megalite.nn.attention.parts import FlexKernel
 from megalite.nn.attention.tiles import tiled_attention
+from megalite.nn.attention.trials import flex_parts_work
 from megalite.parallel.context import sequence_order
 from megalite.parallel.context.ring import empty_result
 from megalite.rehearsal import rehearse_run, rehearsed
