@@ -47,7 +47,7 @@ AT_IMPORT = re.compile(
 NAMES_ITS_SUBJECT = re.compile(
     r"megalite\.config\.(update_rules|optimizer|values)|tools\.(compare_published|study_staleness)"
     r"|megalite\.testing\.(oracle|update_rules|preconditioned)"
-    r"|benchmarks\.(pipeline|megalite_step|shared_lab|tiers)"
+    r"|benchmarks\.(gpu|pipeline|megalite_step|shared_lab|single|tiers)"
 )
 # Who speaks to a command line: the parser and its help, the spelling itself, what runs commands and compares them.
 FACES = (
