@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+from megalite.config.optimizer import OptimizerArgs
 from megalite.errors import flag_of
 
 
@@ -32,59 +33,26 @@ class ArgumentFlag:
     apart: tuple[str, ...] = ()
 
 
-_ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
-_OF_ONE_OPTIMIZER = (
-    *_ADAM,
-    "sgd_momentum",
-    "lion_beta1",
-    "lion_beta2",
-    "muon_momentum",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "soap_beta1",
-    "soap_beta2",
-    "soap_eps",
-    "soap_precondition_frequency",
-    "soap_max_precond_dim",
-    "shampoo_beta1",
-    "shampoo_beta2",
-    "shampoo_eps",
-    "shampoo_matrix_eps",
-    "shampoo_precondition_frequency",
-    "shampoo_max_precond_dim",
-    "kfac_momentum",
-    "kfac_decay",
-    "kfac_damping",
-    "kfac_kl_clip",
-    "kfac_scale",
-    "kfac_inverse_frequency",
-    "kfac_factors",
-    "adafactor_scale_parameter",
-)
+def _fields(prefix: str, *arguments: str) -> dict[str, str]:
+    """Arguments, and fields whose names are `prefix` and the argument."""
+    return {argument: prefix + argument for argument in arguments}
+
 
 ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     "rope_scaling": ArgumentFlag(
         "scaling of RoPE, to read further than it was trained",
         {
-            "type": "rope_scaling_type",
-            "factor": "rope_scaling_factor",
-            "original_length": "rope_scaling_original_length",
-            "beta_fast": "yarn_beta_fast",
-            "beta_slow": "yarn_beta_slow",
+            **_fields("rope_scaling_", "type", "factor", "original_length"),
+            **_fields("yarn_", "beta_fast", "beta_slow"),
             "round_to_int": "yarn_correction_range_round_to_int",
-            "mscale": "mscale",
-            "mscale_all_dim": "mscale_all_dim",
+            **_fields("", "mscale", "mscale_all_dim"),
         },
         switch="use_rope_scaling",
     ),
     "mla": ArgumentFlag(
         "latent attention: keys and values of all heads are made of one small vector a token",
         {
-            "q_lora_rank": "q_lora_rank",
-            "kv_lora_rank": "kv_lora_rank",
-            "qk_head_dim": "qk_head_dim",
-            "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
-            "v_head_dim": "v_head_dim",
+            **_fields("", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
             "norm_epsilon": "latent_norm_epsilon",
         },
         switch="multi_latent_attention",
@@ -94,11 +62,8 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         {
             "variant": "experimental_attention_variant",
             "freq": "linear_attention_freq",
-            "key_head_dim": "linear_key_head_dim",
-            "value_head_dim": "linear_value_head_dim",
-            "num_key_heads": "linear_num_key_heads",
-            "num_value_heads": "linear_num_value_heads",
-            "conv_kernel_dim": "linear_conv_kernel_dim",
+            **_fields("linear_", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"),
+            **_fields("linear_", "conv_kernel_dim"),
         },
     ),
     "skip_freq": ArgumentFlag(
@@ -116,7 +81,7 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "mtp": ArgumentFlag(
         "multi-token prediction: tokens beyond the next one",
-        {"num_layers": "mtp_num_layers", "loss_scaling_factor": "mtp_loss_scaling_factor"},
+        _fields("mtp_", "num_layers", "loss_scaling_factor"),
     ),
     "glu": ArgumentFlag(
         "what is done to gate and value of a gated MLP before they are multiplied",
@@ -125,12 +90,8 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     "moe_router": ArgumentFlag(
         "how the router chooses and weighs experts",
         {
-            "score_function": "moe_router_score_function",
-            "pre_softmax": "moe_router_pre_softmax",
-            "num_groups": "moe_router_num_groups",
-            "group_topk": "moe_router_group_topk",
-            "topk_scaling_factor": "moe_router_topk_scaling_factor",
-            "bias": "moe_router_bias",
+            **_fields("moe_router_", "score_function", "pre_softmax", "num_groups", "group_topk"),
+            **_fields("moe_router_", "topk_scaling_factor", "bias"),
             "expert_bias": "moe_router_enable_expert_bias",
             "bias_update_rate": "moe_router_bias_update_rate",
         },
@@ -149,26 +110,17 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "mup": ArgumentFlag(
         "muP and CompleteP: what was tuned for a small model holds for a wide and a deep one",
-        {
-            "base_hidden_size": "mup_base_hidden_size",
-            "base_num_layers": "mup_base_num_layers",
-            "base_head_dim": "mup_base_head_dim",
-        },
+        _fields("mup_", "base_hidden_size", "base_num_layers", "base_head_dim"),
         switch="use_mup",
     ),
     "qk_clip": ArgumentFlag(
         "scores of attention, bounded by scaling the projections of queries and keys after an update",
-        {"threshold": "qk_clip_threshold", "alpha": "qk_clip_alpha"},
+        _fields("qk_clip_", "threshold", "alpha"),
         switch="qk_clip",
     ),
     "fp8": ArgumentFlag(
         "products of linear layers inside of blocks in 8 bits",
-        {
-            "format": "fp8_format",
-            "recipe": "fp8_recipe",
-            "amax_history_len": "fp8_amax_history_len",
-            "param_gather": "fp8_param_gather",
-        },
+        _fields("fp8_", "format", "recipe", "amax_history_len", "param_gather"),
     ),
     "zero_plus_plus": ArgumentFlag(
         "ZeRO-3 that sends less (ZeRO++), in 8 or 4 bits, and between nodes above all",
@@ -201,20 +153,15 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "lr_decay": ArgumentFlag(
         "length of the decay to `min_lr`; without it that of the training",
-        {"iters": "lr_decay_iters", "samples": "lr_decay_samples"},
+        _fields("lr_decay_", "iters", "samples"),
     ),
     "lr_warmup": ArgumentFlag(
         "linear warm-up of the learning rate, its length in one of three units",
-        {
-            "iters": "lr_warmup_iters",
-            "samples": "lr_warmup_samples",
-            "fraction": "lr_warmup_fraction",
-            "init": "lr_warmup_init",
-        },
+        _fields("lr_warmup_", "iters", "samples", "fraction", "init"),
     ),
     "lr_wsd_decay": ArgumentFlag(
         "final decay of WSD, its length in one of two units",
-        {"iters": "lr_wsd_decay_iters", "samples": "lr_wsd_decay_samples", "style": "lr_wsd_decay_style"},
+        _fields("lr_wsd_decay_", "iters", "samples", "style"),
     ),
     "weight_decay_ramp": ArgumentFlag(
         "weight decay that changes over the training",
@@ -222,16 +169,12 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "optimizer_args": ArgumentFlag(
         "numbers of single optimizers",
-        {**{name: name for name in _OF_ONE_OPTIMIZER}, "impl": "optimizer_impl"},
-        apart=_ADAM,
+        {**_fields("", *(field.name for field in fields(OptimizerArgs))), "impl": "optimizer_impl"},
+        apart=("adam_beta1", "adam_beta2", "adam_eps"),
     ),
     "optimizer_state": ArgumentFlag(
         "how moments and masters are kept",
-        {
-            "exp_avg_dtype": "exp_avg_dtype",
-            "exp_avg_sq_dtype": "exp_avg_sq_dtype",
-            "param_remainders": "store_param_remainders",
-        },
+        {**_fields("", "exp_avg_dtype", "exp_avg_sq_dtype"), "param_remainders": "store_param_remainders"},
     ),
     "offload": ArgumentFlag(
         "what lives in host memory or in files, to make room on the device",
@@ -249,16 +192,11 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "wandb": ArgumentFlag(
         "Weights & Biases",
-        {
-            "project": "wandb_project",
-            "exp_name": "wandb_exp_name",
-            "entity": "wandb_entity",
-            "save_dir": "wandb_save_dir",
-        },
+        _fields("wandb_", "project", "exp_name", "entity", "save_dir"),
     ),
     "profile": ArgumentFlag(
         "write a Chrome trace of some iterations with torch's profiler",
-        {"step_start": "profile_step_start", "step_end": "profile_step_end", "ranks": "profile_ranks"},
+        _fields("profile_", "step_start", "step_end", "ranks"),
         switch="profile",
     ),
     "dry_run": ArgumentFlag(
@@ -268,11 +206,11 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "sample": ArgumentFlag(
         "texts that the model writes during the training",
-        {"prompts": "sample_prompts", "interval": "sample_interval", "tokens": "sample_tokens"},
+        _fields("sample_", "prompts", "interval", "tokens"),
     ),
     "prometheus": ArgumentFlag(
         "the newest numbers of the run in Prometheus' format",
-        {"port": "prometheus_port", "file": "prometheus_file"},
+        _fields("prometheus_", "port", "file"),
     ),
     "eval_tasks": ArgumentFlag(
         "tasks of lm-evaluation-harness that measure the model during the training",

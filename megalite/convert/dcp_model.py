@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -22,7 +22,16 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import DcpFiles, Rectangle
 from megalite.convert.deepspeed_files import FOLDER, STATE, DeepSpeedFiles
-from megalite.convert.family import HuggingFaceFamily
+from megalite.convert.family import (
+    STACKED,
+    HuggingFaceFamily,
+    LayerRule,
+    Renamed,
+    TensorForm,
+    TensorPair,
+    join_groups,
+    split_groups,
+)
 from megalite.convert.hf_files import CONFIG, read_json
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.llama import LLAMA
@@ -35,22 +44,42 @@ from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
-# torchtitan's name of a layer of Llama -> Hugging Face's; `{}` is the number of a block.
-TITAN = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-    "layers.{}.attention_norm": "model.layers.{}.input_layernorm",
-    "layers.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
-    "layers.{}.attention.wq": "model.layers.{}.self_attn.q_proj",
-    "layers.{}.attention.wk": "model.layers.{}.self_attn.k_proj",
-    "layers.{}.attention.wv": "model.layers.{}.self_attn.v_proj",
-    "layers.{}.attention.wo": "model.layers.{}.self_attn.o_proj",
-    "layers.{}.feed_forward.w1": "model.layers.{}.mlp.gate_proj",
-    "layers.{}.feed_forward.w2": "model.layers.{}.mlp.down_proj",
-    "layers.{}.feed_forward.w3": "model.layers.{}.mlp.up_proj",
-}
-ROTATED = (".attention.wq.weight", ".attention.wk.weight")
+TITAN_BLOCK, TITAN_EMBEDDING = "layers.{i}.", "tok_embeddings"
+
+
+def halves(model: ModelConfig, rows: Tensor) -> Tensor:
+    """Of every head's rows those with even numbers first, then the odd ones: pairs of neighbours become two halves."""
+    return rows.unflatten(0, (-1, model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def neighbours(model: ModelConfig, rows: Tensor) -> Tensor:
+    """The inverse of `halves`."""
+    return rows.unflatten(0, (-1, 2, model.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _to_neighbours(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
+    q, k, v = split_groups(model, qkv)
+    return [neighbours(model, q), neighbours(model, k), v]
+
+
+def _from_neighbours(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
+    q, k, v = parts
+    return join_groups(model, [halves(model, q), halves(model, k), v])
+
+
+TITAN = (
+    LayerRule("embedding.word_embeddings", (TITAN_EMBEDDING,)),
+    *Renamed({"input_norm": "attention_norm", "mlp_norm": "ffn_norm"}, TITAN_BLOCK),
+    *Renamed(
+        {"attention.qkv": ("attention.wq", "attention.wk", "attention.wv")}, TITAN_BLOCK,
+        TensorForm(_to_neighbours, _from_neighbours),
+    ),
+    *Renamed({"attention.proj": "attention.wo", "mlp.fc2": "feed_forward.w2"}, TITAN_BLOCK),
+    *Renamed({"mlp.fc1": ("feed_forward.w1", "feed_forward.w3")}, TITAN_BLOCK, STACKED),
+    LayerRule("head.final_norm", ("norm",)),
+    LayerRule("head.output", ("output",)),
+)  # fmt: skip
+"""torchtitan's names of Llama's layers."""
 
 
 class DcpSource:
@@ -75,10 +104,13 @@ class DcpSource:
         self.family, self.model = read_model(raw, str(path))
         self.origin = Origin.of_folder(path.parent, raw, None)
         self.files = (DeepSpeedFiles if (self.directory / FOLDER).is_dir() else DcpFiles)(self.directory)
-        self._pairs = {pair.ours: pair for pair in self.family.pairs(self.model)}
+        named = self.family
+        if f"{TITAN_EMBEDDING}.weight" in self.files.names:
+            named = replace(named, rules=(*named.rules, *TITAN))
+        self._pairs = {pair.ours: pair for pair in named.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
-        names = [name for pair in self._pairs.values() for name in pair.theirs]
-        self.stored = [self._stored(name) for name in names]
+        self.stored = [name for pair in self._pairs.values() for name in pair.theirs]
+        names = (name for pair in self.family.pairs(self.model) for name in pair.theirs)
         if missing := [name for name, stored in zip(names, self.stored, strict=True) if stored not in self.files.names]:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
 
@@ -86,29 +118,21 @@ class DcpSource:
     def tokenizer(self) -> Tokenizer:
         return read_tokenizer(self.home, self.model.vocab_size)
 
-    @cached_property
-    def _titan(self) -> bool:
-        return "tok_embeddings.weight" in self.files.names
-
-    def _stored(self, name: str) -> str:
-        return titan_name(name) if self._titan else name
-
     def read(self, name: str, state: str = "") -> Tensor:
         """A logical tensor; state: what an optimizer keeps of it, by torch's name."""
         return self._pairs[name].form.to_ours(self.model, [self._tensor(*part) for part in self._parts(name, state)])
 
     def check_state(self, name: str, state: str) -> None:
         """Raises CheckpointError where what the optimizer keeps of a tensor is missing, or of another shape."""
-        for stored, shape, _ in self._parts(name, state):
+        for stored, shape in self._parts(name, state):
             self.require(stored) if self.files.flat else self._checked(stored, shape)
 
-    def _parts(self, name: str, state: str) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        """(Name there, shape, whether the rows are turned) of what a logical tensor is made of."""
+    def _parts(self, name: str, state: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(Name there, shape) of what a logical tensor is made of."""
         pair = self._pairs[name]
         like = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
-        for theirs, part in zip(pair.theirs, like, strict=True):
-            stored = self._stored(theirs)
-            yield f"{STATE}{stored}.{state}" if state else stored, tuple(part.shape), stored.endswith(ROTATED)
+        for stored, part in zip(pair.theirs, like, strict=True):
+            yield f"{STATE}{stored}.{state}" if state else stored, tuple(part.shape)
 
     def require(self, stored: str) -> None:
         """Raises CheckpointError where a tensor is not there."""
@@ -122,29 +146,9 @@ class DcpSource:
             what = f"shape {list(found)}, {CONFIG} says {list(shape)}"
             raise CheckpointError(f"{self.directory}: {stored}: {what}")
 
-    def _tensor(self, stored: str, shape: tuple[int, ...], turned: bool) -> Tensor:
+    def _tensor(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         self._checked(stored, shape)
-        values = self.files.read(stored).reshape(shape)
-        return halves(self.model, values) if turned else values
-
-
-def titan_name(name: str) -> str:
-    """Hugging Face's name of a tensor of Llama -> torchtitan's."""
-    layer, kind = name.rsplit(".", 1)
-    index = re.search(r"\.layers\.(\d+)\.", layer)
-    plain = layer if index is None else layer.replace(f".{index[1]}.", ".{}.", 1)
-    there = {theirs: titan for titan, theirs in TITAN.items()}.get(plain, plain)
-    return f"{there if index is None else there.replace('{}', index[1])}.{kind}"
-
-
-def halves(model: ModelConfig, rows: Tensor) -> Tensor:
-    """Of every head's rows those with even numbers first, then the odd ones: pairs of neighbours become two halves."""
-    return rows.reshape(-1, model.head_dim // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
-
-
-def neighbours(model: ModelConfig, rows: Tensor) -> Tensor:
-    """The inverse of `halves`."""
-    return rows.reshape(-1, 2, model.head_dim // 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+        return self.files.read(stored).reshape(shape)
 
 
 def write_dcp(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:
@@ -164,20 +168,15 @@ def write_dcp(source: ModelSource, directory: Path, *, dtype: torch.dtype | None
 
 
 def _rectangles(source: ModelSource, family: HuggingFaceFamily, dtype: torch.dtype | None) -> Iterator[Rectangle]:
-    model = source.model
-    titan = family.name == LLAMA.name
-    shapes = parameter_shapes(model)
+    model, shapes = source.model, parameter_shapes(source.model)
 
-    def part(ours: str, number: int, turned: bool) -> Tensor:
-        values = converted(ours, source.read(ours), dtype)
-        found = pairs[ours].form.to_theirs(model, values)[number]
-        return neighbours(model, found) if turned else found
+    def part(pair: TensorPair, number: int) -> Tensor:
+        return pair.form.to_theirs(model, converted(pair.ours, source.read(pair.ours), dtype))[number]
 
-    pairs = {pair.ours: pair for pair in family.pairs(model)}
-    for ours, pair in pairs.items():
-        stored = dtype or source.read(ours).dtype
-        like = pair.form.to_theirs(model, torch.empty(shapes[ours], device="meta"))
-        for number, (theirs, one) in enumerate(zip(pair.theirs, like, strict=True)):
-            name, shape = titan_name(theirs) if titan else theirs, tuple(one.shape)
-            values = partial(part, ours, number, titan and name.endswith(ROTATED))
-            yield Rectangle(name, shape, (0,) * len(shape), shape, stored, values)
+    named = replace(family, rules=TITAN) if family.name == LLAMA.name else family
+    for pair in named.pairs(model):
+        stored = dtype or source.read(pair.ours).dtype
+        like = pair.form.to_theirs(model, torch.empty(shapes[pair.ours], device="meta"))
+        for number, (name, one) in enumerate(zip(pair.theirs, like, strict=True)):
+            shape = tuple(one.shape)
+            yield Rectangle(name, shape, (0,) * len(shape), shape, stored, partial(part, pair, number))
