@@ -25,10 +25,10 @@ from torch import Tensor
 from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, resolve_checkpoint
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
-from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, HuggingFaceFamily, LayerRule
+from megalite.convert.family import GROUPED_TRANSPOSED, STACKED, TRANSPOSED, HuggingFaceFamily, LayerRule
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource
 from megalite.convert.hf_tokenizer import write_tokenizer
-from megalite.convert.llama import STACKED_ALL, STACKED_PAIRS
+from megalite.convert.llama import STACKED_PAIRS
 from megalite.convert.megalite_files import CheckpointSource
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import ORIGIN_META, Origin, hub_id_of, is_hub_id
@@ -341,7 +341,7 @@ def _their_rows(rule: LayerRule, adapter: Adapter, model: ModelConfig, b: Tensor
 def _pair_of_experts(rule: LayerRule, adapter: Adapter, a: Tensor, b: Tensor, *, nested: bool) -> Mapping[str, Tensor]:
     """A and B as peft keeps them beside a stacked parameter: `[E * R, in]` and `[out, R * E]`. nested: both layers of
     the experts have adapters, and peft wraps the first one's inside of the other's."""
-    if rule.form not in (STACKED_PAIRS, STACKED_ALL):
+    if rule.form not in (STACKED_PAIRS, STACKED):
         raise ConfigError(
             "`to`=peft: experts of this family have their columns elsewhere there; export merged (`to` hf)"
         )

@@ -9,7 +9,6 @@ the other order, head by head. Its optimizer: `dcp_state.py`; data and schedules
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from megalite.convert.family import (
     join_groups,
     split_groups,
 )
-from megalite.convert.hf_files import CONFIG, read_json
+from megalite.convert.hf_files import CONFIG, read_json, write_json
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.llama import LLAMA
 from megalite.convert.model_card import TrainingFacts
@@ -49,12 +48,12 @@ TITAN_BLOCK, TITAN_EMBEDDING = "layers.{i}.", "tok_embeddings"
 
 def halves(model: ModelConfig, rows: Tensor) -> Tensor:
     """Of every head's rows those with even numbers first, then the odd ones: pairs of neighbours become two halves."""
-    return rows.unflatten(0, (-1, model.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return rows.reshape(-1, model.head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def neighbours(model: ModelConfig, rows: Tensor) -> Tensor:
     """The inverse of `halves`."""
-    return rows.unflatten(0, (-1, 2, model.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return rows.reshape(-1, 2, model.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _to_neighbours(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
@@ -129,10 +128,8 @@ class DcpSource:
 
     def _parts(self, name: str, state: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(Name there, shape) of what a logical tensor is made of."""
-        pair = self._pairs[name]
-        like = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
-        for stored, part in zip(pair.theirs, like, strict=True):
-            yield f"{STATE}{stored}.{state}" if state else stored, tuple(part.shape)
+        for stored, shape in self._pairs[name].parts(self.model, self._shapes[name]):
+            yield f"{STATE}{stored}.{state}" if state else stored, shape
 
     def require(self, stored: str) -> None:
         """Raises CheckpointError where a tensor is not there."""
@@ -162,8 +159,7 @@ def write_dcp(source: ModelSource, directory: Path, *, dtype: torch.dtype | None
     source, family = source_and_family(source)
     with staged(directory, model=source.model, dtype=dtype) as staging:
         write_rectangles(staging, list(_rectangles(source, family, dtype)), {})
-        config = {"architectures": [family.architecture], "model_type": family.name, **family.write(source.model)}
-        (staging / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(staging / CONFIG, family.config(source.model))
     return directory
 
 
@@ -176,7 +172,5 @@ def _rectangles(source: ModelSource, family: HuggingFaceFamily, dtype: torch.dty
     named = replace(family, rules=TITAN) if family.name == LLAMA.name else family
     for pair in named.pairs(model):
         stored = dtype or source.read(pair.ours).dtype
-        like = pair.form.to_theirs(model, torch.empty(shapes[pair.ours], device="meta"))
-        for number, (name, one) in enumerate(zip(pair.theirs, like, strict=True)):
-            shape = tuple(one.shape)
+        for number, (name, shape) in enumerate(pair.parts(model, shapes[pair.ours])):
             yield Rectangle(name, shape, (0,) * len(shape), shape, stored, partial(part, pair, number))

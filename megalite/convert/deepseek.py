@@ -19,12 +19,14 @@ from torch import Tensor
 
 from megalite.config import Experts, FurtherTokens, Latent, ModelConfig, pattern_text
 from megalite.convert.family import HuggingFaceFamily, Renamed, TensorForm
-from megalite.convert.fields import MOST_LAYERS, Fields
+from megalite.convert.fields import Fields, read_rotary_share, with_rotary_share
 from megalite.convert.llama import QWEN_BLOCK, QWEN_RULES, STACKED, read_experts, read_shape, write_shape
 
 ATTENTION = "model.layers.{i}.self_attn."
 EPSILON = 1e-6
 """Of the norms of the small vectors, in all of these families."""
+FIXED = {"rope_interleave": True, "attention_bias": False}
+CHOICE = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 LAYER_TYPES = {"dense": False, "sparse": True}
 SIZES = {
     "kv_lora_rank": "kv_lora_rank", "qk_head_dim": "qk_nope_head_dim", "qk_pos_emb_head_dim": "qk_rope_head_dim",
@@ -69,11 +71,9 @@ LATENT_RULES = (
 
 def _sparse(fields: Fields, dense: int) -> Experts:
     """The experts; dense: layers in front without any, where the file does not say it."""
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
-    fields.only("moe_layer_freq", 1)
-    layers = [index >= _whole(fields, "first_k_dense_replace", dense) for index in range(_layers(fields))]
-    layers = fields.of_layers("mlp_layer_types", LAYER_TYPES, len(layers)) or layers
+    fields.fixed({**CHOICE, "moe_layer_freq": 1})
+    first = _whole(fields, "first_k_dense_replace", dense)
+    layers = fields.of_layers("mlp_layer_types", LAYER_TYPES, lambda index: index >= first)
     if not any(layers):
         raise fields.wrong("first_k_dense_replace", fields.get("first_k_dense_replace"), "leaves no layer with experts")
     numbers, width = read_experts(fields, "n_routed_experts"), fields.integer("moe_intermediate_size")
@@ -100,10 +100,6 @@ def _groups(fields: Fields, k: int) -> dict[str, Any]:
         what = f"not supported with topk_group {best} and {k} experts of a token (2 times topk_group of them)"
         raise fields.wrong("n_group", groups, what)
     return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
-
-
-def _layers(fields: Fields) -> int:
-    return min(fields.integer("num_hidden_layers"), MOST_LAYERS)
 
 
 def _further(fields: Fields) -> FurtherTokens:
@@ -134,8 +130,7 @@ def _write_sparse(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_latent(fields: Fields, dense: int, epsilon: float = EPSILON) -> ModelConfig:
-    fields.only("rope_interleave", True)
-    fields.only("attention_bias", False)
+    fields.fixed(FIXED)
     fields.only("num_key_value_heads", fields.integer("num_attention_heads"))
     ranks = fields.get("q_lora_rank")
     model = read_shape(
@@ -164,10 +159,8 @@ def _write_latent(model: ModelConfig) -> dict[str, Any]:
     return write_shape(dataclasses.replace(model, kv_channels=None)) | {
         "q_lora_rank": given.q_lora_rank,
         **{theirs: getattr(given, ours) for ours, theirs in SIZES.items()},
-        "rope_interleave": True,
-        "attention_bias": False,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        **FIXED,
+        **CHOICE,
         **_write_sparse(model),
     }
 
@@ -179,13 +172,11 @@ def _write_lite(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_glm(fields: Fields) -> ModelConfig:
-    bias, scaling = fields.flag("attention_bias", False), fields.section("rope_parameters")
-    part = scaling if scaling.get("partial_rotary_factor") is not None else fields
     return read_shape(
-        Fields(dict(fields.raw) | {"partial_rotary_factor": None}, fields.where),
+        fields.but(partial_rotary_factor=None),
         1e-5,
-        rotary_percent=part.number("partial_rotary_factor", 0.5),
-        add_qkv_bias=bias,
+        rotary_percent=read_rotary_share(fields, 0.5),
+        add_qkv_bias=fields.flag("attention_bias", False),
         qk_layernorm=fields.flag("use_qk_norm", False),
         experts=_sparse(fields, 1),
         further=_further(fields),
@@ -193,10 +184,7 @@ def _read_glm(fields: Fields) -> ModelConfig:
 
 
 def _write_glm(model: ModelConfig) -> dict[str, Any]:
-    written, part = write_shape(model), {"partial_rotary_factor": model.rotary_percent}
-    return written | {
-        "rope_parameters": written["rope_parameters"] | part,
-        **part,
+    return with_rotary_share(model, write_shape(model)) | {
         "attention_bias": model.has_qkv_bias,
         "use_qk_norm": model.qk_layernorm,
         **_write_sparse(model),

@@ -56,7 +56,7 @@ def _join_groups_transposed(model: ModelConfig, parts: Sequence[Tensor]) -> Tens
 SAME = TensorForm(lambda model, t: [t], lambda model, parts: parts[0])
 # Matrices `[in, out]` there (GPT-2's Conv1D), `[out, in]` here.
 TRANSPOSED = TensorForm(lambda model, t: [t.t()], lambda model, parts: parts[0].t())
-# Gate and value: two tensors there, one `[2, ...]` here.
+# Several tensors there (gate and value, or those of all experts), one `[n, ...]` here.
 STACKED = TensorForm(lambda model, t: list(t.unbind()), lambda model, parts: torch.stack(list(parts)))
 # Queries, keys, values: three tensors there, rows grouped by key/value head here.
 GROUPED = TensorForm(split_groups, join_groups)
@@ -109,6 +109,11 @@ class TensorPair:
     form: TensorForm
     copies: tuple[str, ...] = ()
 
+    def parts(self, model: ModelConfig, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes there. shape: here."""
+        like = self.form.to_theirs(model, torch.empty(shape, device="meta"))  # where it costs nothing
+        return [(name, tuple(part.shape)) for name, part in zip(self.theirs, like, strict=True)]
+
 
 @dataclass(frozen=True)
 class HuggingFaceFamily:
@@ -129,6 +134,10 @@ class HuggingFaceFamily:
     stacked: tuple[LayerRule, ...] = ()
     prefix: str = "model."
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        """What config.json says of it."""
+        return {"architectures": [self.architecture], "model_type": self.name, **self.write(model)}
 
     def pairs(self, model: ModelConfig) -> Iterator[TensorPair]:
         """Every tensor of this model, in its order."""

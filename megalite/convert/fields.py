@@ -5,7 +5,7 @@ RoPE is read and written for all families: transformers 5 has `rope_parameters`,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalite.config import ModelConfig, RopeScaling
@@ -61,11 +61,11 @@ class Fields:
             raise self.wrong(key, value, f"not supported ({', '.join(choices)})")
         return choices[value]
 
-    def of_layers(self, key: str, kinds: Mapping[str, bool], layers: int) -> list[bool] | None:
-        """What the words in a list mean, layer by layer; None where it is absent."""
-        words = self.get(key)
+    def of_layers(self, key: str, kinds: Mapping[str, bool], usual: Callable[[int], bool]) -> list[bool]:
+        """What the words in a list mean, layer by layer. usual: what it is of a layer where the list is absent."""
+        words, layers = self.get(key), self.integer("num_hidden_layers")
         if words is None:
-            return None
+            return [usual(index) for index in range(min(layers, MOST_LAYERS))]
         if not isinstance(words, list) or len(words) != layers or not all(word in [*kinds] for word in words):
             raise self.wrong(key, words, f"is not a list of {layers} of {', '.join(kinds)}")
         return [kinds[word] for word in words]
@@ -76,6 +76,15 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self.wrong(key, value, "is not an object")
         return Fields(value, f"{self.where}: {key}")
+
+    def but(self, **values: Any) -> Fields:
+        """The same object with other values."""
+        return Fields({**self.raw, **values}, self.where)
+
+    def fixed(self, values: Mapping[str, Any]) -> None:
+        """Refuses any other than these values (absent ones are fine)."""
+        for key, value in values.items():
+            self.only(key, value)
 
     def only(self, key: str, *allowed: Any) -> None:
         """Refuses any other value than those (an absent one is fine)."""
@@ -194,9 +203,7 @@ def read_rotaries(fields: Fields, base: float, window_base: float | None, *, hav
     by_kind = {kind: new.section(kind) for kind in ("full_attention", "sliding_attention")}
     if not any(kind in new.raw for kind in by_kind):
         by_kind = {"full_attention": new, "sliding_attention": Fields({}, new.where)}
-    full = Fields(dict(fields.raw) | {"rope_parameters": by_kind["full_attention"].raw}, fields.where)
-    if full.get("rope_theta") is None:
-        full = Fields(dict(full.raw) | {"rope_theta": base}, fields.where)
+    full = fields.but(rope_parameters=by_kind["full_attention"].raw, rope_theta=fields.get("rope_theta", base))
     found, local = read_rotary(full), by_kind["sliding_attention"]
     local.only("rope_type", "default")
     by_kind["full_attention"].only("truncate", True)  # transformers reads it elsewhere, and rounds
@@ -213,6 +220,20 @@ def _base(new: Fields, fields: Fields) -> float:
         if where.get(key) is not None:
             return where.number(key)
     return 10000.0
+
+
+def read_rotary_share(fields: Fields, usual: float, key: str = "partial_rotary_factor") -> float:
+    """The part of a head's channels that is rotated. usual, key: a part and a place where `rope_parameters` have
+    none."""
+    new = fields.section("rope_parameters")
+    stated = new.get("partial_rotary_factor") is not None
+    return new.number("partial_rotary_factor") if stated else fields.number(key, usual)
+
+
+def with_rotary_share(model: ModelConfig, written: Mapping[str, Any]) -> dict[str, Any]:
+    """written: a config.json without it."""
+    part = {"partial_rotary_factor": model.rotary_percent}
+    return {**written, "rope_parameters": written["rope_parameters"] | part, **part}
 
 
 def write_rotary(model: ModelConfig) -> Mapping[str, Any]:

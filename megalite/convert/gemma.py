@@ -10,15 +10,8 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule
-from megalite.convert.fields import MOST_LAYERS, Fields, name_there, read_rotaries, write_rotaries
-from megalite.convert.llama import (
-    RULES,
-    read_layer_kinds,
-    read_shape,
-    windows,
-    write_shape,
-    write_windows,
-)
+from megalite.convert.fields import Fields, name_there, read_rotaries, write_rotaries
+from megalite.convert.llama import RULES, read_layer_kinds, read_shape, windows, write_shape, write_windows
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "geglu-tanh", "gelu": "geglu", "silu": "swiglu"}
 GEMMA_RULES = (
@@ -28,34 +21,29 @@ GEMMA_RULES = (
     LayerRule("layers.{i}.post_mlp_norm", ("model.layers.{i}.post_feedforward_layernorm",)),
 )
 GLOBAL_BASE, WINDOW_BASE = 1e6, 1e4
+FIXED = {"attention_bias": False, "use_bidirectional_attention": False}
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def _read(fields: Fields) -> ModelConfig:
     if fields.get(SOFT_CAPS[0]) is not None:
         raise fields.wrong(SOFT_CAPS[0], fields.get(SOFT_CAPS[0]), "not supported (only null)")
-    layers = fields.integer("num_hidden_layers")
-    having = _windowed(fields, layers, fields.integer("sliding_window_pattern", 6))
+    step = fields.integer("sliding_window_pattern", 6)
+    having = read_layer_kinds(fields, lambda index: (index + 1) % step > 0)
     window_base = fields.number("rope_local_base_freq", WINDOW_BASE)
     rotaries = read_rotaries(fields, GLOBAL_BASE, window_base, having=having)
     return _model(fields, having, qk_layernorm=True, **rotaries)
 
 
 def _read_2(fields: Fields) -> ModelConfig:
-    raw = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **fields.raw}
-    having = _windowed(fields, fields.integer("num_hidden_layers"), 2)
-    return _model(Fields(raw, fields.where), having)
-
-
-def _windowed(fields: Fields, layers: int, step: int) -> list[bool]:
-    """Which layers have the window: all but each `step`-th, where the file does not say."""
-    return read_layer_kinds(fields, layers) or [(i + 1) % step > 0 for i in range(min(layers, MOST_LAYERS))]
+    usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    having = read_layer_kinds(fields, lambda index: index % 2 == 0)
+    return _model(Fields({**usual, **fields.raw}, fields.where), having)
 
 
 def _model(fields: Fields, having: list[bool], **more: Any) -> ModelConfig:
     """What Gemma 2 and 3 share. having: layers with a window."""
-    fields.only("attention_bias", False)
-    fields.only("use_bidirectional_attention", False)
+    fields.fixed(FIXED)
     width, scalar = fields.integer("head_dim", 256), fields.integer("query_pre_attn_scalar", 256)
     caps = {name: fields.number(name) for name in SOFT_CAPS if fields.get(name) is not None}
     return read_shape(
@@ -87,8 +75,7 @@ def _write_2(model: ModelConfig) -> dict[str, Any]:
         "hidden_activation": name_there(ACTIVATIONS, model.activation),
         "query_pre_attn_scalar": model.head_dim if model.softmax_scale is None else round(model.softmax_scale**-2),
         **write_windows(model),
-        "attention_bias": False,
-        "use_bidirectional_attention": False,
+        **FIXED,
         **{name: getattr(model, name) for name in SOFT_CAPS},
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.convert.family import GROUPED_TRANSPOSED, TRANSPOSED, HuggingFaceFamily, Renamed
-from megalite.convert.fields import Fields, name_there, read_common, write_common
+from megalite.convert.fields import Fields, name_there, read_common, read_rotary_share, write_common
 
 ACTIVATIONS = {"gelu_new": "gelu-tanh", "gelu_fast": "gelu-tanh", "gelu_pytorch_tanh": "gelu-tanh", "gelu": "gelu"}
 
@@ -78,9 +78,7 @@ def _write_gpt2(model: ModelConfig) -> Mapping[str, Any]:
 
 def _read_neox(fields: Fields) -> ModelConfig:
     fields.only("attention_bias", True)
-    newer = fields.section("rope_parameters")
-    stated = newer.get("partial_rotary_factor") is not None
-    share = newer.number("partial_rotary_factor") if stated else fields.number("rotary_pct", 0.25)
+    share = read_rotary_share(fields, 0.25, "rotary_pct")
     width = fields.integer("hidden_size") // fields.integer("num_attention_heads")
     if share > 1:
         raise fields.wrong("rotary_pct", share, "is not a part of a head's channels (at most 1)")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megalite.config import Experts, ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
-from megalite.convert.fields import MOST_LAYERS, Fields
+from megalite.convert.fields import Fields
 from megalite.convert.llama import (
     FC1,
     FC2,
@@ -47,20 +47,16 @@ GPT_OSS_RULES = (
     LayerRule(FC2 + ".weight", (EXPERTS + "down_proj",), TURNED),
     LayerRule(FC2 + ".bias", (EXPERTS + "down_proj_bias",)),
 )
-ALPHA = 1.702
+FIXED = {"attention_bias": True, "swiglu_alpha": 1.702, "hidden_act": "silu"}
 
 
 def _read(fields: Fields) -> ModelConfig:
-    fields.only("attention_bias", True)
-    fields.only("swiglu_alpha", ALPHA)
-    fields.only("hidden_act", "silu")
-    layers = fields.integer("num_hidden_layers")
-    usual = [index % 2 == 0 for index in range(min(layers, MOST_LAYERS))]
-    having = read_layer_kinds(fields, layers) or usual
+    fields.fixed(FIXED)
+    having = read_layer_kinds(fields, lambda index: index % 2 == 0)
     experts = Experts(
         **read_experts(fields, "num_local_experts"),
         moe_router_bias=True,
-        moe_aux_loss_coeff=read_balance(fields, layers, 0.001),
+        moe_aux_loss_coeff=read_balance(fields, len(having), 0.001),
     )
     return read_shape(
         fields,
@@ -80,9 +76,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return write_shape(model) | {
         "intermediate_size": model.expert_ffn_size,
         "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "attention_bias": True,
-        "swiglu_alpha": ALPHA,
+        **FIXED,
         "swiglu_limit": model.activation_func_clamp_value or 7.0,
         **write_windows(model),
         **write_experts(model, "num_local_experts"),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +45,16 @@ MAX_SHARD_ELEMENTS = 1 << 29  # 2 GiB in fp32: the memory that writing takes
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
+@contextmanager
+def safetensors(path: Path, wrong: str = "cannot be read") -> Iterator[Any]:
+    """The open file. Raises CheckpointError, which says what is `wrong`."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: {wrong} ({str(error)[:120]})") from None
+
+
 class HuggingFaceSource:
     """A Hugging Face directory, read tensor by tensor.
 
@@ -75,15 +86,8 @@ class HuggingFaceSource:
     @property
     def config(self) -> Config:
         """A configuration that describes the weights. Raises CheckpointError."""
-        file, name = self._files[self._pairs["embedding.word_embeddings.weight"].theirs[0]]
-        try:
-            with safe_open(self.directory / file, framework="pt") as opened:
-                kind = opened.get_slice(name).get_dtype()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self.directory / file}: cannot be read ({str(error)[:120]})") from None
-        if kind not in DTYPES:
-            raise CheckpointError(f"{self.directory / file}: {name}: dtype {kind} ({', '.join(DTYPES)})")
-        return config_of_weights(self.model, getattr(torch, DTYPES[kind]))
+        with self._entry(self._pairs["embedding.word_embeddings.weight"].theirs[0], tuple(DTYPES)) as (header, _, _):
+            return config_of_weights(self.model, getattr(torch, DTYPES[header.get_dtype()]))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -93,10 +97,9 @@ class HuggingFaceSource:
         pair = self._pairs[name]
         if pair.copies:
             return self._with_copies(pair)
-        # On the meta device the form costs nothing and tells what shapes belong there.
-        expected = pair.form.to_theirs(self.model, torch.empty(self._shapes[name], device="meta"))
-        parts = [self._tensor(n, tuple(like.shape)) for n, like in zip(pair.theirs, expected, strict=True)]
-        return pair.form.to_ours(self.model, parts)
+        return pair.form.to_ours(
+            self.model, [self._tensor(*part) for part in pair.parts(self.model, self._shapes[name])]
+        )
 
     def _with_copies(self, pair: TensorPair) -> Tensor:
         """A tensor that may be there several times, once the copies have been found equal. Raises CheckpointError."""
@@ -125,30 +128,28 @@ class HuggingFaceSource:
 
     def _stored(self, name: str, shape: tuple[int, ...] | None, dtypes: tuple[str, ...]) -> Tensor:
         """A tensor as it is in a file; shape: None: any."""
+        with self._entry(name, dtypes) as (header, where, values):
+            if (found := tuple(header.get_shape())) != shape and shape is not None:
+                raise CheckpointError(f"{where}: shape {list(found)}, {CONFIG} says {list(shape)}")
+            return values()
+
+    @contextmanager
+    def _entry(self, name: str, dtypes: tuple[str, ...]) -> Iterator[tuple[Any, str, Callable[[], Tensor]]]:
+        """(Header of a tensor in an open file, where that is, what reads its values). Raises CheckpointError."""
         file, stored_name = self._files[name]
-        path = self.directory / file
-        try:
-            with safe_open(path, framework="pt") as opened:
-                there = opened.get_slice(stored_name)
-                if there.get_dtype() not in dtypes:
-                    raise CheckpointError(f"{path}: {stored_name}: dtype {there.get_dtype()} ({', '.join(dtypes)})")
-                if (found := tuple(there.get_shape())) != shape and shape is not None:
-                    raise CheckpointError(f"{path}: {stored_name}: shape {list(found)}, {CONFIG} says {list(shape)}")
-                tensor: Tensor = opened.get_tensor(stored_name)
-                return tensor
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({str(error)[:120]})") from None
+        where = f"{self.directory / file}: {stored_name}"
+        with safetensors(self.directory / file) as opened:
+            header = opened.get_slice(stored_name)
+            if header.get_dtype() not in dtypes:
+                raise CheckpointError(f"{where}: dtype {header.get_dtype()} ({', '.join(dtypes)})")
+            yield header, where, lambda: opened.get_tensor(stored_name)
 
     def _where_tensors_are(self) -> dict[str, tuple[str, str]]:
         """Full name -> (file, name in the file), from the files' own headers."""
         table: dict[str, tuple[str, str]] = {}
         for file in self._weight_files():
-            path = self.directory / file
-            try:
-                with safe_open(path, framework="pt") as opened:
-                    table |= {name: (file, name) for name in opened.keys()}  # noqa: SIM118  not a mapping
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not a safetensors file ({str(error)[:120]})") from None
+            with safetensors(self.directory / file, "not a safetensors file") as opened:
+                table |= {name: (file, name) for name in opened.keys()}  # noqa: SIM118  not a mapping
         if any(name.startswith(TEXT) for name in table):  # a model for images, too
             apart = sorted(name for name in table if name.startswith("model.") and not name.startswith(TEXT))
             table = {name.replace(TEXT, "model.", 1): table[name] for name in table.keys() - {*apart}}
@@ -217,16 +218,14 @@ def write_huggingface(
     with staged(directory, model=model, dtype=dtype) as staging:
         stored = _write_weights(source, family, staging, dtype)
         config = {
-            "architectures": [family.architecture],
-            "model_type": family.name,
-            **family.write(model),
+            **family.config(model),
             **special,
             "dtype": stored,
             "torch_dtype": stored,
             **({"transformers_version": version} if (version := source.origin.transformers_version) else {}),
         }
-        _write_json(staging / CONFIG, config)
-        _write_json(staging / GENERATION, generation_config(source.origin, source.tokenizer))
+        write_json(staging / CONFIG, config)
+        write_json(staging / GENERATION, generation_config(source.origin, source.tokenizer))
         write_tokenizer(source.tokenizer, staging)
         base = base or source.origin.hub_id
         card = model_card(model, family.name, source.origin, source.facts, base, adapters=False)
@@ -254,7 +253,7 @@ def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path
         weight_map |= dict.fromkeys(tensors, file)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(shards) > 1:
-        _write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        write_json(staging / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return str(first).removeprefix("torch.")
 
 
@@ -292,7 +291,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ layers is balanced, and here each layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,6 @@ STACKED_PAIRS = TensorForm(
     lambda model, t: list(t.flatten(0, 1).unbind()),
     lambda model, parts: torch.stack(list(parts)).unflatten(0, (-1, 2)),
 )
-# E tensors there, `[E, ...]` here.
-STACKED_ALL = TensorForm(lambda model, t: list(t.unbind()), lambda model, parts: torch.stack(list(parts)))
 MOST_EXPERTS = 4096
 MIXTRAL_BLOCK, QWEN_BLOCK = "model.layers.{i}.block_sparse_moe.", "model.layers.{i}.mlp."
 ROUTER, FC1, FC2 = "layers.{i}.mlp.router", "layers.{i}.mlp.experts.fc1", "layers.{i}.mlp.experts.fc2"
@@ -49,13 +47,13 @@ MIXTRAL_RULES = (
     *RULES,
     *Renamed({"mlp.router": "gate"}, MIXTRAL_BLOCK),
     *Renamed({"mlp.experts.fc1": ("experts.{e}.w1", "experts.{e}.w3")}, MIXTRAL_BLOCK, STACKED_PAIRS),
-    *Renamed({"mlp.experts.fc2": "experts.{e}.w2"}, MIXTRAL_BLOCK, STACKED_ALL),
+    *Renamed({"mlp.experts.fc2": "experts.{e}.w2"}, MIXTRAL_BLOCK, STACKED),
 )
 QWEN_RULES = (
     *RULES,
     LayerRule(ROUTER, (QWEN_BLOCK + "gate",)),
     LayerRule(FC1, (QWEN_BLOCK + "experts.{e}.gate_proj", QWEN_BLOCK + "experts.{e}.up_proj"), STACKED_PAIRS),
-    LayerRule(FC2, (QWEN_BLOCK + "experts.{e}.down_proj",), STACKED_ALL),
+    LayerRule(FC2, (QWEN_BLOCK + "experts.{e}.down_proj",), STACKED),
 )
 COEFFICIENT = "router_aux_loss_coef"
 
@@ -113,9 +111,9 @@ def _write_mistral(model: ModelConfig) -> Mapping[str, Any]:
 LAYER_KINDS = {"full_attention": False, "sliding_attention": True}
 
 
-def read_layer_kinds(fields: Fields, layers: int) -> list[bool] | None:
-    """Which layers have the window, as `layer_types` says; None where it is absent. Raises ConfigError."""
-    return fields.of_layers("layer_types", LAYER_KINDS, layers)
+def read_layer_kinds(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
+    """Which layers have the window, as `layer_types` says, else `usual`. Raises ConfigError."""
+    return fields.of_layers("layer_types", LAYER_KINDS, usual)
 
 
 def write_windows(model: ModelConfig) -> dict[str, Any]:
@@ -135,7 +133,7 @@ def windows(fields: Fields, having: Sequence[bool], usual: int | None = None) ->
 
 def _read_qwen_window(fields: Fields) -> dict[str, Any]:
     """The first `max_window_layers` layers have none; `layer_types`, where it is there, says it of each."""
-    layers, kinds = fields.integer("num_hidden_layers"), fields.get("layer_types")
+    kinds = fields.get("layer_types")
     if not fields.flag("use_sliding_window", False):
         if isinstance(kinds, list) and set(map(str, kinds)) != {"full_attention"}:
             raise fields.wrong("layer_types", kinds, "not supported without use_sliding_window")
@@ -143,8 +141,7 @@ def _read_qwen_window(fields: Fields) -> dict[str, Any]:
     first = fields.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
         raise fields.wrong("max_window_layers", first, "is not a number of layers")
-    behind = [index >= first for index in range(min(layers, MOST_LAYERS))]
-    return windows(fields, read_layer_kinds(fields, layers) or behind)
+    return windows(fields, read_layer_kinds(fields, lambda index: index >= first))
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:

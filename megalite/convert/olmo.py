@@ -9,15 +9,8 @@ from typing import Any
 
 from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule
-from megalite.convert.fields import MOST_LAYERS, Fields, read_rotaries, write_rotaries
-from megalite.convert.llama import (
-    RULES,
-    read_layer_kinds,
-    read_shape,
-    windows,
-    write_shape,
-    write_windows,
-)
+from megalite.convert.fields import Fields, read_rotaries, write_rotaries
+from megalite.convert.llama import RULES, read_layer_kinds, read_shape, windows, write_shape, write_windows
 
 OLMO_RULES = (
     *RULES,
@@ -42,18 +35,13 @@ def write_olmo(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_olmo3(fields: Fields) -> ModelConfig:
-    layers = fields.integer("num_hidden_layers")
-    usual = [(index + 1) % 4 != 0 for index in range(min(layers, MOST_LAYERS))]
-    having = read_layer_kinds(fields, layers) or usual
+    having = read_layer_kinds(fields, lambda index: (index + 1) % 4 != 0)
     rotaries = read_rotaries(fields, USUAL_BASE, None, having=having)
     return read_olmo(fields, **rotaries, **windows(fields, having, USUAL_WINDOW))
 
 
 def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
-    return write_olmo(model) | {
-        **write_windows(model),
-        **write_rotaries(model, None),
-    }
+    return {**write_olmo(model), **write_windows(model), **write_rotaries(model, None)}
 
 
 OLMO2 = HuggingFaceFamily("olmo2", "Olmo2ForCausalLM", OLMO_RULES, read_olmo, write_olmo)

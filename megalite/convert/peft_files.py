@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint import COMMITTED, committed, is_huggingface
 from megalite.convert.adapters import OUTER, PEFT_CONFIG, PEFT_WEIGHTS
-from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json
+from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json, safetensors
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError
@@ -97,15 +96,12 @@ class PeftSource(HuggingFaceSource):
             there = (self._adapters / "adapter_model.bin").is_file()
             why = "; adapter_model.bin is a pickle, which is not read: save it as safetensors" if there else ""
             raise CheckpointError(f"{path}: not found{why}")
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  not a mapping
-                    layer, _, kind = name.removeprefix(OUTER).removesuffix(".weight").rpartition(".lora_")
-                    if not layer or kind not in ("A", "B") or not name.startswith(OUTER):
-                        raise CheckpointError(f"{path}: {name[:120]} is no matrix of plain LoRA")
-                    found.setdefault(layer, {})[kind] = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: cannot be read ({str(error)[:120]})") from None
+        with safetensors(path) as opened:
+            for name in opened.keys():  # noqa: SIM118  not a mapping
+                layer, _, kind = name.removeprefix(OUTER).removesuffix(".weight").rpartition(".lora_")
+                if not layer or kind not in ("A", "B") or not name.startswith(OUTER):
+                    raise CheckpointError(f"{path}: {name[:120]} is no matrix of plain LoRA")
+                found.setdefault(layer, {})[kind] = opened.get_tensor(name)
         for layer, pair in found.items():
             shapes = [list(pair[kind].shape) if kind in pair else [] for kind in ("A", "B")]
             if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:

@@ -16,15 +16,7 @@ from torch import Tensor
 from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule, TensorForm
 from megalite.convert.fields import Fields
-from megalite.convert.llama import (
-    FC1,
-    FC2,
-    QWEN_BLOCK,
-    read_qwen3,
-    read_qwen3_moe,
-    write_qwen3,
-    write_qwen3_moe,
-)
+from megalite.convert.llama import FC1, FC2, QWEN_BLOCK, read_qwen3, read_qwen3_moe, write_qwen3, write_qwen3_moe
 from megalite.convert.qwen3_next import LINEAR, NEXT_RULES, read_mixed, write_mixed
 
 FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -75,8 +67,8 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_moe(fields: Fields) -> ModelConfig:
-    raw = {"intermediate_size": fields.integer("moe_intermediate_size", 512), **fields.raw, **FIXED}
-    return read_mixed(Fields(raw, fields.where), read_qwen3_moe)
+    width = fields.raw.get("intermediate_size", fields.integer("moe_intermediate_size", 512))
+    return read_mixed(fields.but(intermediate_size=width, **FIXED), read_qwen3_moe)
 
 
 def _write_moe(model: ModelConfig) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.config import Delta, Experts, ModelConfig, pattern_text
 from megalite.convert.family import STACKED, HuggingFaceFamily, LayerRule, Renamed, TensorForm
-from megalite.convert.fields import MOST_LAYERS, Fields
+from megalite.convert.fields import Fields, read_rotary_share, with_rotary_share
 from megalite.convert.llama import QWEN_BLOCK, QWEN_RULES, read_qwen3_moe, write_qwen3_moe
 
 LINEAR = "model.layers.{i}.linear_attn."
@@ -47,31 +47,26 @@ NEXT_RULES = (
 )
 
 
-def _linear_layers(fields: Fields) -> list[bool]:
-    layers, step = min(fields.integer("num_hidden_layers"), MOST_LAYERS), fields.integer("full_attention_interval", 4)
-    return fields.of_layers("layer_types", KINDS, layers) or [(index + 1) % step > 0 for index in range(layers)]
+SIZES = {
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""What each is where a file does not say it."""
 
 
 def read_mixed(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelConfig:
     """A model with DeltaNet in some layers. read: what it has of a family without. Raises ConfigError."""
-    linear, scaling = _linear_layers(fields), fields.section("rope_parameters")
-    part = scaling if scaling.get("partial_rotary_factor") is not None else fields
-    raw = {name: value for name, value in fields.raw.items() if name not in ("layer_types", "partial_rotary_factor")}
-    raw["head_dim"] = fields.integer("head_dim", 256)
-    model = read(Fields(raw, fields.where))
-    sizes = {
-        name: fields.integer(name, default)
-        for name, default in (
-            ("linear_key_head_dim", 128), ("linear_value_head_dim", 128), ("linear_num_key_heads", 16),
-            ("linear_num_value_heads", 32), ("linear_conv_kernel_dim", 4),
-        )
-    }  # fmt: skip
+    step = fields.integer("full_attention_interval", 4)
+    linear = fields.of_layers("layer_types", KINDS, lambda index: (index + 1) % step > 0)
+    width = fields.integer("head_dim", 256)
+    model = read(fields.but(layer_types=None, partial_rotary_factor=None, head_dim=width))
+    sizes = {name: fields.integer(name, usual) for name, usual in SIZES.items()}
     pattern = None if all(linear) else pattern_text(linear)
     given = Delta(experimental_attention_variant="gdn", linear_attention_freq=pattern, **sizes)
     return dataclasses.replace(
         model,
         delta=given if any(linear) else Delta(),
-        rotary_percent=part.number("partial_rotary_factor", 0.25),
+        rotary_percent=read_rotary_share(fields, 0.25),
         apply_layernorm_1p=True,
         attention_output_gate=True,
         experts=model.experts if model.experts.num_experts is None else _beside(model.experts, fields),
@@ -86,22 +81,15 @@ def _beside(experts: Experts, fields: Fields) -> Experts:
 
 def write_mixed(model: ModelConfig, written: Mapping[str, Any]) -> dict[str, Any]:
     """written: the entries of a family without DeltaNet."""
-    given, part = model.delta, {"partial_rotary_factor": model.rotary_percent}
-    some = given.experimental_attention_variant is not None
+    given, some = model.delta, model.delta.experimental_attention_variant is not None
     full, linear, width = *KINDS, model.experts.moe_shared_expert_intermediate_size
     layers = [some and model.listed("linear_attention_freq", index) for index in range(model.num_layers)]
     left_out = ("use_sliding_window", "sliding_window", "max_window_layers")
     return {
-        **{name: value for name, value in written.items() if name not in left_out},
-        **part,
-        "rope_parameters": written["rope_parameters"] | part,
+        **{name: value for name, value in with_rotary_share(model, written).items() if name not in left_out},
         "layer_types": [linear if layer else full for layer in layers],
         **({} if width is None else {"shared_expert_intermediate_size": width}),
-        "linear_key_head_dim": given.linear_key_head_dim,
-        "linear_value_head_dim": given.linear_value_head_dim,
-        "linear_num_key_heads": given.linear_num_key_heads,
-        "linear_num_value_heads": given.linear_num_value_heads,
-        "linear_conv_kernel_dim": given.linear_conv_kernel_dim,
+        **{name: getattr(given, name) for name in SIZES},
     }
 
 
