@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -95,9 +96,8 @@ def activations(config: Config, world: World, steps: int) -> dict[str, float]:
 
 def slope(widths: Sequence[int], values: Sequence[float]) -> float:
     """Of log value over log width, by least squares."""
-    xs, ys = [math.log(width) for width in widths], [math.log(max(value, 1e-300)) for value in values]
-    x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    logs = [math.log(max(value, 1e-300)) for value in values]
+    return statistics.linear_regression([math.log(width) for width in widths], logs).slope
 
 
 def table(widths: Sequence[int], measured: Sequence[Mapping[str, float]]) -> tuple[list[str], list[str]]:

@@ -18,8 +18,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, TensorShard, all_reduce_
+from megalite.comm import Axis, all_reduce_
 from megalite.config import QKClip
+from megalite.engine.versioned import VersionedState
 from megalite.microbatch import Microbatch
 from megalite.microbatch_notes import MicrobatchNotes
 from megalite.nn import Attention, largest_scores
@@ -48,13 +49,11 @@ class ScoreMaxima(MicrobatchNotes[str]):
         return found
 
 
-class QueryKeyClip:
+class QueryKeyClip(VersionedState):
     """A `VersionedState` without values of its own: scales the projections of this rank's attentions after STEP.
 
     axis: the ranks of a stage that hold the same heads. replicas: by stage, other ranks that do (Chimera).
     """
-
-    absent = ""
 
     def __init__(
         self, stages: Mapping[StageKey, Stage], settings: QKClip, axis: Axis, replicas: Mapping[int, Axis]
@@ -118,13 +117,3 @@ class QueryKeyClip:
                         flat[start - master.start : stop - master.start],
                         whole[start - range_.start :][: stop - start],
                     )
-
-    def copy(self, version: int, target: int) -> None:
-        """There is nothing to copy."""
-
-    def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
-        """There is nothing to save."""
-        return []
-
-    def after_load(self, version: int) -> None:
-        """There is nothing to take up."""

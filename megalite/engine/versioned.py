@@ -30,6 +30,7 @@ class VersionedState(Protocol):
     @property
     def absent(self) -> str:
         """See the class."""
+        return ""
 
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
         """Writes the state of weight version `version`. Collective over the ranks of each stage.
@@ -40,10 +41,13 @@ class VersionedState(Protocol):
 
     def copy(self, version: int, target: int) -> None:
         """Makes the state of version `target` that of `version`."""
+        return None
 
     def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
         """The state of a version, as a checkpoint holds it (views). A name that begins with `optimizer/` is left out by
-        `--no-load-optim`."""
+        `--no-load-optim`. None, where the state has no values of its own."""
+        return []
 
     def after_load(self, version: int) -> None:
         """Values were written through `shards(version)`."""
+        return None

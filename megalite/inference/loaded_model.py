@@ -8,7 +8,6 @@ nothing of it is changed. Each rank reads what it holds.
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +15,20 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import CheckpointReader, Meta, copy_extras, is_huggingface, read_manifest, resolve_checkpoint
+from megalite.checkpoint import CheckpointReader, Meta, is_huggingface, read_manifest, resolve_checkpoint
 from megalite.comm import Axis, Channel, ExpertAxes, ParallelMesh, TensorShard, World, open_channel
 from megalite.config import Config, DeviceOptions, ParallelConfig, layout_problems
-from megalite.convert import BASE_META, ORIGIN_META, HuggingFaceSource, Origin, PeftSource, is_peft, stop_tokens
-from megalite.data import Tokenizer, load_tokenizer
+from megalite.convert import (
+    BASE_META,
+    ORIGIN_META,
+    CheckpointSource,
+    HuggingFaceSource,
+    Origin,
+    PeftSource,
+    is_peft,
+    stop_tokens,
+)
+from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation import Generator, ModelParts
 from megalite.inventory import placement_of, stage_layer_ranges
@@ -177,7 +185,7 @@ def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool, base: Pat
     path = resolve_checkpoint(directory, ckpt_step, advice=advice)
     manifest = read_manifest(path)
     config = config_of(path, manifest)
-    _ = CheckpointReader(path, use_ema=use_ema)
+    reader = CheckpointReader(path, use_ema=use_ema)
     if base is not None and BASE_META not in manifest.meta:
         raise ConfigError(f"`base`={base}: {path} holds a whole model; drop it")
     if config.model.is_foreign:
@@ -185,12 +193,10 @@ def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool, base: Pat
             f"{path}: holds a `model_module` ({config.model.module.model_module}); evaluate it by "
             "pretrain_gpt.py --skip-train --load, or give the module its weights (megalite.read_weights)"
         )
-    with tempfile.TemporaryDirectory(prefix="megalite-tokenizer-") as folder:
-        copy_extras(path, manifest, Path(folder))
-        tokenizer = load_tokenizer(folder, f"`load`={path}")
     meta = Meta(manifest.meta, str(path))
     progress = meta.integer("iteration", 0), meta.integer("consumed_samples", 0)
     origin = Origin.from_meta(manifest.meta.get(ORIGIN_META))
+    tokenizer = CheckpointSource.tokenizer_of(reader)
     return _Found(path, config, tokenizer, origin, progress, partial(load_model, path, use_ema, base))
 
 

@@ -106,10 +106,6 @@ def _delta(model: ModelConfig) -> Contents:
     ]
 
 
-def _whole(model: ModelConfig) -> int:
-    return model.hidden_size
-
-
 def _compressed(model: ModelConfig) -> int:
     return (model.latent.q_lora_rank or model.hidden_size) + model.latent.compressed
 
@@ -119,11 +115,11 @@ class Mixer(NamedTuple):
     its heads."""
 
     contents: Callable[[ModelConfig], Contents]
-    entering: Callable[[ModelConfig], int]
+    entering: Callable[[ModelConfig], int] = lambda model: model.hidden_size
 
 
 MIXERS: Mapping[str, Mixer] = {
-    "attention": Mixer(_attention, _whole),
+    "attention": Mixer(_attention),
     "latent": Mixer(_latent, _compressed),
-    "delta": Mixer(_delta, _whole),
+    "delta": Mixer(_delta),
 }

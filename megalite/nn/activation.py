@@ -7,14 +7,18 @@ activation again in backward needs no second graph for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.nn.clamped_gate import Elementwise, Gradient, clamped, quick_geglu, quick_geglu_gradient
 
+Elementwise = Callable[[Tensor], Tensor]
+Gradient = Callable[[Tensor, Tensor], Tensor]
 aten = torch.ops.aten
+QUICK = 1.702
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -37,38 +41,19 @@ def gelu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dx
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * value."""
-    gate, value = x.chunk(2, -1)
-    return F.silu(gate) * value
+def silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    dx: Tensor = aten.silu_backward(dy, x)
+    return dx
 
 
-def swiglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    gate, value = x.chunk(2, -1)
-    return torch.cat([aten.silu_backward(dy * value, gate), dy * F.silu(gate)], -1)
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x), which gpt-oss has for GELU (arXiv 2508.10925)."""
+    return x * torch.sigmoid(QUICK * x)
 
 
-def geglu(x: Tensor) -> Tensor:
-    """gelu(gate) * value, exact GELU."""
-    gate, value = x.chunk(2, -1)
-    return F.gelu(gate) * value
-
-
-def geglu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    gate, value = x.chunk(2, -1)
-    return torch.cat([aten.gelu_backward(dy * value, gate, approximate="none"), dy * F.gelu(gate)], -1)
-
-
-def geglu_tanh(x: Tensor) -> Tensor:
-    """gelu_tanh(gate) * value."""
-    gate, value = x.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * value
-
-
-def geglu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    gate, value = x.chunk(2, -1)
-    dgate = aten.gelu_backward(dy * value, gate, approximate="tanh")
-    return torch.cat([dgate, dy * F.gelu(gate, approximate="tanh")], -1)
+def quick_gelu_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    opened = torch.sigmoid(QUICK * x)
+    return dy * opened * (1 + QUICK * x * (1 - opened))
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -80,29 +65,52 @@ def squared_relu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dy * F.relu(x) * 2
 
 
-ACTIVATIONS: dict[str, Elementwise] = {
-    "gelu": gelu,
-    "gelu-tanh": gelu_tanh,
-    "swiglu": swiglu,
-    "geglu": geglu,
-    "geglu-tanh": geglu_tanh,
-    "quick-geglu": quick_geglu,
-    "squared-relu": squared_relu,
-}
+def gated(plain: Elementwise, gradient: Gradient) -> tuple[Elementwise, Gradient]:
+    """(plain(gate) * value, its gradient)."""
 
-GRADIENTS: dict[str, Gradient] = {
-    "gelu": gelu_gradient,
-    "gelu-tanh": gelu_tanh_gradient,
-    "swiglu": swiglu_gradient,
-    "geglu": geglu_gradient,
-    "geglu-tanh": geglu_tanh_gradient,
-    "quick-geglu": quick_geglu_gradient,
-    "squared-relu": squared_relu_gradient,
+    def activation(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return plain(gate) * value
+
+    def activation_gradient(x: Tensor, dy: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return torch.cat([gradient(gate, dy * value), dy * plain(gate)], -1)
+
+    return activation, activation_gradient
+
+
+def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float | None) -> tuple[Elementwise, Gradient]:
+    """(A gated activation, its gradient) with the gate at most `most`, the value between it and its negative, and
+    `offset` added to the value (gpt-oss)."""
+    bound = torch.inf if most is None else most
+
+    def shifted(x: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        return torch.cat([gate.clamp(max=bound), value.clamp(-bound, bound) + offset], -1)
+
+    def shifted_gradient(x: Tensor, dy: Tensor) -> Tensor:
+        gate, value = x.chunk(2, -1)
+        within = torch.cat([gate <= bound, value.abs() <= bound], -1)
+        return gradient(shifted(x), dy) * within
+
+    return lambda x: plain(shifted(x)), shifted_gradient
+
+
+PAIRS: dict[str, tuple[Elementwise, Gradient]] = {
+    "gelu": (gelu, gelu_gradient),
+    "gelu-tanh": (gelu_tanh, gelu_tanh_gradient),
+    "swiglu": gated(F.silu, silu_gradient),
+    "geglu": gated(gelu, gelu_gradient),
+    "geglu-tanh": gated(gelu_tanh, gelu_tanh_gradient),
+    "quick-geglu": gated(quick_gelu, quick_gelu_gradient),
+    "squared-relu": (squared_relu, squared_relu_gradient),
 }
+ACTIVATIONS = {name: plain for name, (plain, _) in PAIRS.items()}
+GRADIENTS = {name: gradient for name, (_, gradient) in PAIRS.items()}
 
 
 def activation_of(config: ModelConfig) -> tuple[Elementwise, Gradient]:
     """(Activation, its gradient) of a model's MLPs."""
-    plain, gradient = ACTIVATIONS[config.activation], GRADIENTS[config.activation]
+    plain, gradient = PAIRS[config.activation]
     offset, most = config.glu_linear_offset, config.activation_func_clamp_value
     return (plain, gradient) if offset == 0.0 and most is None else clamped(plain, gradient, offset, most)

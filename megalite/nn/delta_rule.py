@@ -23,10 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.gradient import Node
+from megalite.nn.short_convolution import blocks
 
 CHUNK = 64
-CACHED = 1 << 17
-"""Elements of a tensor that a CPU computes at a time."""
 
 
 def gated_delta(
@@ -97,7 +96,7 @@ class _GatedDelta(Node):
         o, kept = _empty(v, size), list[Tensor]()
         states = state.new_empty(len(o) // size + 1, *state.shape)
         states[0] = state
-        for begin, end in _groups(v, size):
+        for begin, end in blocks(v, size):
             (query, key, value), (b, gates) = _part(ctx, (q, k, v), beta, g, begin, end)
             inner = (key @ key.mT) * gates.decay
             eye = torch.eye(size, dtype=q.dtype, device=q.device).expand(inner.shape)
@@ -121,7 +120,7 @@ class _GatedDelta(Node):
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> Any:
         q, k, v, beta, g, states, *kept = ctx.saved_tensors
         grads = [_empty(x, ctx.size) for x in (q, k, v, beta, g)]
-        for begin, end in reversed(_groups(v, ctx.size)):
+        for begin, end in reversed(blocks(v, ctx.size)):
             (query, key, value, dmade), (b, gates) = _part(ctx, (q, k, v, do), beta, g, begin, end)
             solved, reads, new = kept[-3:]
             del kept[-3:]
@@ -212,13 +211,6 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
 def _over_group(x: Tensor) -> Tensor:
     """The sum over value heads of a key head."""
     return x if x.shape[3] == 1 else x.sum(3, keepdim=True)
-
-
-def _groups(v: Tensor, size: int) -> list[tuple[int, int]]:
-    """[begin, end) of tokens that are computed together."""
-    n = len(v)
-    step = n if v.device.type != "cpu" else size * max(1, CACHED // (size * v[0].numel()))
-    return [(begin, min(n, begin + step)) for begin in range(0, n, step)]
 
 
 def _part(

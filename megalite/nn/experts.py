@@ -19,7 +19,7 @@ from megalite.comm import all_gather
 from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
-from megalite.nn.activation import activation_of, swiglu
+from megalite.nn.activation import ACTIVATIONS, activation_of
 from megalite.nn.mlp import MLP
 from megalite.nn.router import Router
 from megalite.nn.segment import MakeMessage, Segment
@@ -39,7 +39,7 @@ class Activation:
 
     def __init__(self, config: ModelConfig) -> None:
         self.of, self._gradient = activation_of(config)
-        self._swiglu = self.of is swiglu
+        self._swiglu = self.of is ACTIVATIONS["swiglu"]
 
     def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
         """Returns `of(x)`; writes the gradient of x into dx, if it is given. dy: of the result; is overwritten."""

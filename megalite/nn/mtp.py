@@ -13,13 +13,13 @@ first stage's, tied to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from megalite.config import ModelConfig, hidden_std
+from megalite.gradient import Node
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.norm import Norm
@@ -84,9 +84,7 @@ def attached(loss: Tensor, further: Tensor) -> Tensor:
     return _Attached.apply(loss, further)
 
 
-class _Attached(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _Attached(Node):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, further: Tensor) -> Tensor:
         return loss.view_as(loss)

@@ -40,22 +40,15 @@ class Norm(nn.Module):
             self.bias = new_parameter((size,), place, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        bias, dtype = self.bias, self.weight.dtype
+        weight: Tensor = self.weight
         if self.plus_one:
-            return self._plus_one(x, weight, bias)
-        if x.dtype == weight.dtype:
-            if bias is None:
-                return F.rms_norm(x, (self.size,), weight, self.epsilon)
-            return F.layer_norm(x, (self.size,), weight, bias, self.epsilon)
+            x, weight = widened(x), 1.0 + widened(weight)
+        elif x.dtype != dtype:
+            weight = weight.to(x.dtype)
         if bias is None:
-            return F.rms_norm(x, (self.size,), weight.to(x.dtype), self.epsilon).to(weight.dtype)
-        return F.layer_norm(x, (self.size,), weight.to(x.dtype), bias.to(x.dtype), self.epsilon).to(weight.dtype)
-
-    def _plus_one(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        x, factor = widened(x), 1.0 + widened(weight)
-        if bias is None:
-            return F.rms_norm(x, (self.size,), factor, self.epsilon).to(weight.dtype)
-        return F.layer_norm(x, (self.size,), factor, widened(bias), self.epsilon).to(weight.dtype)
+            return F.rms_norm(x, (self.size,), weight, self.epsilon).to(dtype)
+        return F.layer_norm(x, (self.size,), weight, bias.to(weight.dtype), self.epsilon).to(dtype)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class _Convolved(Node):
         sizes = (key_size, key_size, x.shape[-1] - 2 * key_size)
         outs = tuple(torch.empty((*x.shape[:-1], size), dtype=_wide(x), device=x.device) for size in sizes)
         filters = _filters(weight)
-        for begin, end in _blocks(x):
+        for begin, end in blocks(x):
             y, _ = _filtered(x, before, filters, starts, begin, end)
             parts = F.silu(y, inplace=True).split(sizes, -1)
             for out, part, scale in zip(outs[:2], parts, (key_size**-0.5, 1.0), strict=False):
@@ -59,10 +59,10 @@ class _Convolved(Node):
         x, before, weight = ctx.saved_tensors
         reach, dk = len(before), ctx.key_size
         # sums over tokens come last: one pass a tap instead of two
-        sums = torch.zeros((reach + 1, _step(x), *x.shape[1:]), dtype=_wide(x), device=x.device)
+        sums = torch.zeros((reach + 1, blocks(x)[0][1], *x.shape[1:]), dtype=_wide(x), device=x.device)
         dline = torch.zeros((reach + len(x), *x.shape[1:]), dtype=_wide(x), device=x.device)
         filters = _filters(weight)
-        for begin, end in _blocks(x):
+        for begin, end in blocks(x):
             y, taps = _filtered(x, before, filters, ctx.starts, begin, end)
             made = F.silu(y)
             dy = torch.empty_like(y)
@@ -115,10 +115,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _blocks(x: Tensor) -> list[tuple[int, int]]:
-    step = _step(x)
+def blocks(x: Tensor, unit: int = 1) -> list[tuple[int, int]]:
+    """[begin, end) of tokens that are computed together, `unit` or a multiple of it."""
+    step = len(x) if x.device.type != "cpu" else unit * max(1, CACHED // (unit * x[0].numel()))
     return [(begin, min(len(x), begin + step)) for begin in range(0, len(x), step)]
-
-
-def _step(x: Tensor) -> int:
-    return len(x) if x.device.type != "cpu" else min(len(x), max(1, CACHED // x[0].numel()))

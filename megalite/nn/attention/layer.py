@@ -55,9 +55,8 @@ class Attention(nn.Module):
         self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)
         self.core = AttentionCore.of(config, index, ctx)
         self.adapters = Prefix(config, ctx) if config.lora.prefix else None
-        self.scores: Callable[[Attention, Tensor, Tensor, Microbatch], None] | None = (
-            None  # is told of queries and keys
-        )
+        # is told of queries and keys
+        self.scores: Callable[[Attention, Tensor, Tensor, Microbatch], None] | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -87,11 +86,7 @@ class Attention(nn.Module):
 
     def sinks(self, qkv: Tensor) -> Tensor | None:
         """Attention sinks: a further logit per head, `[h_q / d / t]`, which joins the softmax and has no value."""
-        if self.softmax_type == "vanilla":
-            return None
-        if self.softmax_type == "off-by-one":
-            return qkv.new_zeros(qkv.shape[2] * self.r)
-        return self.softmax_offset
+        return qkv.new_zeros(qkv.shape[2] * self.r) if self.softmax_type == "off-by-one" else self.softmax_offset
 
     def attend(self, qkv: Tensor, microbatch: Microbatch, cache: LayerCache | None = None) -> Tensor:
         """Attention of this rank's heads, `[s, b, (h_q + 2 h_kv) / t]` -> `[s, b, h_q / t]`."""
