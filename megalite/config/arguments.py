@@ -33,26 +33,28 @@ class ArgumentFlag:
     apart: tuple[str, ...] = ()
 
 
-def _fields(prefix: str, *arguments: str) -> dict[str, str]:
+class Prefixed(dict[str, str]):
     """Arguments, and fields whose names are `prefix` and the argument."""
-    return {argument: prefix + argument for argument in arguments}
+
+    def __init__(self, prefix: str, *arguments: str) -> None:
+        super().__init__({argument: prefix + argument for argument in arguments})
 
 
 ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     "rope_scaling": ArgumentFlag(
         "scaling of RoPE, to read further than it was trained",
         {
-            **_fields("rope_scaling_", "type", "factor", "original_length"),
-            **_fields("yarn_", "beta_fast", "beta_slow"),
+            **Prefixed("rope_scaling_", "type", "factor", "original_length"),
+            **Prefixed("yarn_", "beta_fast", "beta_slow"),
             "round_to_int": "yarn_correction_range_round_to_int",
-            **_fields("", "mscale", "mscale_all_dim"),
+            **Prefixed("", "mscale", "mscale_all_dim"),
         },
         switch="use_rope_scaling",
     ),
     "mla": ArgumentFlag(
         "latent attention: keys and values of all heads are made of one small vector a token",
         {
-            **_fields("", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+            **Prefixed("", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
             "norm_epsilon": "latent_norm_epsilon",
         },
         switch="multi_latent_attention",
@@ -62,8 +64,8 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         {
             "variant": "experimental_attention_variant",
             "freq": "linear_attention_freq",
-            **_fields("linear_", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"),
-            **_fields("linear_", "conv_kernel_dim"),
+            **Prefixed("linear_", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads"),
+            **Prefixed("linear_", "conv_kernel_dim"),
         },
     ),
     "skip_freq": ArgumentFlag(
@@ -81,7 +83,7 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "mtp": ArgumentFlag(
         "multi-token prediction: tokens beyond the next one",
-        _fields("mtp_", "num_layers", "loss_scaling_factor"),
+        Prefixed("mtp_", "num_layers", "loss_scaling_factor"),
     ),
     "glu": ArgumentFlag(
         "what is done to gate and value of a gated MLP before they are multiplied",
@@ -90,8 +92,8 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     "moe_router": ArgumentFlag(
         "how the router chooses and weighs experts",
         {
-            **_fields("moe_router_", "score_function", "pre_softmax", "num_groups", "group_topk"),
-            **_fields("moe_router_", "topk_scaling_factor", "bias"),
+            **Prefixed("moe_router_", "score_function", "pre_softmax", "num_groups", "group_topk"),
+            **Prefixed("moe_router_", "topk_scaling_factor", "bias"),
             "expert_bias": "moe_router_enable_expert_bias",
             "bias_update_rate": "moe_router_bias_update_rate",
         },
@@ -110,17 +112,17 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "mup": ArgumentFlag(
         "muP and CompleteP: what was tuned for a small model holds for a wide and a deep one",
-        _fields("mup_", "base_hidden_size", "base_num_layers", "base_head_dim"),
+        Prefixed("mup_", "base_hidden_size", "base_num_layers", "base_head_dim"),
         switch="use_mup",
     ),
     "qk_clip": ArgumentFlag(
         "scores of attention, bounded by scaling the projections of queries and keys after an update",
-        _fields("qk_clip_", "threshold", "alpha"),
+        Prefixed("qk_clip_", "threshold", "alpha"),
         switch="qk_clip",
     ),
     "fp8": ArgumentFlag(
         "products of linear layers inside of blocks in 8 bits",
-        _fields("fp8_", "format", "recipe", "amax_history_len", "param_gather"),
+        Prefixed("fp8_", "format", "recipe", "amax_history_len", "param_gather"),
     ),
     "zero_plus_plus": ArgumentFlag(
         "ZeRO-3 that sends less (ZeRO++), in 8 or 4 bits, and between nodes above all",
@@ -153,15 +155,15 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "lr_decay": ArgumentFlag(
         "length of the decay to `min_lr`; without it that of the training",
-        _fields("lr_decay_", "iters", "samples"),
+        Prefixed("lr_decay_", "iters", "samples"),
     ),
     "lr_warmup": ArgumentFlag(
         "linear warm-up of the learning rate, its length in one of three units",
-        _fields("lr_warmup_", "iters", "samples", "fraction", "init"),
+        Prefixed("lr_warmup_", "iters", "samples", "fraction", "init"),
     ),
     "lr_wsd_decay": ArgumentFlag(
         "final decay of WSD, its length in one of two units",
-        _fields("lr_wsd_decay_", "iters", "samples", "style"),
+        Prefixed("lr_wsd_decay_", "iters", "samples", "style"),
     ),
     "weight_decay_ramp": ArgumentFlag(
         "weight decay that changes over the training",
@@ -169,12 +171,12 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "optimizer_args": ArgumentFlag(
         "numbers of single optimizers",
-        {**_fields("", *(field.name for field in fields(OptimizerArgs))), "impl": "optimizer_impl"},
+        {**Prefixed("", *(field.name for field in fields(OptimizerArgs))), "impl": "optimizer_impl"},
         apart=("adam_beta1", "adam_beta2", "adam_eps"),
     ),
     "optimizer_state": ArgumentFlag(
         "how moments and masters are kept",
-        {**_fields("", "exp_avg_dtype", "exp_avg_sq_dtype"), "param_remainders": "store_param_remainders"},
+        {**Prefixed("", "exp_avg_dtype", "exp_avg_sq_dtype"), "param_remainders": "store_param_remainders"},
     ),
     "offload": ArgumentFlag(
         "what lives in host memory or in files, to make room on the device",
@@ -192,11 +194,11 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "wandb": ArgumentFlag(
         "Weights & Biases",
-        _fields("wandb_", "project", "exp_name", "entity", "save_dir"),
+        Prefixed("wandb_", "project", "exp_name", "entity", "save_dir"),
     ),
     "profile": ArgumentFlag(
         "write a Chrome trace of some iterations with torch's profiler",
-        _fields("profile_", "step_start", "step_end", "ranks"),
+        Prefixed("profile_", "step_start", "step_end", "ranks"),
         switch="profile",
     ),
     "dry_run": ArgumentFlag(
@@ -206,11 +208,11 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "sample": ArgumentFlag(
         "texts that the model writes during the training",
-        _fields("sample_", "prompts", "interval", "tokens"),
+        Prefixed("sample_", "prompts", "interval", "tokens"),
     ),
     "prometheus": ArgumentFlag(
         "the newest numbers of the run in Prometheus' format",
-        _fields("prometheus_", "port", "file"),
+        Prefixed("prometheus_", "port", "file"),
     ),
     "eval_tasks": ArgumentFlag(
         "tasks of lm-evaluation-harness that measure the model during the training",

@@ -62,7 +62,7 @@ class Fields:
         return choices[value]
 
     def of_layers(self, key: str, kinds: Mapping[str, bool], usual: Callable[[int], bool]) -> list[bool]:
-        """What the words in a list mean, layer by layer. usual: what it is of a layer where the list is absent."""
+        """What the words in a list mean, layer by layer. usual: the meaning for a layer where there is no list."""
         words, layers = self.get(key), self.integer("num_hidden_layers")
         if words is None:
             return [usual(index) for index in range(min(layers, MOST_LAYERS))]

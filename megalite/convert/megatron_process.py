@@ -18,7 +18,7 @@ from megalite.strangers import FencedProgram
 
 PROGRAM = "megatron_unpickle.py"
 MAX_ANSWER_BYTES = 256 * 2**20
-DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+DTYPES = {f"{dtype}": dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)

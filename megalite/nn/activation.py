@@ -8,6 +8,7 @@ activation again in backward needs no second graph for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -65,18 +66,20 @@ def squared_relu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dy * F.relu(x) * 2
 
 
-def gated(plain: Elementwise, gradient: Gradient) -> tuple[Elementwise, Gradient]:
-    """(plain(gate) * value, its gradient)."""
+@dataclass(frozen=True)
+class Gated:
+    """plain(gate) * value. gradient: that of `plain`."""
 
-    def activation(x: Tensor) -> Tensor:
+    plain: Elementwise
+    gradient: Gradient
+
+    def __call__(self, x: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
-        return plain(gate) * value
+        return self.plain(gate) * value
 
-    def activation_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
-        return torch.cat([gradient(gate, dy * value), dy * plain(gate)], -1)
-
-    return activation, activation_gradient
+        return torch.cat([self.gradient(gate, dy * value), dy * self.plain(gate)], -1)
 
 
 def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float | None) -> tuple[Elementwise, Gradient]:
@@ -96,21 +99,23 @@ def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float |
     return lambda x: plain(shifted(x)), shifted_gradient
 
 
-PAIRS: dict[str, tuple[Elementwise, Gradient]] = {
-    "gelu": (gelu, gelu_gradient),
-    "gelu-tanh": (gelu_tanh, gelu_tanh_gradient),
-    "swiglu": gated(F.silu, silu_gradient),
-    "geglu": gated(gelu, gelu_gradient),
-    "geglu-tanh": gated(gelu_tanh, gelu_tanh_gradient),
-    "quick-geglu": gated(quick_gelu, quick_gelu_gradient),
-    "squared-relu": (squared_relu, squared_relu_gradient),
+GATES = {
+    "swiglu": Gated(F.silu, silu_gradient),
+    "geglu": Gated(gelu, gelu_gradient),
+    "geglu-tanh": Gated(gelu_tanh, gelu_tanh_gradient),
+    "quick-geglu": Gated(quick_gelu, quick_gelu_gradient),
 }
-ACTIVATIONS = {name: plain for name, (plain, _) in PAIRS.items()}
-GRADIENTS = {name: gradient for name, (_, gradient) in PAIRS.items()}
+ACTIVATIONS: dict[str, Elementwise] = {"gelu": gelu, "gelu-tanh": gelu_tanh, "squared-relu": squared_relu, **GATES}
+GRADIENTS: dict[str, Gradient] = {
+    "gelu": gelu_gradient,
+    "gelu-tanh": gelu_tanh_gradient,
+    "squared-relu": squared_relu_gradient,
+    **{name: gate.backward for name, gate in GATES.items()},
+}
 
 
 def activation_of(config: ModelConfig) -> tuple[Elementwise, Gradient]:
     """(Activation, its gradient) of a model's MLPs."""
-    plain, gradient = PAIRS[config.activation]
+    plain, gradient = ACTIVATIONS[config.activation], GRADIENTS[config.activation]
     offset, most = config.glu_linear_offset, config.activation_func_clamp_value
     return (plain, gradient) if offset == 0.0 and most is None else clamped(plain, gradient, offset, most)
