@@ -60,17 +60,16 @@ def main(argv: list[str]) -> None:
     """Raises MegaliteError."""
     flags = parse(argv)
     paths = checkpoints_of(flags)
-    from megalite.convert import MergedSource  # torch comes with it
+    from megalite.convert import MergedSource, write_checkpoint  # torch comes with it
 
     source = MergedSource(paths, flags.weights or [1.0] * len(paths), use_ema=flags.use_ema)
-    written = source.write(Path(flags.save), with_state=not flags.no_load_optim)
+    run = source if source.continues and not flags.no_load_optim else None
+    written = write_checkpoint(source, Path(flags.save), run=run)
     for part in source.parts:
         print(f" {part['share']:.4f}  {part['checkpoint']}")
     print(f"wrote {written}")
-    if source.iteration is not None and not flags.no_load_optim:
-        print(
-            f"with the last one's optimizer state: --load {flags.save} continues after iteration {source.iteration:,}"
-        )
+    if run is not None:
+        print(f"with the last one's optimizer state: --load {flags.save} continues after iteration {run.iteration:,}")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class CheckpointSource:
         meta = self._reader.manifest.meta
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
-        config = from_dict(meta["config"], str(self._reader.path))
+        self.config = config = from_dict(meta["config"], str(self._reader.path))
         self.model: ModelConfig = config.model
         if self.model.is_foreign:
             name, weights = self.model.module.model_module, f"megalite.read_weights({str(self.path)!r})"

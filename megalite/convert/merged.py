@@ -9,21 +9,16 @@ named last: a mean of moments belongs to no weights that a gradient was taken at
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import directory_name, write_tracker, write_whole
 from megalite.config import architecture_differences
 from megalite.convert.adapters import BASE_META
-from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
-from megalite.convert.source import staged
-from megalite.data import tokenizer_files
+from megalite.convert.megalite_files import CheckpointSource
 from megalite.errors import CheckpointError
-from megalite.inventory import layer_of
 from megalite.stores import Place
 
 MERGED = "merged"
@@ -34,8 +29,8 @@ class MergedSource(CheckpointSource):
     """The mean of several checkpoints.
 
     paths: of committed checkpoints; the last one gives what is not averaged. weights: one for each, above 0.
-    parts: what is merged, as the result's meta says it. iteration: after which the mean continues; None where the last
-    checkpoint is of weights alone.
+    parts: what is merged, as the result's meta says it. continues: whether the mean is a `TrainedRun`, too; not where
+    the last checkpoint is of weights alone.
     Raises CheckpointError where models differ, or have adapters or layers that are not ours.
     """
 
@@ -55,8 +50,7 @@ class MergedSource(CheckpointSource):
                 )
         self._shares = {source._reader: weight / sum(weights) for source, weight in zip(sources, weights, strict=True)}
         self.parts = [{"checkpoint": str(reader.path), "share": share} for reader, share in self._shares.items()]
-        manifest = self._reader.manifest
-        self.iteration = manifest.step if "progress" in manifest.meta else None
+        self.iteration, self.continues = self._reader.manifest.step, "progress" in self._reader.manifest.meta
 
     def read(self, name: str) -> Tensor:
         """The mean of a weight in the dtype that the checkpoint named last has it in, or that one's optimizer state."""
@@ -67,21 +61,12 @@ class MergedSource(CheckpointSource):
             total = total + reader.read(name).to(torch.float64) * share
         return total.to(self._reader.manifest.tensors[name].torch_dtype)
 
-    def write(self, directory: Path, *, with_state: bool = True) -> Path:
-        """A committed checkpoint, one file a layer; returns its directory. with_state: one that continues, where the
-        last does. Raises CheckpointError."""
-        if self.iteration is None or not with_state:
-            return write_checkpoint(self, directory)
-        manifest, name = self._reader.manifest, directory_name(self.iteration)
-        kept = sorted((each for each in manifest.tensors if not each.startswith("previous/")), key=_layer)
-        layers = ({each: self.read(each) for each in layer} for _, layer in groupby(kept, _layer))
-        with staged(directory, name, model=self.model, dtype=None) as staging:
-            meta = {**manifest.meta, MERGED: self.parts}
-            write_whole(staging, layers, tokenizer_files(self.tokenizer), lambda _: meta, self.iteration)
-        write_tracker(directory, self.iteration)
-        return directory / name
+    stored = read
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._reader.manifest.tensors
 
-def _layer(name: str) -> str:
-    """The layer of a weight, or of a weight's moment."""
-    return layer_of(name.split("/", 2)[-1])
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return {**self._reader.manifest.meta, MERGED: self.parts}
