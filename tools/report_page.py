@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from datetime import datetime
 
-from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Curve, Record, render_chart, series
+from megalite.observe import COLORS, HEIGHT, MARGIN, WIDTH, Record, render_chart, series
 from megalite.progress import amount, duration
 
 #: Of the picture of experts: blocks, and points in time.
@@ -37,7 +37,7 @@ def render_report(title: str, runs: Sequence[tuple[str, Sequence[Record]]]) -> s
     for name, kind, key in charts:
         found = [(run, series(records, kind, key)) for run, records in runs]
         for part in dict.fromkeys(part for _, parts in found for part in parts):
-            curves = [Curve(run, parts.get(part, [])) for run, parts in found]
+            curves = [parts.get(part, []) for _, parts in found]
             caption = f"{name}: {html.escape(part)}" if part else name
             figures.append(f"<figure><figcaption>{caption}</figcaption>{render_chart(curves)}</figure>")
     for run, records in runs:

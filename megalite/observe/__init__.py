@@ -13,7 +13,7 @@
 Invariant: hooks never change a run (`tests/unit/observe/test_observed_run.py`).
 """
 
-from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, Curve, render_chart, series
+from megalite.observe.curves import COLORS, HEIGHT, MARGIN, WIDTH, render_chart, series
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.live_memory import LiveBytes
 from megalite.observe.observers import METRICS_FILE, RUN_FILES, make_hooks, read_metrics

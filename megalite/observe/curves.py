@@ -9,7 +9,6 @@ import html
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megalite.observe.stats import Record
 from megalite.progress import in_units
@@ -22,14 +21,6 @@ STYLE = (
     "text { font: 11px system-ui, sans-serif; fill: #666 } .grid { stroke: #e4e4e4 } "
     "polyline { fill: none; stroke-width: 1.6 }"
 )
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A named series of (iteration, value)."""
-
-    name: str
-    points: Sequence[Point]
 
 
 def series(records: Sequence[Record], kind: str, key: str) -> dict[str | None, list[Point]]:
@@ -46,9 +37,9 @@ def series(records: Sequence[Record], kind: str, key: str) -> dict[str | None, l
     return found
 
 
-def render_chart(curves: Sequence[Curve], head: str = "") -> str:
+def render_chart(curves: Sequence[Sequence[Point]], head: str = "") -> str:
     """An SVG with axes; curves share them. A single point is a dot. head: SVG below all."""
-    points = [point for curve in curves for point in curve.points]
+    points = [point for curve in curves for point in curve]
     x_ticks = ticks(min(x for x, _ in points), max(x for x, _ in points))
     y_ticks = ticks(min(y for _, y in points), max(y for _, y in points))
 
@@ -67,10 +58,10 @@ def render_chart(curves: Sequence[Curve], head: str = "") -> str:
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{_tick(value)}</text>')
     for number, curve in enumerate(curves):
         color = COLORS[number % len(COLORS)]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, curve.points))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, curve))
         parts.append(f'<polyline points="{path}" stroke="{color}"/>')
-        if len(curve.points) == 1:
-            x, y = place(curve.points[0])
+        if len(curve) == 1:
+            x, y = place(curve[0])
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
     return "".join([*parts, "</svg>"])
 
@@ -93,13 +84,13 @@ def _tick(value: float) -> str:
 
 def loss_picture(title: str, records: Sequence[Record]) -> str | None:
     """The losses of a run as the text of an SVG file, or None where there are not two points of them."""
-    curves = [Curve("training loss", series(records, "train", "lm_loss").get(None, []))]
-    for name, points in series(records, "valid", "lm_loss").items():
-        curves.append(Curve(f"validation loss{f' of {name}' if name else ''}", points))
-    if len(curves[0].points) < 2:
+    curves = {"training loss": series(records, "train", "lm_loss").get(None, [])}
+    if len(curves["training loss"]) < 2:
         return None
+    for name, points in series(records, "valid", "lm_loss").items():
+        curves[f"validation loss{f' of {name}' if name else ''}"] = points
     head = f'<title>{html.escape(title)}</title><style>{STYLE}</style><rect width="100%" height="100%" fill="white"/>'
-    for number, (curve, color) in enumerate(zip(curves, COLORS, strict=False)):
+    for number, (name, color) in enumerate(zip(curves, COLORS, strict=False)):
         place = f'x="{WIDTH - 14}" y="{24 + 14 * number}" text-anchor="end" style="fill: {color}"'
-        head += f"<text {place}>{html.escape(curve.name)}</text>"
-    return render_chart(curves, head).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + "\n"
+        head += f"<text {place}>{html.escape(name)}</text>"
+    return render_chart([*curves.values()], head).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1) + "\n"

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.observe.curves import Curve, render_chart, series, ticks
+from megalite.observe.curves import render_chart, series, ticks
 from tools.report_page import expert_loads, render_loads, render_report, render_table
 
 
@@ -34,7 +34,7 @@ def test_the_page_holds_curves_and_tables_of_all_runs() -> None:
 
 
 def test_points_lie_where_the_axes_say() -> None:
-    svg = ElementTree.fromstring(render_chart([Curve("a", [(0, 1.0), (50, 3.0), (100, 2.0)])]))
+    svg = ElementTree.fromstring(render_chart([[(0, 1.0), (50, 3.0), (100, 2.0)]]))
     line = svg.find("polyline")
     assert line is not None
     points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
