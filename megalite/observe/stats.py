@@ -83,10 +83,10 @@ class StepStats:
     consumed_tokens: int
     global_batch_size: int
     seq_length: int
-    lm_loss: Tensor | float | None
+    lm_loss: Tensor | float | None = None
     counted_tokens: Tensor | float | None = None
-    grad_norm: Tensor | float | None
-    learning_rate: float
+    grad_norm: Tensor | float | None = None
+    learning_rate: float = 0.0
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
     experts: ExpertStats | None = None

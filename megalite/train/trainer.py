@@ -196,7 +196,7 @@ class Trainer:
         fault_point("iteration", rank=self.mesh.rank, step=number)
         samples, length = (schedule.at(progress.consumed_samples) for schedule in (self.batch_sizes, self.lengths))
         if self.passed.holds(number, progress.consumed_samples):
-            return self._pass_over(samples, began)
+            return self._pass_over(samples, length, began)
         batch = self._plan(samples, drain=drain)
         program = self.program(batch.size, number)
         actions = program.actions_for_batch(self.mesh.coordinate("pp"), batch)
@@ -217,19 +217,16 @@ class Trainer:
         progress.consumed_samples += samples
         progress.microbatches += batch.size
         results = self.updater.take_results()
-        return StepStats(
-            iteration=number,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=self.consumed_tokens,
-            global_batch_size=samples,
-            seq_length=length,
+        return self._stats(
+            samples,
+            length,
+            began,
             **losses,
             grad_norm=results[-1].grad_norm,
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
             skipped=_any([result.skipped for result in results]),
             experts=self.experts(range(batch.start, batch.start + batch.size)) if self.experts is not None else None,
-            iteration_time_s=time.perf_counter() - began,
             wait_time_s=self.mesh.waits.take(),
             data_time_s=self.batch_reader.take_seconds(),
         )
@@ -249,7 +246,7 @@ class Trainer:
     def _microbatches(self, samples: int) -> int:
         return samples // (self.config.training.micro_batch_size * self.mesh.size("stream"))
 
-    def _pass_over(self, samples: int, began: float) -> StepStats:
+    def _pass_over(self, samples: int, length: int, began: float) -> StepStats:
         """The data of this iteration is consumed, nothing is computed."""
         progress, first = self.progress, self.progress.consumed_samples
         self.passed.add(SampleRange(first, first + samples, progress.iteration, progress.iteration + 1))
@@ -257,17 +254,17 @@ class Trainer:
         progress.consumed_samples += samples
         progress.skipped_iterations += 1
         self.batch_reader.pass_over(samples)
+        return self._stats(samples, length, began, skipped=True)
+
+    def _stats(self, samples: int, length: int, began: float, **measured: Any) -> StepStats:
         return StepStats(
-            iteration=progress.iteration,
-            consumed_samples=progress.consumed_samples,
+            iteration=self.iteration,
+            consumed_samples=self.consumed_samples,
             consumed_tokens=self.consumed_tokens,
             global_batch_size=samples,
-            seq_length=self.lengths.at(progress.consumed_samples - samples),
-            lm_loss=None,
-            grad_norm=None,
-            learning_rate=0.0,
-            skipped=True,
+            seq_length=length,
             iteration_time_s=time.perf_counter() - began,
+            **measured,
         )
 
     def _rolled_back(self) -> bool:
