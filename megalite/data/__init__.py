@@ -19,7 +19,7 @@ The loader is imported at its first use: nothing else here needs torch, so the t
 from typing import TYPE_CHECKING, Any
 
 from megalite.data.beside import as_hugging_face
-from megalite.data.blend_parts import BlendParts
+from megalite.data.blend import BlendParts
 from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.chat import ChatTemplate, Messages, parse_messages, preprocess_chat

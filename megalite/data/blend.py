@@ -72,9 +72,10 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
 
 
 class Composed:
-    """Samples of several data sets; `source_of` says where each is."""
+    """Samples of several data sets, `parts`; `source_of` says where each is."""
 
     seq_length: int
+    parts: Sequence[GPTDataset | Composed]
 
     def source_of(self, sample: int) -> tuple[GPTDataset, int]:
         """The corpus that a sample comes from, and its number there."""
@@ -108,7 +109,7 @@ class BlendedDataset(Composed):
         self, parts: Sequence[GPTDataset], weights: Sequence[float], size: int, *, cache_dir: Path | None = None
     ) -> None:
         assert parts and len(parts) == len(weights)
-        self.parts = list(parts)
+        self.parts: list[GPTDataset] = list(parts)
         self.seq_length = parts[0].seq_length
         self._part, self._sample = _cached_order(weights, size, cache_dir)
         asked = np.bincount(self._part, minlength=len(parts))
@@ -145,3 +146,26 @@ def _cached_order(weights: Sequence[float], size: int, cache_dir: Path | None) -
         return blend_order(weights, size)
     key = digest_of("blend", 1, [float(w) for w in weights], size)
     return cached_arrays(cache_dir / "index", key, ("part", "sample"), lambda: blend_order(weights, size), match)
+
+
+class BlendParts:
+    """The number of each sample's part (`--loss-by-part`); a file that occurs twice, or in two phases, is one part.
+    names: of the parts, in order: of the files, or whole paths where two files share one. Raises DataError where there
+    is but one part."""
+
+    def __init__(self, dataset: GPTDataset | Composed) -> None:
+        paths = list(dict.fromkeys(_paths(dataset)))
+        if isinstance(dataset, GPTDataset) or len(paths) < 2:
+            raise DataError(f"`loss_by_part`: all training data are {paths[0]}; name more than one, or drop it")
+        self._dataset, self._numbers = dataset, {path: number for number, path in enumerate(paths)}
+        short = tuple(Path(path).name for path in paths)
+        self.names = short if len(set(short)) == len(short) else tuple(paths)
+
+    def __call__(self, sample: int) -> int:
+        return self._numbers[self._dataset.source_of(sample)[0].store.name]
+
+
+def _paths(dataset: GPTDataset | Composed) -> list[str]:
+    if isinstance(dataset, GPTDataset):
+        return [dataset.store.name]
+    return [path for part in dataset.parts for path in _paths(part)]

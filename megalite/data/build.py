@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megalite.config import DataConfig
-from megalite.data.blend import BlendedDataset, normalise, parse_blend, samples_per_part
-from megalite.data.blend_parts import BlendParts
+from megalite.data.blend import BlendedDataset, BlendParts, normalise, parse_blend, samples_per_part
 from megalite.data.cache import cache_directory, cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.file_chunks import document_units, utf8_length

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalite.config import DataConfig
-from megalite.data.blend_parts import BlendParts
+from megalite.data.blend import BlendParts
 from megalite.data.gpt_dataset import SampleSource
 from megalite.data.indexed import ANSWER, END
 from megalite.errors import DataError

@@ -46,7 +46,7 @@ class PhasedDataset(Composed):
 
     def __init__(self, phases: Sequence[tuple[int, GPTDataset | BlendedDataset]]) -> None:
         self._firsts = [first for first, _ in phases]
-        self.parts = [dataset for _, dataset in phases]
+        self.parts: list[GPTDataset | BlendedDataset] = [dataset for _, dataset in phases]
         self.seq_length = self.parts[0].seq_length
 
     def __len__(self) -> int:

@@ -112,13 +112,11 @@ def tracking(config: Config, world_size: int) -> Iterator[str]:
     log = config.logging
     if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
         yield f"`trace_pipeline`={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
-    if log.samples.sample_interval is not None and config.training.skip_train:
-        yield (
-            f"`sample_interval`={log.samples.sample_interval}: has no effect with `skip_train`; drop it, and use "
-            "tools/generate_text.py"
-        )
-    if log.eval_tasks.eval_task_files and config.training.skip_train:
-        yield (
-            f"`eval_task_files`={log.eval_tasks.eval_task_files[0]}: has no effect with `skip_train`; drop it, and use "
-            "tools/evaluate_harness.py"
-        )
+    interval, files = log.samples.sample_interval, log.eval_tasks.eval_task_files
+    asked = (
+        ("sample_interval", interval, "generate_text"),
+        ("eval_task_files", next(iter(files), None), "evaluate_harness"),
+    )
+    for name, value, tool in asked:
+        if value is not None and config.training.skip_train:
+            yield f"`{name}`={value}: has no effect with `skip_train`; drop it, and use tools/{tool}.py"
