@@ -6,7 +6,8 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     two norms            inputs 2 r T h/o, outputs 2 e T h/o, statistics in fp32 (of what attention and MLP return:
                          inputs 2 e T h/o, and 2 r T h/o more where they read the stream itself)
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
-    MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again
+    MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again, but where
+                         it is compiled (not that of experts), which keeps its result, e T f/t
     experts              k times that, rows 2 e T k h, logits and probabilities 8 T E; both times `WORST_IMBALANCE`
                          where ranks share the experts
 
@@ -146,8 +147,7 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         kept += e * tokens * (q + kv)
     elif grouped:
         kept += e * tokens * q
-    twice = config.training.micro_batch_size > 1 and not on_cpu
-    return kept + context * (2 if twice else 1) + beside
+    return kept + context + beside  # the kernels write results in the order in which they read queries
 
 
 def _sees_everything(config: Config, model: ModelConfig) -> bool:
@@ -257,6 +257,7 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
         gate = 2.0 * size.compute * tokens * model.query_size / config.parallel.tensor_model_parallel_size
         gates = gate * (model.attention_output_gate and model.mixer == "attention")
+        between += size.compute * tokens * _activated_width(config, layer) * config.training.compile
         return norms + MIXER_BYTES[model.mixer](config, model, on_cpu) + gates + between + dropout
     if not layer.products:
         return 0.0
@@ -267,6 +268,12 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     # each further prediction: three norms, what its matrix reads, a block
     own = 3 * _norm_bytes(config, model, on_cpu) + 2 * length * samples * h * size.compute
     return kept + model.further.depth * (own + kept_bytes(config, model_layers(config.model)[-2], on_cpu=on_cpu))
+
+
+def _activated_width(config: Config, layer: Layer) -> float:
+    """Inputs of the second matrix of the MLP, or of the shared expert, on one rank."""
+    made = [p for p in layer.products if p.name.endswith("fc2") and not p.name.startswith("experts.")]
+    return float(sum(p.local(p.shards(config.parallel))[1] for p in made))
 
 
 def imbalance(config: Config, factor: float) -> float:
