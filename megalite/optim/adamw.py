@@ -26,8 +26,8 @@ class AdamW(UpdateRule):
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, betas=(settings.args.adam_beta1, settings.args.adam_beta2), eps=settings.args.adam_eps)
         self.dtypes = (settings.exp_avg_dtype, settings.exp_avg_sq_dtype)
-        # The kernel scales what it reads: no pass of its own. (On a CPU a scale of 1 needs none either.)
-        on_device = all(p.is_cuda for group in groups for p in group["params"])
+        # The kernel scales what it reads, by a number in fp32: no pass of its own. (On a CPU a scale of 1 needs none.)
+        on_device = all(p.is_cuda and p.dtype == torch.float32 for group in groups for p in group["params"])
         self.divides = on_device and type(self) is AdamW and self.dtypes == ("fp32", "fp32")
 
     @torch.no_grad()

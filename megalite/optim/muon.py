@@ -59,11 +59,11 @@ def matrix_scale(rows: int, columns: int, mode: str) -> float:
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
     """`[..., rows, columns]` with all singular values brought to about 1 (0.7 to 1.2), signs and directions kept.
 
-    Odd quintic Newton-Schulz iteration, in bf16 on a GPU (its errors are far below what the iteration leaves), in the
-    given dtype elsewhere.
+    Odd quintic Newton-Schulz iteration, in bf16 on a GPU (its errors are far below what the iteration leaves), unless
+    the matrix is in fp64; in the given dtype elsewhere.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    y: Tensor = x.to(torch.bfloat16) if x.is_cuda else x
+    y: Tensor = x.to(torch.bfloat16) if x.is_cuda and x.dtype != torch.float64 else x
     tall = y.shape[-2] > y.shape[-1]
     if tall:
         y = y.mT

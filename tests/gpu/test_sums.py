@@ -68,7 +68,7 @@ def test_muon_begins_with_the_norm_of_a_large_matrix(device: str) -> None:
     torch.manual_seed(0)
     for x in (torch.full((2, 3000, 1500), 0.0123457), torch.randn(1500, 3000)):
         found = orthogonalise(x.to(device), steps=0).double().square().sum((-2, -1)).sqrt()
-        tolerance = 1e-6 if device == "cpu" else 4e-3  # there it is divided in bf16
+        tolerance = 1e-6 if device == "cpu" else 3 * 2**-9  # in bf16 there: the matrix, its norm, and what divides them
         torch.testing.assert_close(found.cpu(), torch.ones_like(found.cpu()), rtol=0, atol=tolerance)
 
 
