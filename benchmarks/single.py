@@ -71,7 +71,8 @@ def build(name: str, case: Case, place: Place) -> Variant:
         update = Update(lr=3e-4, clip_grad=1.0, optimizer=case.settings.get("optimizer", "adam"))
         layout = Layout(bf16=bf16, compile=compiled, fp8=case.settings.get("fp8"), num_microbatches=micro)
         return TrainingStep(model, layout, update, place, tokens, labels).variant()
-    peer = (PlainGPT(model) if name == "plain" else transformers_gpt(model)).to(place.device)
+    with place.device:  # on which a generator of numbers is as fast as the device
+        peer = PlainGPT(model) if name == "plain" else transformers_gpt(model)
     run = torch.compile(peer) if compiled else peer
     forward = run if name == "plain" else lambda ids: run(input_ids=ids).logits
     optimizer = adamw(peer.parameters(), lr=3e-4)

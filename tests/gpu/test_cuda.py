@@ -49,7 +49,10 @@ def test_fp64_on_the_gpu_is_the_oracle(name: str, tmp_path: Path) -> None:
         assert float((found[tensor] - value).abs().max()) < 1e-10, tensor
 
 
-HALF = [("--bf16",), ("--bf16", "--compile"), ("--fp16", "--loss-scaling", "initial=1024")]
+HALF = [
+    *(("--bf16",), ("--bf16", "--compile"), ("--fp16", "--loss-scaling", "initial=1024")),
+    *(("--bf16", "--fp8", "format=hybrid", f"recipe={recipe}") for recipe in ("tensorwise", "delayed")),
+]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ WINGS = {
         "--tensor-model-parallel-size 2",
     ),
     "muon": (2, "--optimizer muon", "--zero-stage 1"),
-    "fp8, halves": (2, "--fp8 format=hybrid", "--tensor-model-parallel-size 2 --sequence-parallel"),
 }
 """Ranks, the model, the layout: each in fp64, where the device must compute what one process of a CPU does."""
 
