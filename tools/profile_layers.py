@@ -106,9 +106,13 @@ def build_stage(
         device=device,
         seed=config.training.seed,
         weight_grads=queue,
+        float8=config.training.float8,
+        keeps_float8=config.keeps_float8,
     )
     specs = layer_specs(config.model)
     module = build_stack(config.model, [specs[i] for i in items], context, init_seed=1)
+    if config.training.compile:
+        module.compile_blocks(on_device=device.type != "cpu")
     buffers = ParameterBuffers(
         [module.logical_parameters()],
         axes=FamilyAxes("dense", (tp,), single("dp_shard"), single("dp_replicate")),
