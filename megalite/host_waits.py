@@ -29,9 +29,10 @@ class HostWait:
 HOST_WAITS = (
     HostWait(
         "late",
-        "the gradient norm of the update before, whether that update was skipped, whether a signal came",
+        "the gradient norm of the update before, whether that update was skipped, whether a signal came, in the "
+        "library whether all ranks gave as many micro-batches",
         "they were copied an iteration ago and have arrived, so that the host is at most one update ahead",
-        r"late_reading\.py:\d+ read < (engine/update\.py:\d+ resolve_pending|train/exits\.py)",
+        r"late_reading\.py:\d+ read < (engine/update\.py:\d+ resolve_pending|train/exits\.py|library/agreement\.py)",
     ),
     HostWait(
         "experts",

@@ -34,6 +34,13 @@ LossFunction = Callable[[Any, Any], Tensor]
 """(What the last layer returns, target) -> 0-dim, the mean over the micro-batch."""
 
 
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device. From host memory nobody waits for it: what x is now is copied, and x may change."""
+    if device.type == "cpu" or x.device.type != "cpu" or x.layout != torch.strided:
+        return x if x.is_meta else x.to(device)
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Sample:
     """A micro-batch of a user: what the first layer takes, and what the loss is computed with.

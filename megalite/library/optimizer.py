@@ -142,7 +142,7 @@ class ShardedOptimizer:
             max_skipped=sys.maxsize,
             version=version,
             update_of=self._pipeline.update_of,
-            late=False,
+            late=self._pipeline.device.type != "cpu",
         )
 
     def _check_numbers(self) -> None:
@@ -276,6 +276,7 @@ class ShardedOptimizer:
         if not self._stepped:
             raise ConfigError(f"ShardedOptimizer.{what} inside a step: call ShardedOptimizer.step first")
         self._pipeline.check_drained(f"ShardedOptimizer.{what}")
+        self.events.resolve_pending()
         for family in self._weights.families:
             family.weights.wait()
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Channel, ParallelMesh, TensorSpec, all_gather_json, all_reduce_
+from megalite.comm import Channel, ParallelMesh, TensorSpec, all_reduce_
 from megalite.config import ParallelConfig
 from megalite.engine import BuiltStages, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
 from megalite.gradient import GradSink
-from megalite.library.agreement import other_inputs, seen
+from megalite.library.agreement import Agreement, seen
 from megalite.library.cutting import Boundary, Tensors
 from megalite.library.given import (
     OPERATIONS,
@@ -27,7 +27,7 @@ from megalite.library.given import (
     take,
     weighed,
 )
-from megalite.library.modules import LossFunction, Sample
+from megalite.library.modules import LossFunction, Sample, sent
 from megalite.library.parts import Parts
 from megalite.library.sequences import Sequences
 from megalite.library.timing import clock_of, watched
@@ -140,7 +140,8 @@ class Pipeline:
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         self._channel = Channel(down, up, self.placement.neighbours)
-        self._broken, self._compared = "", False
+        self._broken, agreeing = "", (self.mesh.world, self.mesh.coordinate("dp"), self.device)
+        self._agreement = Agreement(*agreeing)
         self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
         parts = self.stages, self.placement, self._channel, _Events(self)
         self._executor = executor_of(program, self.mesh, *parts, synchronize=clock_of(self.device))
@@ -254,7 +255,7 @@ class Pipeline:
         together = 1 if program.update_per_microbatch else len(micro_batches)
         known, factor = [*micro_batches, *announced], 1.0 / (together * self._replicas)
         samples = [self._sample(pair) for pair in known]
-        source = _Samples(samples, self.microbatches, torch.tensor(factor, dtype=torch.float64, device=self.device))
+        source = _Samples(samples, self.microbatches, torch.full((), factor, dtype=torch.float64, device=self.device))
         with self._whole(), watched(self._executor, self._tracer, program, batch):
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
                 if self.optimizer is not None:
@@ -277,7 +278,8 @@ class Pipeline:
         return program.update_of(microbatch, batch)
 
     def check_drained(self, what: str) -> None:
-        """Raises ConfigError where the next batch has begun."""
+        """Raises ConfigError where the next batch has begun, or ranks have found that they disagree."""
+        self._agreement.settle()
         if not self.drained:
             raise ConfigError(f"{what}: the next batch has begun; give the step before it no 'following'")
 
@@ -312,8 +314,8 @@ class Pipeline:
 
     def _sample(self, given: tuple[Any, Any]) -> Sample:
         inputs, target = given
-        moved = target.to(self.device) if isinstance(target, Tensor) else target
-        own, microbatch = self._sequences.cut(tuple(x.to(self.device) for x in together(inputs)))
+        moved = sent(target, self.device) if isinstance(target, Tensor) else target
+        own, microbatch = self._sequences.cut(tuple(sent(x, self.device) for x in together(inputs)))
         if microbatch is not None and microbatch.places is not None:
             if not isinstance(moved, Tensor) or moved.shape[:2] != self._given.specs[0].shape:
                 raise ConfigError("micro_batches: ranks share sequences, so a target is a tensor [b, s, ...]")
@@ -337,7 +339,7 @@ class Pipeline:
 
     def _agree(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The micro-batches, as many on all ranks; the first time, their inputs are compared within each replica.
-        Collective. Raises ConfigError on all ranks."""
+        Collective. Raises ConfigError: `Agreement`."""
         if self._broken:
             raise RuntimeFailure(f"{self._broken}; make layers, pipeline and optimizer anew, and load a checkpoint")
         problem, micro_batches = None, list(given)
@@ -345,17 +347,10 @@ class Pipeline:
             self._check_inputs(micro_batches)
         except ConfigError as error:
             problem = str(error)
-        look = problem is None and not self._compared
-        own = seen([together(inputs) for inputs, _ in micro_batches]) if look else []
-        told = all_gather_json([problem, len(micro_batches), self.mesh.coordinate("dp"), own], self.mesh.world)
-        for rank, (theirs, count, _, _) in enumerate(told):
-            if theirs is not None:
-                raise ConfigError(theirs)
-            if count != told[0][1]:
-                raise ConfigError(f"micro_batches: {count} on rank {rank}, {told[0][1]} on rank 0; all give as many")
-        if other := other_inputs([(replica, tensors) for _, _, replica, tensors in told]):
-            raise ConfigError(other)
-        self._compared = True
+        with self._whole() if self._agreement.late else nullcontext():
+            self._agreement.reach(
+                problem, len(micro_batches), lambda: seen([together(inputs) for inputs, _ in micro_batches])
+            )
         return micro_batches
 
     @contextmanager

@@ -130,6 +130,8 @@ def races(records: Records) -> list[Fault]:
     return [Fault("race", f"{text}\n    let the later one wait for the earlier") for text in told]
 
 
+LIBRARY = re.compile(r"library/(agreement|pipeline|optimizer)\.py:\d+ (reach|step|execute|_agree|_sample)\b")
+"""Whose steps do more than actions."""
 WIDE = 24
 """Of the largest bar of a drawing."""
 RANK = re.compile(r"^rank \d+|\d+\.\d+")
@@ -145,14 +147,15 @@ def syncs(records: Records) -> list[Fault]:
 
 
 def host_waits(record: RankRecord) -> Counter[str]:
-    """Why and where the host waits in the actions of the last iteration, and should not -> how often."""
+    """Why and where the host waits in the actions of the last iteration, or in a later step of the library, and should
+    not -> how often."""
     found, inside = Counter[str](), False
     for kind, _, _, _, text in record.log:
         if kind == "phase" and text.startswith("iteration"):
             found = Counter()
         elif kind == "action":
             inside = bool(text)
-        elif kind == "sync" and inside and allowed_wait(text) is None:
+        elif kind == "sync" and (inside or LIBRARY.search(text)) and allowed_wait(text) is None:
             found[text] += 1
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import megalite
 from megalite import World
+from megalite.host_waits import allowed_wait
+from megalite.library.agreement import Agreement
 from megalite.rehearsal import DEVICE, watched_gpu
 from megalite.rehearsal.record import Call
 from megalite.testing import run_ranks
@@ -63,6 +66,87 @@ def test_a_wait_of_a_users_layer_is_named() -> None:
     assert fault.warns
     assert "the host waits for the device 2 times a step: item()" in str(fault)
     assert "equivalence/test_rehearsed_function.py" in str(fault) and "reads" in str(fault)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_steps_of_the_library_wait_for_nothing(schedule: str) -> None:
+    """Agreement of ranks, norms and a user's samples in host memory; two iterations back is what the host reads."""
+
+    def train(world: World) -> None:
+        mesh = megalite.ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+        pipe = megalite.Pipeline(layers, schedule=schedule, mesh=mesh, example=torch.empty(2, 8), loss=reads_nothing)
+        optimizer = megalite.ShardedOptimizer(pipe, lr=1e-3)
+        for _ in range(4):
+            pipe.step([(torch.ones(2, 8), torch.ones(2, 8)) for _ in range(2)])
+            optimizer.step()
+
+    report = megalite.rehearse(train, nprocs=2)
+    assert list(report.faults) == []
+    log = [(kind, text) for kind, _, _, _, text in report.records[0].log if kind in ("phase", "sync")]
+    steps = log[log.index(("phase", "iteration 1")) : log.index(("phase", "the end"))]
+    waits = [text for kind, text in steps if kind == "sync"]
+    assert 0 < len(waits) <= 8 and {getattr(allowed_wait(text), "name", text) for text in waits} == {"late"}
+
+
+def reads_nothing(found: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(found, target)
+
+
+def disagreeing(world: World, refuses: bool) -> list[str]:
+    said, late = [], []
+    with watched_gpu() as gpu:
+        axis = megalite.ParallelMesh.build(rank=world.rank, size=world.size).world
+        agreement = Agreement(axis, 0, DEVICE)
+        for count, problem in ((4, None), (4, None), (3 if world.rank else 4, "bad" if refuses else None), (4, None)):
+            try:
+                late.append(agreement.late)
+                agreement.reach(problem if world.rank else None, count, lambda: [[1.0, 2.0]])
+            except megalite.ConfigError as error:
+                said.append(str(error))
+                break
+        assert gpu.races == []
+    return [*said, str(late)]
+
+
+def test_ranks_that_disagree_later_are_named_at_the_next_batch() -> None:
+    everywhere = "micro_batches: 3 on rank 1, 4 on rank 0 in the batch before; all give as many"
+    for found in run_ranks(disagreeing, 2, False):
+        assert found == [everywhere, "[False, True, True, True]"]
+    first, other = run_ranks(disagreeing, 2, True)
+    assert first[0] == "micro_batches: rank 1 has refused its own in the batch before; its line says why"
+    assert other == ["bad", "[False, True, True]"]
+
+
+def saved_between(world: World, folder: str, stop: int | None) -> list[float]:
+    """Losses of four steps on samples in one buffer, with a checkpoint after `stop` that another run takes up."""
+    losses: list[Tensor] = []
+    with watched_gpu() as gpu:
+        buffer = torch.empty(2, 8, pin_memory=True)
+
+        def made() -> tuple[megalite.Pipeline, megalite.ShardedOptimizer]:
+            torch.manual_seed(0)
+            layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(2)]
+            pipe = megalite.Pipeline(layers, example=torch.empty(2, 8), loss=reads_nothing, device=DEVICE)
+            return pipe, megalite.ShardedOptimizer(pipe, "adamw", lr=0.1)
+
+        pipe, optimizer = made()
+        for step in range(4):
+            if step == stop:
+                place = optimizer.save(folder, step)
+                pipe, optimizer = made()
+                optimizer.load(str(place))
+            losses.append(pipe.step([(buffer.fill_(step + 1.0), torch.zeros(2, 8))]))
+            optimizer.step()
+            buffer.zero_()  # the host has gone on
+        assert gpu.races == []
+        return [float(x.cpu()) for x in losses]
+
+
+def test_a_checkpoint_counts_the_update_whose_outcome_nobody_has_read(tmp_path: Path) -> None:
+    straight = run_ranks(saved_between, 1, "", None)[0]
+    assert run_ranks(saved_between, 1, str(tmp_path), 2)[0] == straight
+    assert straight[0] != straight[1]
 
 
 def test_ranks_that_are_not_there_are_refused() -> None:
