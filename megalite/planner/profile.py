@@ -92,7 +92,9 @@ def measured_model(config: Config) -> dict[str, int | str | None]:
     plain = {
         name: value for name, value in model.items() if isinstance(value, int | str | None) and name not in ANYTHING
     }
-    return {**plain, PRECISION: precision_name(config)}
+    float8 = config.training.float8
+    how = {"compile": config.training.compile, "fp8_format": float8.fp8_format, "fp8_recipe": float8.fp8_recipe}
+    return {**plain, PRECISION: precision_name(config), **how}
 
 
 def _scaled(measured: LayerTimes, here: LayerTimes, there: LayerTimes) -> LayerTimes:
