@@ -76,6 +76,11 @@ class Microbatch:
         """(b, s)."""
         return self.tokens.shape[0], self.tokens.shape[1]
 
+    @property
+    def of_attention(self) -> dict[str, Any]:
+        """What attention to whole sequences takes of it, by its names."""
+        return {name: getattr(self, name) for name in ("document_starts", "documents", "sample_ids")}
+
     def arranged(self, x: Tensor) -> Tensor:
         """Messages have the shape of whole samples, however these are cut into sequences."""
         samples = self.tokens.shape[0]

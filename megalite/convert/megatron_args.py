@@ -12,17 +12,20 @@ from megalite.convert.registry import check_shape, lost_settings
 from megalite.errors import ConfigError
 
 TENSOR_PARALLEL = "`target_tensor_model_parallel_size`"
+SWITCHES = ("add_qkv_bias", "qk_layernorm", "apply_layernorm_1p", "untie_embeddings_and_output_weights")
 # Arguments whose names and values are those of ModelConfig and of Experts.
 SAME = (
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "position_embedding_type", "rotary_percent",
     "normalization", "norm_epsilon", "add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights",
-    "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by",
+    "hidden_dropout", "attention_dropout", "init_method_std", "make_vocab_size_divisible_by", "apply_layernorm_1p",
+)  # fmt: skip
+SIZES_OF_EXPERTS = (
+    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_num_groups", "moe_router_group_topk",
 )  # fmt: skip
 SAME_OF_EXPERTS = (
-    "num_experts", "moe_router_topk", "moe_shared_expert_intermediate_size", "moe_router_load_balancing_type",
-    "moe_aux_loss_coeff", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups",
-    "moe_router_group_topk", "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
-    "moe_router_bias_update_rate",
+    *SIZES_OF_EXPERTS, "num_experts", "moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
 )  # fmt: skip
 # Settings that change what the weights compute in a way that we do not have -> the values that do not.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -70,6 +73,7 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
     size = (_stated_vocab_size(fields) or rows) if vocab_size is None else vocab_size
     if not 0 < size <= rows:
         raise ConfigError(f"`true_vocab_size`={size}: the embedding has {rows} rows")
+    switches: dict[str, Any] = {name: fields.flag(name, False) for name in SWITCHES}
     biases = fields.flag("add_bias_linear", not fields.flag("disable_bias_linear", False))
     model = ModelConfig(
         model_type="llama" if llama else "gpt",
@@ -90,10 +94,7 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
         norm_epsilon=fields.number("norm_epsilon", fields.number("layernorm_epsilon", 1e-5)),
         activation=activation,
         add_bias_linear=biases,
-        add_qkv_bias=fields.flag("add_qkv_bias", False),
-        qk_layernorm=fields.flag("qk_layernorm", False),
-        apply_layernorm_1p=fields.flag("apply_layernorm_1p", False),
-        untie_embeddings_and_output_weights=fields.flag("untie_embeddings_and_output_weights", False),
+        **switches,
         init_method_std=fields.number("init_method_std", 0.02),
         vocab_size=size,
         make_vocab_size_divisible_by=fields.integer("make_vocab_size_divisible_by", 128),
@@ -205,7 +206,6 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": _whole(scaling.rotary_seq_len_interpolation_factor) if rope else None,
         "use_rope_scaling": scaling.use_rope_scaling,
         "rope_scaling_factor": scaling.rope_scaling_factor,
-        "apply_layernorm_1p": model.apply_layernorm_1p,
         "apply_residual_connection_post_layernorm": False,
         "apply_query_key_layer_scaling": False,
         "swiglu": model.activation == "swiglu",
@@ -248,27 +248,22 @@ def read_experts(fields: Fields, legacy: bool) -> Experts:
     for key, allowed in REFUSED_WITH_EXPERTS.items():
         fields.only(key, *allowed)
 
-    def whole(key: str) -> int | None:
-        return None if fields.get(key) is None else fields.integer(key)
-
     def coefficient(key: str) -> float:
         return fields.number(key) if fields.get(key, 0) != 0 else 0.0
 
+    sizes: dict[str, Any] = {name: fields.integer(name) for name in SIZES_OF_EXPERTS if fields.get(name) is not None}
     biased = fields.flag("moe_router_enable_expert_bias", False)
     scaling = fields.get("moe_router_topk_scaling_factor")
     return Experts(
+        **sizes,
         num_experts=number,
         moe_router_topk=fields.integer("moe_router_topk", 2),
-        moe_ffn_hidden_size=whole("moe_ffn_hidden_size"),
         moe_layer_freq=_frequency(fields),
-        moe_shared_expert_intermediate_size=whole("moe_shared_expert_intermediate_size"),
         moe_router_load_balancing_type=_chosen(fields, "moe_router_load_balancing_type", BALANCING),
         moe_aux_loss_coeff=coefficient("moe_aux_loss_coeff"),
         moe_z_loss_coeff=coefficient("moe_z_loss_coeff"),
         moe_router_score_function=_chosen(fields, "moe_router_score_function", SCORES),
         moe_router_pre_softmax=fields.flag("moe_router_pre_softmax", False),
-        moe_router_num_groups=whole("moe_router_num_groups"),
-        moe_router_group_topk=whole("moe_router_group_topk"),
         moe_router_topk_scaling_factor=None if scaling is None else fields.number("moe_router_topk_scaling_factor"),
         moe_router_enable_expert_bias=biased,
         moe_router_bias_update_rate=coefficient("moe_router_bias_update_rate") if biased else 1e-3,

@@ -20,7 +20,7 @@ from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import RELEASE
-from megalite.convert.megatron_names import CORE, EXTRA_STATES, cut_of, extra_states, is_expert, name_of, rule_of
+from megalite.convert.megatron_names import CORE, cut_of, is_expert, name_of, rule_of, stateful_layers
 from megalite.convert.megatron_state import STATE
 from megalite.convert.megatron_state_writing import KeptState
 from megalite.convert.megatron_writing import RUN_ARGS, write_common
@@ -134,11 +134,10 @@ def _empty_objects(model: ModelConfig) -> Iterator[str]:
     for index, sparse in enumerate(model.sparse_layers):
         before = CORE.replace("{i}", str(index)) if mixed else CORE.replace("{i}.", "")
         at, of = ("", "") if mixed else (f"{index}.", f"{model.num_layers}.")
-        mlp = extra_states(model) if sparse else ("linear_fc1", "linear_fc2")
-        for name in (*EXTRA_STATES, *(f"mlp.{each}" for each in mlp)):
-            inside, size = name.replace("mlp.experts.", "mlp.experts.experts."), experts
+        for name in stateful_layers(model, sparse=sparse):
+            inside = name.replace("mlp.experts.", "mlp.experts.experts.")
             if inside == name:
                 yield f"{before}{name}._extra_state/shard_{at[:-1] or '0'}_{of[:-1] or '1'}"
                 continue
-            for expert in range(size):
-                yield f"{before}{inside}._extra_state/shard_{at}{expert}_{of}{size}"
+            for expert in range(experts):
+                yield f"{before}{inside}._extra_state/shard_{at}{expert}_{of}{experts}"

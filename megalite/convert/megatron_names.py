@@ -135,8 +135,6 @@ RULES = (
 
 # Tied embeddings: the last of several stages holds a copy of the first one's.
 COPY = {"legacy": "word_embeddings_for_head.weight", "local": "output_layer.weight"}
-# Written with nothing in them, because Transformer Engine's layers miss them in a file.
-EXTRA_STATES = ("self_attention.linear_qkv", "self_attention.linear_proj")
 KINDS = ("weight", "bias", "expert_bias", "softmax_offset")
 # Buffers that are computed anew.
 IGNORED = ("_extra_state", "inv_freq", "local_tokens_per_expert")
@@ -154,13 +152,6 @@ def name_of(ours: str, implementation: str, layer: int, *, sparse: bool) -> str:
     """The name of a logical tensor in the file of its stage, where its block is number `layer`; sparse: has experts."""
     rule, _ = rule_of(ours)
     return rule.written(implementation, sparse).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
-
-
-def empty_entries(model: ModelConfig, layer: int, *, sparse: bool) -> list[str]:
-    """Names that Transformer Engine's layers look for, of the block that is number `layer` in a file."""
-    mlp = extra_states(model) if sparse else ("linear_fc1", "linear_fc2")
-    before = CORE.replace("{i}", str(layer))
-    return [f"{before}{name}._extra_state" for name in (*EXTRA_STATES, *(f"mlp.{each}" for each in mlp))]
 
 
 def megatron_names() -> Mapping[str, str]:
@@ -303,9 +294,9 @@ def written_experts(
         yield name, cut_of(part).to_theirs(model, one, tensor[1])[tensor[0]]
 
 
-def extra_states(model: ModelConfig) -> tuple[str, ...]:
-    """Layers of a block with experts in Transformer Engine's file, after `mlp.`."""
+def stateful_layers(model: ModelConfig, *, sparse: bool) -> list[str]:
+    """Layers of a block that miss an extra state in Transformer Engine's file; it has nothing in it."""
     shared = model.experts.moe_shared_expert_intermediate_size is not None
-    return tuple(
-        f"{owner}.linear_{part}" for owner in ("experts", "shared_experts")[: 1 + shared] for part in ("fc1", "fc2")
-    )
+    owners = ("mlp.experts", "mlp.shared_experts")[: 1 + shared] if sparse else ("mlp",)
+    attention = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    return attention + [f"{owner}.linear_{part}" for owner in owners for part in ("fc1", "fc2")]

@@ -17,7 +17,7 @@ from megalite.checkpoint import TRACKER, fsync_directory
 from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import check_cut, write_args
 from megalite.convert.megatron_files import EMBEDDING, FILES, RELEASE, VERSION
-from megalite.convert.megatron_names import COPY, empty_entries, is_expert, name_of, rule_of, written_experts
+from megalite.convert.megatron_names import COPY, CORE, is_expert, name_of, rule_of, stateful_layers, written_experts
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 
 # Dictionaries in dictionaries before megatron.core, whose own names have dots in them.
@@ -131,8 +131,9 @@ class _RankFile:
             yield COPY["legacy" if self.implementation == "legacy" else "local"], self._part(source, EMBEDDING)
         if self.implementation == "transformer_engine":
             for layer in range(layers):
-                names = empty_entries(model, layer, sparse=sparse[number * layers + layer])
-                yield from ((name, None) for name in names)
+                before = CORE.replace("{i}", str(layer))
+                for name in stateful_layers(model, sparse=sparse[number * layers + layer]):
+                    yield f"{before}{name}._extra_state", None
 
     def _part(self, source: ModelSource, ours: str) -> Tensor:
         rank, ranks = self.tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,8 +48,7 @@ def context_attention(
     if axes.ring.size > 1:
         y = _over_ring(core, q, k, v, microbatch, axes, sinks, training)
     else:
-        seen: Any = {"document_starts": microbatch.document_starts, "documents": microbatch.documents}
-        y = core(q, k, v, sinks=sinks, sample_ids=microbatch.sample_ids, training=training, **seen)
+        y = core(q, k, v, sinks=sinks, training=training, **microbatch.of_attention)
     return trade_heads_for_tokens(y.view(*q.shape[:3], -1), axes.heads).flatten(2)
 
 

@@ -18,8 +18,6 @@ Kernels want as many channels of values as of keys: the fewer are padded with ze
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -135,8 +133,7 @@ class LatentAttention(nn.Module):
             q, (k, v) = torch.cat(queries, -1)[:, :, :, None], torch.cat(stored, -1).split(self.width, -1)
         sinks, training, core = self.sinks(q), self.training, self.core
         if alone:
-            seen: Any = {"document_starts": microbatch.document_starts, "documents": microbatch.documents}
-            seen |= {"packed": packed, "values": None if dv == self.width else dv, "sample_ids": microbatch.sample_ids}
+            seen = {"packed": packed, "values": None if dv == self.width else dv, **microbatch.of_attention}
             y = core(q, k, v, sinks=sinks, training=training, **seen)
         else:
             y = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)

@@ -119,14 +119,5 @@ class Attention(nn.Module):
             core, training = self.core, self.training
             y: Tensor = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
             return y
-        return self.core(
-            q,
-            k,
-            v,
-            packed=qkv if untouched else None,
-            sinks=sinks,
-            document_starts=microbatch.document_starts,
-            documents=microbatch.documents,
-            sample_ids=microbatch.sample_ids,
-            training=self.training,
-        )
+        packed = qkv if untouched else None
+        return self.core(q, k, v, packed=packed, sinks=sinks, training=self.training, **microbatch.of_attention)
