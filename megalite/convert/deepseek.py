@@ -34,25 +34,23 @@ SIZES = {
 }  # fmt: skip
 
 
-def _reordered(rows: Tensor, channels: int, rotated: int, *, inwards: bool) -> Tensor:
-    """`[n channels, ...]` with the last `rotated` of each `channels` rows as they are here (`inwards`) or there."""
-    heads = rows.unflatten(0, (-1, channels))
-    kept, turned = heads.split((channels - rotated, rotated), 1)
+def _reordered(model: ModelConfig, rows: Tensor, channels: int, *, inwards: bool) -> Tensor:
+    """`[n channels, ...]` with the rotated rows, the last of each `channels`, as they are here (`inwards`) or there."""
+    rotated = model.latent.qk_pos_emb_head_dim
+    kept, turned = rows.unflatten(0, (-1, channels)).split((channels - rotated, rotated), 1)
     shape = (-1, 2) if inwards else (2, -1)
     turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
     return torch.cat((kept, turned), 1).flatten(0, 1)
 
 
-def _queries(model: ModelConfig, rows: Tensor, inwards: bool) -> Tensor:
-    return _reordered(rows, model.latent.qk_channels, model.latent.qk_pos_emb_head_dim, inwards=inwards)
-
-
-def _keys(model: ModelConfig, rows: Tensor, inwards: bool) -> Tensor:
-    return _reordered(rows, model.latent.compressed, model.latent.qk_pos_emb_head_dim, inwards=inwards)
-
-
-QUERIES = TensorForm(lambda model, t: [_queries(model, t, False)], lambda model, parts: _queries(model, parts[0], True))
-KEYS = TensorForm(lambda model, t: [_keys(model, t, False)], lambda model, parts: _keys(model, parts[0], True))
+QUERIES = TensorForm(
+    lambda model, t: [_reordered(model, t, model.latent.qk_channels, inwards=False)],
+    lambda model, parts: _reordered(model, parts[0], model.latent.qk_channels, inwards=True),
+)
+KEYS = TensorForm(
+    lambda model, t: [_reordered(model, t, model.latent.compressed, inwards=False)],
+    lambda model, parts: _reordered(model, parts[0], model.latent.compressed, inwards=True),
+)
 SPARSE_RULES = (
     *QWEN_RULES,
     *Renamed({"e_norm": "enorm", "h_norm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"}, ours="mtp.{i}."),

@@ -28,8 +28,7 @@ from megalite.convert.gpt_oss import GPT_OSS
 from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.convert.olmo import OLMO2, OLMO3
 from megalite.convert.quantized import quantized_tensors
-from megalite.convert.qwen3_5 import QWEN3_5, QWEN3_5_MOE
-from megalite.convert.qwen3_next import QWEN3_NEXT
+from megalite.convert.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megalite.errors import ConfigError
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
