@@ -18,7 +18,7 @@
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
     dcp_files.py        directories of torch.distributed.checkpoint; deepspeed_files.py: DeepSpeed's universal ones;
-                        dcp_model.py, dcp_state.py: models and moments in both
+                        dcp_model.py: models and moments in both
     megatron_dist.py    Megatron's torch_dist, one of them; megatron_dist_writing.py: written
     megatron_state.py   what a run has left there beside its weights: masters, moments, schedules;
                         megatron_state_writing.py: the same of ours, to be continued there
@@ -34,8 +34,7 @@ by tests/unit/convert/ against transformers.
 """
 
 from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
-from megalite.convert.dcp_model import DcpSource, write_dcp
-from megalite.convert.dcp_state import CONTINUED, state_of_dcp
+from megalite.convert.dcp_model import CONTINUED, DcpSource, state_of_dcp, write_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import CheckpointSource, write_checkpoint

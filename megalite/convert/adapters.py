@@ -10,7 +10,6 @@ A rule of a family names the linear layers of the other side (`family.py`). An a
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingfac
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
 from megalite.convert.family import GROUPED_TRANSPOSED, STACKED, TRANSPOSED, HuggingFaceFamily, LayerRule
-from megalite.convert.hf_files import CONFIG, HuggingFaceSource
+from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_json
 from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.llama import STACKED_PAIRS
 from megalite.convert.megalite_files import CheckpointSource
@@ -265,7 +264,7 @@ def write_peft(
     with staged(directory, model=model, dtype=None) as staging:
         stored = {name: (v if dtype is None else v.to(dtype)).clone() for name, v in tensors.items()}
         save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
-        (staging / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_json(staging / PEFT_CONFIG, config)
         write_tokenizer(source.tokenizer, staging)
         card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
         (staging / CARD).write_text(card, encoding="utf-8")

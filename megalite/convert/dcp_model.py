@@ -4,21 +4,29 @@ step-1000/.metadata, __0_0.distcp, ...      layers.0.attention.wq.weight, or mod
 config.json                                 what model it is, in Hugging Face's words; torchtitan keeps it elsewhere
 
 torchtitan's Llama rotates neighbouring channels, Hugging Face's (and ours) the two halves: rows of wq and wk are put in
-the other order, head by head. Its optimizer: `dcp_state.py`; data and schedules in such a directory are not read.
+the other order, head by head.
+
+What a run has left beside its weights, torchtitan's or DeepSpeed's: Adam's moments and steps.
+
+    optimizer.state.KEY.exp_avg, exp_avg_sq       moments of the weight KEY, in its shape and order of rows
+    optimizer.state.KEY.step                      steps that the optimizer has done
+
+The schedules of such a run are programs, and its place in the data is its loader's own: the flags say both anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig
+from megalite.config import Config, ModelConfig
 from megalite.convert.dcp_files import DcpFiles, Rectangle
 from megalite.convert.deepspeed_files import FOLDER, STATE, DeepSpeedFiles
 from megalite.convert.family import (
@@ -37,12 +45,14 @@ from megalite.convert.llama import LLAMA
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.convert.plain_norms import source_and_family
-from megalite.convert.registry import read_model
-from megalite.convert.source import WEIGHTS_ALONE, ModelSource, converted, staged
+from megalite.convert.registry import config_of_weights, read_model
+from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun, ModelSource, converted, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
+CONTINUED = "continued"
+"""Where a checkpoint of ours says how far a run has got whose samples, schedules and seed are not known."""
 TITAN_BLOCK, TITAN_EMBEDDING = "layers.{i}.", "tok_embeddings"
 
 
@@ -85,9 +95,8 @@ class DcpSource:
     """A model in a directory of torch.distributed.checkpoint.
 
     config: a config.json of Hugging Face's that says what model it is, beside its tokenizer; None: the one in the
-    directory. The caller has
-    asked whether its pickles are trusted. Raises ConfigError for a model that we do not have, CheckpointError for files
-    that are missing, damaged or hostile.
+    directory. The caller has asked whether its pickles are trusted. Raises ConfigError for a model that we do not have,
+    CheckpointError for files that are missing, damaged or hostile.
     """
 
     facts: TrainingFacts | None = None
@@ -104,7 +113,7 @@ class DcpSource:
         self.origin = Origin.of_folder(path.parent, raw, None)
         self.files = (DeepSpeedFiles if (self.directory / FOLDER).is_dir() else DcpFiles)(self.directory)
         named = self.family
-        if f"{TITAN_EMBEDDING}.weight" in self.files.names:
+        if f"{TITAN_EMBEDDING}.weight" in self.files.names and LLAMA.rules[0] in named.rules:
             named = replace(named, rules=(*named.rules, *TITAN))
         self._pairs = {pair.ours: pair for pair in named.pairs(self.model)}
         self._shapes = parameter_shapes(self.model)
@@ -146,6 +155,46 @@ class DcpSource:
     def _tensor(self, stored: str, shape: tuple[int, ...]) -> Tensor:
         self._checked(stored, shape)
         return self.files.read(stored).reshape(shape)
+
+
+def state_of_dcp(source: DcpSource) -> DcpState | None:
+    """The state of a run; None where the weights alone were saved. Raises CheckpointError where a part is missing."""
+    return DcpState(source) if any(name.startswith("optimizer.") for name in source.files.names) else None
+
+
+class DcpState(AdamRun):
+    """A `TrainedRun`. Raises CheckpointError where the optimizer is not Adam, or a tensor has another shape."""
+
+    def __init__(self, source: DcpSource) -> None:
+        self._source, self.model, self.where = source, source.model, str(source.directory)
+        for name in parameter_shapes(source.model):
+            for kind in MOMENTS:
+                source.check_state(name, kind)
+        names = [f"{STATE}{name}.step" for name in source.stored]
+        for name in names:
+            source.require(name)
+        steps = {float(source.files.read(name)) for name in names}
+        if len(steps) != 1 or not next(iter(steps)).is_integer() or not 0 <= next(iter(steps)) < 2**53:
+            what = "does not say how many steps its optimizer has done"
+            raise CheckpointError(f"{self.where}: {what}; {WEIGHTS_ALONE}")
+        self.steps = int(steps.pop())
+        progress: tuple[int, int | None] = source.files.progress or (self.steps, None)
+        self.iteration, self.samples = progress
+        if self.iteration < self.steps:
+            raise CheckpointError(f"{self.where}: {self.steps} steps of its optimizer in {self.iteration} iterations")
+
+    @property
+    def config(self) -> Config:
+        """Of the model; the rest is not known."""
+        return config_of_weights(self.model, torch.float32)
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Iterations done, the steps of the optimizer among them, and samples consumed where known."""
+        return {CONTINUED: {"iteration": self.iteration, "steps": self.steps, "samples": self.samples}}
+
+    def part(self, kind: str, name: str) -> Tensor:
+        return self._source.read(name, kind)
 
 
 def write_dcp(source: ModelSource, directory: Path, *, dtype: torch.dtype | None = None) -> Path:

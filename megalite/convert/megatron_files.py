@@ -106,6 +106,13 @@ class MegatronParts(Generic[P]):
         the parts do not fit."""
         raise NotImplementedError
 
+    def shape_of(self, parts: P) -> tuple[int, ...]:
+        """Of the logical tensor; () where the parts do not fit."""
+        try:
+            return tuple(self.join(parts, meta=True).shape)
+        except (IndexError, RuntimeError):
+            return ()
+
     def check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
         shapes = stored_shapes(self.model)
@@ -118,11 +125,7 @@ class MegatronParts(Generic[P]):
             one = parts.first
             if expected is None:
                 raise CheckpointError(f"{one.path}: a model of these args has no {one.name}")
-            try:
-                found = tuple(self.join(parts, meta=True).shape)
-            except (IndexError, RuntimeError):
-                found = ()
-            if found != expected:
+            if self.shape_of(parts) != expected:
                 what = f"shape {list(one.entry[1])}, args say a part of {list(expected)}"
                 raise CheckpointError(f"{one.path}: {one.name}: {what}")
         if tied and not torch.equal(self.read(EMBEDDING), self.read(OUTPUT)):

@@ -20,6 +20,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from tests.unit.convert.megatron_layout import Way, arguments, megatron_enum, stage_model
 
+# torchtitan's names of what a Llama of transformers has, by what stands before `.weight`, behind the number of a layer.
+TITAN = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
 Cuts = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
 
 
@@ -55,6 +63,14 @@ class Rectangles(DefaultSavePlanner):
             torch.save(object, content := io.BytesIO())
             return content
         return object
+
+
+def titan_name(name: str) -> str:
+    """torchtitan's name of a tensor of such a Llama."""
+    _, layers, inside = name.partition("model.layers.")
+    index, _, inside = inside.partition(".") if layers else ("", "", name)
+    layer, _, kind = inside.rpartition(".")
+    return f"{f'layers.{index}.' if layers else ''}{TITAN[layer]}.{kind}"
 
 
 def write_dcp(directory: Path, state: dict[str, Any], cuts: Cuts | None = None) -> None:

@@ -23,7 +23,7 @@ from megalite.convert import (
 )
 from megalite.errors import CheckpointError
 from megalite.train.starting_point import open_start
-from tests.unit.convert.dcp_layout import random_cuts
+from tests.unit.convert.dcp_layout import random_cuts, titan_name
 from tests.unit.convert.dcp_layout import write_dcp as written_by_torch
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_megatron import assert_same, peer
@@ -48,19 +48,10 @@ def turned(rows: Tensor) -> Tensor:
 
 def titan(model: Any) -> dict[str, Tensor]:
     """The tensors that torchtitan has of a Llama of transformers."""
-    sd, found = dict(model.state_dict()), {}
-    names = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
-    found = {f"{ours}.weight": sd[f"{theirs}.weight"] for theirs, ours in names.items()}
-    layers = {
-        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    for i in range(model.config.num_hidden_layers):
-        for theirs, ours in layers.items():
-            values = sd[f"model.layers.{i}.{theirs}.weight"]
-            found[f"layers.{i}.{ours}.weight"] = turned(values) if ours[-2:] in ("wq", "wk") else values
-    return found
+    return {
+        titan_name(name): turned(values) if name.endswith(("q_proj.weight", "k_proj.weight")) else values
+        for name, values in model.state_dict().items()
+    }
 
 
 def test_the_order_of_rows_is_that_of_the_rotation() -> None:
@@ -109,6 +100,31 @@ def test_what_is_written_is_read_by_torch(kind: str, tmp_path: Path) -> None:
     names = CheckpointSource(write_checkpoint(source, tmp_path / "ours")).read
     for name in back._pairs:
         assert torch.equal(back.read(name), names(name)), name
+
+
+def test_biases_turn_with_the_rows_they_belong_to(tmp_path: Path) -> None:
+    """Queries with neighbours rotated = queries with halves rotated, biases included; a config.json of another block is
+    refused by what is missing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS, max_position_embeddings=16, attention_bias=True, mlp_bias=True,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "hf")
+    write_dcp(HuggingFaceSource(tmp_path / "hf"), tmp_path / "dcp")
+    source = DcpSource(tmp_path / "dcp")
+    bias = source.files.read("layers.0.attention.wq.bias")
+    assert torch.equal(bias, turned(model.state_dict()["model.layers.0.self_attn.q_proj.bias"]))
+    ours = HuggingFaceSource(tmp_path / "hf")
+    for name in source._pairs:
+        assert torch.equal(source.read(name), ours.read(name)), name
+    peer("gpt").config.save_pretrained(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="tensors are missing: transformer.wte.weight"):
+        DcpSource(tmp_path / "dcp", tmp_path / "other" / "config.json")
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:

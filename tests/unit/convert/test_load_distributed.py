@@ -19,7 +19,6 @@ from megalite.checkpoint.start_decision import decide_start
 from megalite.comm import World
 from megalite.config.cli import parse
 from megalite.convert import HuggingFaceSource, MegatronDistSource, open_megatron, state_of, write_checkpoint
-from megalite.convert.dcp_model import titan_name
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
@@ -27,6 +26,7 @@ from megalite.train.param_schedules import resolve_schedules
 from megalite.train.resume_report import changes, resume_report
 from megalite.train.starting_point import offer_of, open_start
 from tests.unit.convert.continued import loaded_and_trained
+from tests.unit.convert.dcp_layout import titan_name
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_dcp import turned
 from tests.unit.convert.test_megatron import V, peer
