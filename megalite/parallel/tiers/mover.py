@@ -150,8 +150,10 @@ class Mover:
         again once the result is gone, which the mover holds as long as a copy needs it."""
         step = max(4096, 1 << max(0, x.nbytes.bit_length() - 4))
         size = -(-max(x.nbytes, 1) // step) * step
-        free = self._free.setdefault(size, [])
-        block = free.pop() if free else host_bytes(size, pinned=True)
+        with self._lock:  # the host's work copies, too
+            free = self._free.setdefault(size, [])
+            block = free.pop() if free else None
+        block = host_bytes(size, pinned=True) if block is None else block
         copy = block[: x.nbytes].view(x.dtype).view(x.shape)
         weakref.finalize(copy, free.append, block).atexit = False
         return copy
@@ -166,19 +168,19 @@ class Mover:
         x itself."""
         if not self.apart:
             return x
-        x, stream = x.contiguous(), self._streams[True]
+        stream, source = self._streams[True], x if x.is_contiguous() and x.is_pinned() else self._lent(x).copy_(x)
         with torch.cuda.stream(stream):
-            copy = torch.empty_like(x, device=self.device)
-        arrival = self.copy([(copy, x.pin_memory())], to_device=True, overtakes=True)
+            copy = torch.empty_like(source, device=self.device)
+        arrival = self.copy([(copy, source)], to_device=True, overtakes=True)
         arrival.stream = stream
         arrival.wait()
         return copy
 
     def download(self, x: Tensor) -> Tensor:
-        """Copies to the host, which waits. On a CPU returns x itself."""
+        """Copies to the host, which waits. Nobody keeps a view of the result longer than itself. On a CPU returns x."""
         if not self.apart:
             return x
-        copy = torch.empty_like(x, device="cpu", pin_memory=True)
+        copy = self._lent(x)
         self.to_host([(copy, x)]).synchronize()
         return copy
 
