@@ -71,7 +71,7 @@ class StepStats:
     learning_rate: the one this step used.
     loss_scale: factor of the loss in fp16 training, else 1.
     skipped: the update was left out (fp16 overflow, a non-finite value, or the iteration was to be skipped).
-    experts: of a model with experts.
+    experts: of a model with experts, asked for when the interval is closed: sums of all ranks are on their way.
     by_part: names of the parts of a blend (`--loss-by-part`), and `[2, P]`, their summed losses and tokens that count.
     further: mean losses of the tokens beyond the next one, by depth.
     iteration_time_s: seconds on this rank's clock.
@@ -89,7 +89,7 @@ class StepStats:
     learning_rate: float = 0.0
     loss_scale: Tensor | float = 1.0
     skipped: Tensor | bool = False
-    experts: ExpertStats | None = None
+    experts: Callable[[], ExpertStats] | None = None
     by_part: tuple[Sequence[str], Tensor] | None = None
     further: tuple[Tensor, ...] = ()
     iteration_time_s: float
@@ -156,7 +156,8 @@ class IntervalStats:
         assert steps, "an interval without a step has no record"
         last = steps[-1]
         began = self._clock()
-        measured = _on_host([_scalars(step) for step in steps])
+        routed = [None if step.experts is None else step.experts() for step in steps]
+        measured = _on_host([_scalars(step, experts) for step, experts in zip(steps, routed, strict=True)])
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
         losses = [values["lm_loss"] for values in measured]
         counted = [values["counted_tokens"] != 0 for values in measured]
@@ -191,9 +192,13 @@ class IntervalStats:
             name = f"mtp_{depth}_loss"
             given = [values.get(name) for values, skipped in zip(measured, skips, strict=True) if not skipped]
             record[name] = _mean([number for number in given if number is not None])
-        routed = [step.experts for step in steps if step.experts is not None]
         kept = [step.by_part for step, skipped in zip(steps, skips, strict=True) if step.by_part and not skipped]
-        return record | losses_by_part(kept) | expert_loads(routed) | self._rates(steps, seconds)
+        return (
+            record
+            | losses_by_part(kept)
+            | expert_loads([each for each in routed if each])
+            | self._rates(steps, seconds)
+        )
 
     def _rates(self, steps: list[StepStats], seconds: float) -> Record:
         computed = [step for step in steps if step.lm_loss is not None]
@@ -266,11 +271,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _scalars(step: StepStats) -> Scalars:
+def _scalars(step: StepStats, experts: ExpertStats | None) -> Scalars:
     """The numbers of a step that may live on the device."""
     values: Scalars = {name: getattr(step, name) for name in _READ}
     values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(step.further, 1)}
-    return values | {name: getattr(step.experts, name, None) for name in EXPERT_SCALARS}
+    return values | {name: getattr(experts, name, None) for name in EXPERT_SCALARS}
 
 
 def _on_host(steps: Sequence[Scalars]) -> list[dict[str, float | None]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from megalite.comm import ParallelMesh, all_reduce_
+import torch
+from torch import Tensor
+
+from megalite.comm import Handle, ParallelMesh, all_reduce_
 from megalite.config import Config
 from megalite.microbatch_notes import EXTRA
 from megalite.observe import ExpertStats
@@ -12,7 +15,8 @@ from megalite.train.build import Model, wide_dtype
 
 
 class ExpertReport:
-    """Adds up the loads of this rank's stages, and those of all ranks. Collective over the world."""
+    """Adds up the loads of this rank's stages, and those of all ranks. Collective over the world; on a GPU beside the
+    next batch."""
 
     def __init__(self, config: Config, model: Model, mesh: ParallelMesh, device: torch.device) -> None:
         self._given, self._model, self._mesh, self._device = config.model.experts, model, mesh, device
@@ -24,16 +28,21 @@ class ExpertReport:
         ]
         self._rows = {index: row for row, index in enumerate(sparse)}
 
-    def __call__(self, microbatches: range) -> ExpertStats:
-        """Of a batch, by the numbers of this replica's micro-batches."""
+    def __call__(self, microbatches: range) -> Callable[[], ExpertStats]:
+        """Of a batch, by the numbers of this replica's micro-batches. What is returned gives it where it is shown."""
         number = self._given.num_experts or 0
         total = torch.zeros(len(self._rows), number + EXTRA, dtype=self._dtype, device=self._device)
         for stage in self._model.stages.values():
             for layer, load in stage.loads.take(microbatches).items():
                 total[self._rows[layer]] += load
-        all_reduce_(total, self._mesh.world)
+        handle = all_reduce_(total, self._mesh.world, async_op=self._device.type != "cpu")
+        return lambda: self._stats(total, handle, len(microbatches))
+
+    def _stats(self, total: Tensor, handle: Handle, microbatches: int) -> ExpertStats:
+        handle.wait()
+        number = self._given.num_experts or 0
         counts, (balance, z, dropped) = total[:, :number], total[:, number:].unbind(1)
-        batches = len(microbatches) * self._mesh.size("stream") * self._parts
+        batches = microbatches * self._mesh.size("stream") * self._parts
         return ExpertStats(
             load_balancing_loss=balance.mean() / batches if self._given.balances else None,
             z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,

@@ -95,7 +95,7 @@ class Trainer:
     save: Callable[[TrainingProgress], str] | None
     report_phase: Callable[[str], None]
     finish_save: Callable[[], None] | None = None
-    experts: Callable[[range], ExpertStats] | None = None
+    experts: Callable[[range], Callable[[], ExpertStats]] | None = None
     sample: Callable[[int], list[Record]] | None = None
     measure: Callable[[int], list[Record]] | None = None
     save_locally: Callable[[TrainingProgress], Record | None] = lambda progress: None

@@ -28,6 +28,7 @@ from megalite.config import parse
 from megalite.engine import expert_bias, weights
 from megalite.nn import experts, router
 from megalite.parallel.expert import plan
+from megalite.rehearsal import rehearse_run, rehearsed
 from megalite.testing import experts as testing_experts
 from megalite.testing import run_ranks
 from megalite.testing.oracle import Pupil, reference
@@ -145,6 +146,15 @@ def test_log_lines_hold_the_sums_over_all_ranks_and_layers(tmp_path: Path, layou
     (line,) = [line for line in lines if "fullest expert" in line]
     assert f"load balancing loss: {expected['load_balancing_loss']:.6E}" in line
     assert f"fullest expert: {expected['fullest_expert']:.2f}" in line
+
+
+def test_sums_for_the_log_travel_beside_the_next_batch() -> None:
+    """Nothing that the device computes waits for them but the log's own numbers."""
+    flags = "--num-layers 1 --micro-batch-size 2 --global-batch-size 4 --num-experts 4 --zero-stage 1"
+    report = rehearse_run(rehearsed([*TINY, *flags.split()], 2), [0, 1])
+    assert [str(fault) for fault in report.faults] == []
+    lines = [call.line.name for call in report.records[0].calls if "train/expert_report.py" in call.place]
+    assert lines and all(line.startswith("nccl's stream") for line in lines)
 
 
 # ---- ways to be quietly wrong ----------------------------------------------------------------------------------------
