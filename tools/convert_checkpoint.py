@@ -234,14 +234,12 @@ def main(argv: list[str]) -> None:
 
 def _tokenizer_flags(folder: Path) -> str:
     """Megatron-LM's flags for the tokenizer in a folder; empty where there is none."""
-    if (folder / "tokenizer.json").is_file():
-        return f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}"
-    if (folder / "merges.txt").is_file():
-        files = f"--vocab-file {folder / 'vocab.json'} --merge-file {folder / 'merges.txt'}"
-        return f"--tokenizer-type GPT2BPETokenizer {files}"
-    if (folder / "tokenizer.model").is_file():
-        return f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {folder / 'tokenizer.model'}"
-    return ""
+    known = {
+        "tokenizer.json": f"HuggingFaceTokenizer --tokenizer-model {folder}",
+        "merges.txt": f"GPT2BPETokenizer --vocab-file {folder / 'vocab.json'} --merge-file {folder / 'merges.txt'}",
+        "tokenizer.model": f"SentencePieceTokenizer --tokenizer-model {folder / 'tokenizer.model'}",
+    }
+    return next((f"--tokenizer-type {words}" for file, words in known.items() if (folder / file).is_file()), "")
 
 
 def _check_peer(flags: argparse.Namespace, load: Path) -> None:

@@ -26,10 +26,7 @@ class Latent(Spelled):
     )
     v_head_dim: int = option(128, "channels of a head's values", ge=1, needs=SWITCH)
     latent_norm_epsilon: float | None = option(
-        None,
-        "epsilon of the norms of the two vectors; unset: `norm_epsilon`",
-        gt=0,
-        needs=SWITCH,
+        None, "epsilon of the norms of the two vectors; unset: `norm_epsilon`", gt=0, needs=SWITCH
     )
 
     @property

@@ -17,11 +17,10 @@
     peft_files.py       such adapters of peft and their Hugging Face model, read as one
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
     megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
-    dcp_files.py        directories of torch.distributed.checkpoint; deepspeed_files.py: DeepSpeed's universal ones;
-                        dcp_model.py: models and moments in both
+    dcp_files.py        directories of torch.distributed.checkpoint, and DeepSpeed's universal ones
+    dcp_model.py        models and moments in both
     megatron_dist.py    Megatron's torch_dist, one of them; megatron_dist_writing.py: written
-    megatron_state.py   what a run has left there beside its weights: masters, moments, schedules;
-                        megatron_state_writing.py: the same of ours, to be continued there
+    megatron_state.py   what a run has left there beside its weights: masters, moments, schedules; in and out
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
 To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
@@ -41,8 +40,7 @@ from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_distributed, open_megatron
 from megalite.convert.megatron_dist_writing import write_torch_dist
 from megalite.convert.megatron_files import MegatronSource
-from megalite.convert.megatron_state import state_of
-from megalite.convert.megatron_state_writing import KeptState
+from megalite.convert.megatron_state import KeptState, state_of
 from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id

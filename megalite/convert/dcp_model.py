@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import Config, ModelConfig
-from megalite.convert.dcp_files import DcpFiles, Rectangle
-from megalite.convert.deepspeed_files import FOLDER, STATE, DeepSpeedFiles
+from megalite.convert.dcp_files import FOLDER, STATE, DcpFiles, DeepSpeedFiles, Rectangle
 from megalite.convert.family import (
     STACKED,
     HuggingFaceFamily,

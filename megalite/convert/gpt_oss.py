@@ -34,8 +34,7 @@ ALTERNATING = TensorForm(
     lambda model, parts: parts[0].unflatten(2, (-1, 2)).permute(0, 3, 2, 1),
 )
 ALTERNATING_BIAS = TensorForm(
-    lambda model, t: [t.transpose(1, 2).flatten(1)],
-    lambda model, parts: parts[0].unflatten(1, (-1, 2)).transpose(1, 2),
+    lambda model, t: [t.transpose(1, 2).flatten(1)], lambda model, parts: parts[0].unflatten(1, (-1, 2)).transpose(1, 2)
 )
 TURNED = TensorForm(lambda model, t: [t.transpose(1, 2)], lambda model, parts: parts[0].transpose(1, 2))
 GPT_OSS_RULES = (

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.convert.origin import SAMPLING, Origin
-from megalite.data import (
-    ByteTokenizer,
-    NullTokenizer,
-    Tokenizer,
-    as_hugging_face,
-    byte_level_alphabet,
-    make_tokenizer,
-)
+from megalite.data import ByteTokenizer, NullTokenizer, Tokenizer, as_hugging_face, byte_level_alphabet, make_tokenizer
 from megalite.errors import DataError
 from megalite.strangers import PROGRAMS
 

@@ -37,8 +37,7 @@ RULES = (
 )
 # Gate and value of every expert: 2E tensors there, `[E, 2, f, h]` here.
 STACKED_PAIRS = TensorForm(
-    lambda model, t: list(t.flatten(0, 1).unbind()),
-    lambda model, parts: torch.stack(list(parts)).unflatten(0, (-1, 2)),
+    lambda model, t: list(t.flatten(0, 1).unbind()), lambda model, parts: torch.stack(list(parts)).unflatten(0, (-1, 2))
 )
 MOST_EXPERTS = 4096
 MIXTRAL_BLOCK, QWEN_BLOCK = "model.layers.{i}.block_sparse_moe.", "model.layers.{i}.mlp."
@@ -169,10 +168,7 @@ def read_qwen3(fields: Fields) -> ModelConfig:
     """Qwen3, or what Qwen3-MoE has of it. Raises ConfigError."""
     fields.only("attention_bias", False)
     return read_shape(
-        fields,
-        qk_layernorm=True,
-        kv_channels=fields.integer("head_dim", 128),
-        **_read_qwen_window(fields),
+        fields, qk_layernorm=True, kv_channels=fields.integer("head_dim", 128), **_read_qwen_window(fields)
     )
 
 

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.convert.dcp_files import METADATA, DcpFiles
+from megalite.convert.dcp_files import FOLDER, METADATA, DcpFiles
 from megalite.convert.dcp_model import DcpSource
-from megalite.convert.deepspeed_files import FOLDER
 from megalite.convert.hf_files import CONFIG
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_files import EMBEDDING, MegatronParts, MegatronSource, find_iteration

@@ -21,8 +21,7 @@ from megalite.convert.megatron_args import write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import RELEASE
 from megalite.convert.megatron_names import CORE, cut_of, is_expert, name_of, rule_of, stateful_layers
-from megalite.convert.megatron_state import STATE
-from megalite.convert.megatron_state_writing import KeptState
+from megalite.convert.megatron_state import STATE, KeptState
 from megalite.convert.megatron_writing import RUN_ARGS, write_common
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.errors import CheckpointError

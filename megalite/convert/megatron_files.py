@@ -23,14 +23,7 @@ from megalite.config import ModelConfig
 from megalite.convert.dcp_files import METADATA
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.megatron_args import read_args
-from megalite.convert.megatron_names import (
-    IGNORED,
-    DenseParts,
-    ExpertName,
-    ExpertParts,
-    megatron_names,
-    plain_name,
-)
+from megalite.convert.megatron_names import IGNORED, DenseParts, ExpertName, ExpertParts, megatron_names, plain_name
 from megalite.convert.megatron_process import Listing, Unpickler
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,12 +43,8 @@ def quantized_tensors(settings: Mapping[str, Any], names: Collection[str], where
         return {name: Quantized((name + BLOCKS, name + SCALES), ("U8", "U8"), from_mxfp4) for name in whole}
     sides = settings.get("weight_block_size")
     if method == "fp8" and isinstance(sides, list) and len(sides) == 2 and all(type(s) is int and s > 0 for s in sides):
-
-        def decode(weight: Tensor, factors: Tensor) -> Tensor:
-            return from_blocks(weight, factors, (sides[0], sides[1]))
-
         found = [name.removesuffix(FACTORS) for name in names if name.endswith(FACTORS)]
-        kinds = ("F8_E4M3", "F32")
+        kinds, decode = ("F8_E4M3", "F32"), partial(from_blocks, sides=(sides[0], sides[1]))
         return {f"{n}.weight": Quantized((f"{n}.weight", n + FACTORS), kinds, decode) for n in found}
     what = str(method)[:40] if method else "quantised"
     raise ConfigError(

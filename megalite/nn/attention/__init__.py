@@ -1,7 +1,7 @@
 """Attention: the layer, one function that chooses a kernel, and the kernels.
 
-layer.py      `Attention`: projections, norms and rotary positions around the core
-latent.py     `LatentAttention`: keys and values from one small vector a token; gate.py: a gate behind the heads
+layer.py      `Attention`: projections, norms and rotary positions around the core; a gate behind the heads
+latent.py     `LatentAttention`: keys and values from one small vector a token
 core.py       `AttentionCore`: softmax(q k^T) v of the heads on this rank; the library's kernel for plain causal ones
 context.py    the same where ranks share a sequence; cached.py: in generation
 choose.py     what is needed -> which kernel; the limits of each, and the proof that it works here

@@ -20,7 +20,6 @@ from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore, new_sinks
-from megalite.nn.attention.gate import ungated
 from megalite.nn.further_adapters import Prefix
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import head_norm
@@ -40,13 +39,7 @@ class Attention(nn.Module):
         self.sharers = ctx.sharers
         assert self.sharers.size == max(1, ctx.tp.size // g), "ranks that share a key have to be known"
         self.query_multiplier, self.gated = config.query_multiplier, config.attention_output_gate
-        self.qkv = column_linear(
-            h,
-            config.qkv_size,
-            bias=config.has_qkv_bias,
-            init_std=hidden_std(config),
-            ctx=ctx,
-        )
+        self.qkv = column_linear(h, config.qkv_size, bias=config.has_qkv_bias, init_std=hidden_std(config), ctx=ctx)
         self.proj = row_linear(
             config.query_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
@@ -121,3 +114,11 @@ class Attention(nn.Module):
             return y
         packed = qkv if untouched else None
         return self.core(q, k, v, packed=packed, sinks=sinks, training=self.training, **microbatch.of_attention)
+
+
+def ungated(qkv: Tensor, r: int, d: int) -> tuple[Tensor, Tensor]:
+    """(Queries, keys, values; gates) of groups of r query heads of d channels; a gate follows its head (Qwen3-Next)."""
+    groups = qkv.view(*qkv.shape[:2], -1, 2 * r + 2, d)
+    pairs, rest = groups.split((2 * r, 2), 3)
+    queries, gates = pairs.unflatten(3, (r, 2)).unbind(4)
+    return torch.cat((queries, rest), 3).flatten(2), gates.flatten(2)
