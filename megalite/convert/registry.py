@@ -24,8 +24,7 @@ from megalite.convert.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import MOST_LAYERS, Fields
 from megalite.convert.gpt import GPT2, GPT_NEOX
-from megalite.convert.gpt_oss import GPT_OSS
-from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
+from megalite.convert.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from megalite.convert.norms_behind import GEMMA2, GEMMA3, OLMO2, OLMO3
 from megalite.convert.quantized import quantized_tensors
 from megalite.convert.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
