@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -223,14 +224,12 @@ def _build_module(
     halves: str,
     recompute: Recompute,
 ) -> LayerStack:
-    context = LayerContext(
-        tp=mesh["tp"],
-        sharers=mesh.sharing_keys(config.model.query_groups),
-        cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
-        experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
+    context = layer_context(
+        config,
+        mesh,
+        device,
+        rows,
         sequence_parallel=config.parallel.sequence_parallel,
-        dtype=parameter_dtype(config),
-        device=device,
         seed=config.training.seed,
         weight_grads=notes[0],
         tapped=OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
@@ -239,8 +238,6 @@ def _build_module(
         loads=notes[1],
         magnitudes=notes[2],
         halves=halves,
-        host_embedding=None if rows is None else layer_of(rows),
-        deferred=True,
     )
     grid = config.parallel.grid
     context = context if grid is None else on_grid(context, mesh, grid, config.padded_vocab_size())
@@ -252,6 +249,23 @@ def _build_module(
     if config.parallel.hardware.cuda_graph_impl == "local":
         BlockGraphs(stack, notes[0])
     return stack
+
+
+def layer_context(
+    config: Config, mesh: ParallelMesh, device: torch.device, rows: CachedRows | None, **more: Any
+) -> LayerContext:
+    """The axes over which layers of this run are cut, and the form of their parameters; and what else is given."""
+    return LayerContext(
+        tp=mesh["tp"],
+        sharers=mesh.sharing_keys(config.model.query_groups),
+        cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
+        experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
+        dtype=parameter_dtype(config),
+        device=device,
+        host_embedding=None if rows is None else layer_of(rows),
+        deferred=True,
+        **more,
+    )
 
 
 def halves_of(config: Config, plan: MemoryPlan) -> str:

@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from megalite.comm import Channel, ExpertAxes, ParallelMesh, all_gather_json, patiently
+from megalite.comm import Channel, ParallelMesh, all_gather_json, patiently
 from megalite.config import Config
 from megalite.convert import stop_tokens
 from megalite.generation import Generator, ModelParts, Request, Sampling, prompt_ids, read_prompts
@@ -22,8 +22,7 @@ from megalite.nn import LayerStack
 from megalite.observe import Record
 from megalite.parallel.tensor import LayerContext
 from megalite.schedule import token_pairs
-from megalite.train.build import Model, boundary_spec, parameter_dtype
-from megalite.train.host_embedding import layer_of
+from megalite.train.build import Model, boundary_spec, layer_context
 from megalite.train.run_state import RunState
 
 
@@ -41,20 +40,10 @@ class ModelInUse:
         newest_version: Callable[[], int],
         device: torch.device,
     ) -> None:
-        config, rows = state.config, state.model.rows
         self.state, self.mesh, self.channel = state, mesh, channel
         self._newest_version, self._device = newest_version, device
-        self._specs = {spec.name: spec for spec in layer_specs(config.model)}
-        self._context = LayerContext(
-            tp=mesh["tp"],
-            sharers=mesh.sharing_keys(config.model.query_groups),
-            cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
-            experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
-            dtype=parameter_dtype(config),
-            device=device,
-            host_embedding=None if rows is None else layer_of(rows),
-            deferred=True,
-        )
+        self._specs = {spec.name: spec for spec in layer_specs(state.config.model)}
+        self._context = layer_context(state.config, mesh, device, state.model.rows)
 
     def parts(self) -> ModelParts:
         """The stages of this rank, around the parameters that are there."""
