@@ -3,7 +3,7 @@
     layers -> stages (a module a weight version) -> weights.py: buffers, optimizer  <- update.py: REDUCE, NORM, STEP
                                                                                      <- forward.py: no backward
 
-    weights.py     `Weights`: stages, buffers, ties, the axis of the global norm
+    weights.py     `Weights`: stages, buffers, ties, the axis of the global norm; averages of the masters as weights
     update.py      `Updater`: what the actions of a program that concern weights do; finite or skipped, clipping
     versioned.py   state that belongs to weights beside the optimizer's: expert_bias.py, scale_history.py,
                    qk_clip.py
@@ -11,7 +11,6 @@
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
     int8_base.py   frozen weights in 8 bits
-    averages.py    averages of the masters as weights
     spikes.py      which gradient norms are out of proportion
 
 `megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
@@ -20,7 +19,6 @@ Invariant: gradients are reduced, measured, clipped and applied in one place, wh
 Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_library.py`.
 """
 
-from megalite.engine.averages import averages_as_weights, begin_averages
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import run_forwards
 from megalite.engine.int8_base import quantize_base
@@ -31,4 +29,13 @@ from megalite.engine.scale_history import ScaleHistory
 from megalite.engine.spikes import SpikeGuard
 from megalite.engine.update import Hyperparameters, Updater
 from megalite.engine.versioned import VersionedState
-from megalite.engine.weights import BufferOptions, BuiltStages, Ties, Weights, build_weights, norm_axis
+from megalite.engine.weights import (
+    BufferOptions,
+    BuiltStages,
+    Ties,
+    Weights,
+    averages_as_weights,
+    begin_averages,
+    build_weights,
+    norm_axis,
+)

@@ -8,18 +8,19 @@ Who makes the stages does not matter here: `megalite.train` makes them of our la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.comm import Axis, Handle, ParallelMesh
 from megalite.config import Rates
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
-from megalite.optim import Delay
+from megalite.optim import EMA, Delay, pieces
 from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import (
@@ -186,3 +187,42 @@ def build_weights(
         delay=delay,
         states=states,
     )
+
+
+def _pairs(optimizer: ShardedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(Masters, their average: `--ema-decay`), flat and in pieces, once nothing reads or writes them."""
+    optimizer.finish_step()
+    optimizer.wait_for_weights()
+    for sub in optimizer.sub_optimizers:
+        for master in sub.masters:
+            master.join()
+            average = sub.moments(master)[EMA]
+            for piece in pieces(average):
+                yield master.tensor.view(-1)[piece], average.view(-1)[piece]
+
+
+@torch.no_grad()
+def begin_averages(optimizer: ShardedOptimizer) -> None:
+    """Makes the averages copies of the masters, which were loaded. `after_load` of the optimizer must follow."""
+    for master, average in _pairs(optimizer):
+        average.copy_(master)
+
+
+@contextmanager
+def averages_as_weights(optimizer: ShardedOptimizer, version: int) -> Iterator[None]:
+    """Within the context, the compute weights of `version` are made of the averages, which have changed places with the
+    masters: nothing else is needed in memory. Collective."""
+    _swap(optimizer, version)
+    try:
+        yield
+    finally:
+        _swap(optimizer, version)
+
+
+@torch.no_grad()
+def _swap(optimizer: ShardedOptimizer, version: int) -> None:
+    for master, average in _pairs(optimizer):
+        kept = master.clone()
+        master.copy_(average)
+        average.copy_(kept)
+    optimizer.write_weights(version)
