@@ -45,23 +45,30 @@ def _plain_prefix(layer: Attention, own: Prefix) -> Callable[..., Tensor]:
 
     def attend(qkv: Tensor, microbatch: Any, cache: object = None) -> Tensor:
         s, b, d, r = *qkv.shape[:2], layer.d, layer.r
-        rows, prefix, made = qkv.view(s, b, -1, r + 2, d), own.prefix, []
+        # with a gate, the rows of each query head are followed by those of its gate
+        rows, prefix, made = qkv.view(s, b, -1, (2 * r if layer.gated else r) + 2, d), own.prefix, []
+        queries, keys = rows[:, :, :, : -2 : 2 if layer.gated else 1], rows[:, :, :, -2:-1]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = layer.q_norm(queries), layer.k_norm(keys)
         length = prefix.shape[1]
         sees = torch.ones(s, length + s, dtype=torch.bool).tril(length)
         for sample in range(b):
             heads = []
             for head in range(rows.shape[2] * r):
-                group = head // r
-                q, k = rows[:, sample, group, head % r], rows[:, sample, group, r]
-                if layer.q_norm is not None and layer.k_norm is not None:
-                    q, k = layer.q_norm(q), layer.k_norm(k)
+                group, at = head // r, head % r
+                q, k, v = queries[:, sample, group, at], keys[:, sample, group, 0], rows[:, sample, group, -1]
                 if layer.rotary is not None:
                     cos, sin = (x[:, 0, 0, 0] for x in layer.rotary(microbatch.positions, q.dtype))
                     q, k = (_turned(x, cos, sin) for x in (q, k))
-                at = slice(group * d, group * d + d)
-                k, v = torch.cat((prefix[0][:, at], k)), torch.cat((prefix[1][:, at], rows[:, sample, group, r + 1]))
-                scores = (q @ k.t() / d**0.5).masked_fill(~sees, -torch.inf)
-                heads.append(scores.softmax(-1) @ v)
+                q = q if layer.query_multiplier is None else q * layer.query_multiplier
+                k, v = (torch.cat((x[:, group * d : group * d + d], y)) for x, y in zip(prefix, (k, v), strict=True))
+                scores, cap = q @ k.t() / d**0.5, layer.core.softcap
+                scores = scores if cap is None else cap * torch.tanh(scores / cap)
+                scores = scores.masked_fill(~sees, -torch.inf)
+                sink = None if (sinks := layer.sinks(qkv)) is None else sinks[head].expand(s, 1)
+                weights = (scores if sink is None else torch.cat((scores, sink), 1)).softmax(-1)[:, : length + s]
+                y = weights @ v
+                heads.append(y * torch.sigmoid(rows[:, sample, group, 2 * at + 1]) if layer.gated else y)
             made.append(torch.cat(heads, -1))
         return torch.stack(made, 1)
 

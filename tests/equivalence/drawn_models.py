@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 MIXERS = [
     "--linear-attention variant=gdn freq=2 key_head_dim=4 value_head_dim=6 num_key_heads=4 num_value_heads=8",
@@ -84,3 +85,27 @@ def draw_model(rng: random.Random, optimizer: str) -> list[str]:
         model += ["--mla", *pick([[], ["q_lora_rank=12"]]), "kv_lora_rank=8", "qk_head_dim=6", "qk_pos_emb_head_dim=4"]
         model += [pick(["v_head_dim=5", "v_head_dim=12"])]
     return model + pick([[], [], [], [], sinks, [*capped, *pick([[], unlike])]])
+
+
+ADAPTERS = {
+    "bottleneck": "",
+    "bottleneck int8": "--lora int8",
+    "prefix": "--max-position-embeddings 19",  # those of the text begin behind it
+    "int8": "--lora int8",
+}
+
+
+def other_adapters(model: Sequence[str], seed: str) -> list[tuple[str, ...]]:
+    """The flags of a model with `--lora`, half of the time, with layers behind matrices or keys in front of the text in
+    place of products beside matrices, or with a base in 8 bits: in the order in which they are to be tried."""
+    coin = random.Random(seed)
+    if "--lora" not in model or coin.random() < 0.5:
+        return []
+    flags = [word.split() for word in " ".join(model).replace(" --", "\n--").splitlines()]
+    kept = [word for flag in flags for word in flag if not flag[0].startswith("--lora")]
+    found = []
+    for kind in coin.sample([*ADAPTERS], len(ADAPTERS)):
+        if kind != "prefix" or "--attention-dropout" not in model:  # without which the oracle writes its scores out
+            own = model if kind == "int8" else [*kept, "--lora", "rank=3", f"kind={kind.split()[0]}"]
+            found.append((*own, *ADAPTERS[kind].split()))
+    return found

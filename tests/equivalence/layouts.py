@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from equivalence.drawn_models import FURTHER, GATES, MIXERS, draw_experts, draw_model
+from equivalence.drawn_models import FURTHER, GATES, MIXERS, draw_experts, draw_model, other_adapters
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.comm.world import World
 from megalite.config.cli import parse
@@ -202,10 +202,14 @@ def _with_others(case: Layout) -> Layout:
         if coin.random() > share or barred:
             continue
         found = replace(case, model=(*case.model, *added))
-        with suppress(ConfigError):
-            parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
-            case = found
+        case = found if is_legal(found) else case
     return case
+
+
+def _with_other_adapters(case: Layout) -> Layout:
+    """The case with other adapters, or a base in 8 bits, now and then. By a coin of its own."""
+    tried = (replace(case, model=model) for model in other_adapters(case.model, f"adapters of {case.command}"))
+    return next(filter(is_legal, tried), case)
 
 
 def _with_arrivals(case: Layout) -> Layout:
@@ -214,10 +218,7 @@ def _with_arrivals(case: Layout) -> Layout:
         return case
     flags = [ARRIVES if word == case.schedule else word for word in case.layout]
     found = replace(case, layout=tuple(flags))
-    with suppress(ConfigError):
-        parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
-        return found
-    return case
+    return found if is_legal(found) else case
 
 
 def draw(
@@ -233,14 +234,17 @@ def draw(
         case = with_stage_meshes(case, random.Random(case.command))
         case = with_grid(case, random.Random(f"grid of {case.command}"))
         case = replace(case, model=(*case.model, *_draw_aids(case), *more))
-        case = _with_arrivals(_with_others(case))
-        if not want(case):
-            continue
-        try:
-            parse([*TINY, *case.model, *case.layout], world_size=case.world_size)
-        except ConfigError:
-            continue
-        return case
+        case = _with_arrivals(_with_other_adapters(_with_others(case)))
+        if want(case) and is_legal(case):
+            return case
+
+
+def is_legal(case: Layout) -> bool:
+    """Whether the product's validator accepts it."""
+    with suppress(ConfigError):
+        parse([*TINY, *case.model, *case.layout], world_size=case.world_size)
+        return True
+    return False
 
 
 def _draw_aids(case: Layout) -> list[str]:
@@ -287,11 +291,8 @@ def with_stage_meshes(case: Layout, rng: random.Random) -> Layout:
             lags = build_program("pipedream", len(sizes), 8 * math.lcm(*workers), workers=workers).staleness
             size = int(kept[kept.index("--micro-batch-size") + 1])
             found = replace(found, stages=len(sizes), together=size * math.lcm(*workers), lags=lags)
-        try:
-            parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
-        except ConfigError:
-            continue
-        return found
+        if is_legal(found):
+            return found
     return case
 
 
@@ -315,8 +316,7 @@ def with_grid(case: Layout, rng: random.Random, share: float = 0.3) -> Layout:
         kept["--tensor-parallel-mode"] = mode.split()
         layout = tuple(word for name, values in kept.items() for word in (name, *values))
         found = replace(case, layout=layout, world_size=ranks * pp * rng.choice([1, 8 // (ranks * pp)]))
-        with suppress(ConfigError):
-            parse([*TINY, *found.model, *found.layout], world_size=found.world_size)
+        if is_legal(found):
             return found
     return case
 
