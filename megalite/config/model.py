@@ -220,8 +220,7 @@ class ModelConfig:
     @property
     def expert_ffn_size(self) -> int:
         """Width of an expert."""
-        width = self.experts.moe_ffn_hidden_size
-        return self.ffn_size if width is None else width
+        return self.experts.moe_ffn_hidden_size or self.ffn_size
 
     @property
     def sparse_layers(self) -> tuple[bool, ...]:
@@ -313,6 +312,11 @@ class ModelConfig:
         return stated if self.position_embedding_type == "learned_absolute" else max(stated, self.seq_length)
 
     @property
+    def text_positions(self) -> int:
+        """Longest text: the first rows of a learned position table belong to a prefix."""
+        return self.max_positions - self.lora.prefix * (self.position_embedding_type == "learned_absolute")
+
+    @property
     def adapted_parts(self) -> tuple[str, ...]:
         """Parts of linear layers that have an adapter (see `config.lora`)."""
         return self.lora.parts(apart=self.model_type == "llama", sparse=self.experts.num_experts is not None)
@@ -344,9 +348,7 @@ class ModelConfig:
 
     def has_window(self, index: int) -> bool:
         """Whether block `index` has the window. `--window-attn-skip-freq N` leaves out layers N, 2N, ... (from 1 on).
-
-        ConfigError for a malformed pattern, as of the next ones.
-        """
+        ConfigError for a malformed pattern, as of the next ones."""
         return self.window_size is not None and self.listed("window_attn_skip_freq", index)
 
     def has_sinks(self, index: int) -> bool:

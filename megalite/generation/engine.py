@@ -113,7 +113,7 @@ class Generator:
         ended: whether a continuation is complete, asked after some tokens each time.
         on_tokens: told of the tokens of this replica's requests as they come.
         """
-        rows = [Row(request, self.parts.config.max_positions, max_new_tokens) for request in requests]
+        rows = [Row(request, self.parts.config.text_positions, max_new_tokens) for request in requests]
         waiting = self._dealt(rows, micro_batch_size)
         slots: list[Slot] = []
         while slots := self._next(slots, waiting):
@@ -193,7 +193,7 @@ class Generator:
             group, column = slot.mine, slot.mine.columns
             if not slot.caches:
                 config = self.parts.config
-                most = tokens.shape[1] + config.max_positions + config.lora.prefix
+                most = tokens.shape[1] + config.text_positions + config.lora.prefix
                 stacks = self.parts.stages.items()
                 slot.caches = {stage: KeyValueCache(num_blocks(stack), most) for stage, stack in stacks}
             lengths = [len(row.text) for row in group.rows]

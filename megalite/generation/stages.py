@@ -81,7 +81,7 @@ class Turn:
         begin = self.column if round_ == 0 else self.column + self.tokens.shape[1] + round_ - 1
         places = torch.arange(begin, begin + n, device=device)
         pads = torch.tensor(self.group.pads, device=device)[:, None]
-        positions = (places[None] - pads).clamp(0, parts.config.max_positions - 1)
+        positions = (places[None] - pads).clamp(0, parts.config.text_positions - 1)
         ids = torch.zeros(b, n, dtype=torch.int64, device=device) if tokens is None else tokens.clamp(min=0)
         whole = Microbatch(
             tokens=ids,

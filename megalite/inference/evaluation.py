@@ -254,9 +254,9 @@ def as_measured(config: Config, seq_length: int | None, masks: Mapping[str, Any]
     document, by the names of the data section. Raises ConfigError for more tokens than the model has positions."""
     model = config.model
     if seq_length is not None:
-        if model.position_embedding_type == "learned_absolute" and seq_length > model.max_positions:
+        if model.position_embedding_type == "learned_absolute" and seq_length > model.text_positions:
             raise ConfigError(
-                f"`seq_length`={seq_length}: the model has {model.max_positions} learned positions; give no more"
+                f"`seq_length`={seq_length}: the model has {model.text_positions} learned positions; give no more"
             )
         model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=model.max_positions)
     return dataclasses.replace(config, model=model, data=dataclasses.replace(config.data, **masks))

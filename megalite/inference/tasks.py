@@ -46,7 +46,7 @@ def score_continuations(
     Collective: the ranks share the pairs, and all of them get all scores. Raises DataError where a context is empty, or
     a continuation is empty or longer than the model's positions.
     """
-    limit = loaded.config.model.max_positions
+    limit = loaded.config.model.text_positions
     replicas = loaded.mesh.size("stream")
     following = iter(pairs)
     while chosen := list(itertools.islice(following, micro_batch_size * replicas * at_once(loaded))):

@@ -67,7 +67,7 @@ class Prefix(nn.Module):
         if cache is None:
             return torch.cat((own[0], k)), torch.cat((own[1], v))
         if cache.length == 0:
-            cache.append(*own)
+            cache.begin(*own)
         return k, v
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 class LayerCache:
     """One block's keys and values, `[max_length, b, g/t, d]` each, of which the first `length` rows are filled.
 
-    Where ranks share a sequence each keeps its own tokens; `places` then says where in the sequence they are.
+    Where ranks share a sequence each keeps its own tokens; `places` then says where in the sequence they are. A prefix
+    comes first; of a text with padding in front it lies between the two, in the place of padding.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -18,10 +19,18 @@ class LayerCache:
         self.state: tuple[Tensor, Tensor] | None = None  # of linear attention: last inputs, state
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        self._prefix: tuple[Tensor, Tensor] | None = None
 
-    def append(self, keys: Tensor, values: Tensor, places: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Adds `[n, b, g/t, d]` and returns all so far, `[length, b, g/t, d]`. places: int64 `[n]`. Raises ValueError
-        where they do not fit.
+    def begin(self, keys: Tensor, values: Tensor) -> None:
+        """With a prefix, `[P, b, g/t, d]`."""
+        self._prefix = keys, values
+        self.append(keys, values)
+
+    def append(
+        self, keys: Tensor, values: Tensor, places: Tensor | None = None, starts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Adds `[n, b, g/t, d]` and returns all so far, `[length, b, g/t, d]`. places: int64 `[n]`. starts: int64
+        `[b, n]`, the tokens in front of each text, which are padding. Raises ValueError where they do not fit.
         """
         end = self.length + keys.shape[0]
         if end > self.max_length:
@@ -34,6 +43,11 @@ class LayerCache:
         self._keys[self.length : end] = keys
         self._values[self.length : end] = values
         self.length = end
+        if self._prefix is not None and starts is not None:
+            length, count = self._prefix[0].shape[:2]
+            at = starts[:, -1] + torch.arange(length, device=keys.device)[:, None]  # [P, b]
+            samples = torch.arange(count, device=keys.device)
+            self._keys[at, samples], self._values[at, samples] = self._prefix
         if places is not None:
             self.places = places if self.places is None else torch.cat((self.places, places))
         return self._keys[:end], self._values[:end]

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megalite.comm import World
-from megalite.config import ContextParallelism, Delta, Latent, ModelConfig, ParallelConfig, RopeScaling
+from megalite.config import ContextParallelism, Delta, Latent, Lora, ModelConfig, ParallelConfig, RopeScaling
 from megalite.config.experts import Experts
 from megalite.config.parallel import ExpertParallelism
+from megalite.errors import ConfigError
 from megalite.generation import Request, Sampling
 from megalite.inference import generate, load_for_inference, score_continuations, score_text
 from megalite.microbatch import Microbatch
@@ -89,6 +90,14 @@ DELTA = replace(
 )
 ONE_KEY = replace(LLAMA, num_query_groups=1)
 SPARSE = replace(LLAMA, experts=Experts(num_experts=4, moe_router_topk=2))
+PREFIX = replace(
+    GPT,
+    lora=Lora(lora_rank=3, adapter_kind="prefix"),
+    max_position_embeddings=19,
+    qk_layernorm=True,
+    num_query_groups=2,
+)
+BOTTLENECK = replace(LLAMA, lora=Lora(lora_rank=3, adapter_kind="bottleneck"))
 MODELS = {
     "gpt": GPT,
     "llama": LLAMA,
@@ -101,6 +110,8 @@ MODELS = {
     "latent": LATENT,
     "delta": DELTA,
     "one key": ONE_KEY,
+    "prefix": PREFIX,
+    "bottleneck": BOTTLENECK,
 }
 
 # Different lengths, one as long as the 16 positions, one longer, and more than there are stages.
@@ -203,6 +214,7 @@ def test_a_layout_scores_as_one_process_and_as_training(tmp_path: Path) -> None:
     ("name", "layout", "ranks"),
     [
         ("gpt", {"meshes": "1x2,1x1"}, 3),
+        ("prefix", {"tp": 2, "pp": 2}, 4),
         ("gpt", {"tp": 2, "pp": 2}, 4),
         ("windows", {"cp": 2}, 2),
         ("olmo3", {"tp": 2}, 2),
@@ -232,10 +244,25 @@ MATRIX: list[tuple[Layout, int]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"cp": 2}, "kind=prefix: not with --context-parallel-size, whose ranks share the keys; drop one"),
+        ({"tp": 4}, "kind=prefix: 4 ranks of --tensor-model-parallel-size share 2 key heads; use 2 at most"),
+    ],
+)
+def test_a_layout_without_a_prefix(tmp_path: Path, layout: Layout, message: str) -> None:
+    checkpoint(tmp_path, PREFIX)
+    with pytest.raises(ConfigError, match=message):
+        load_for_inference(tmp_path, device="cpu", world=World(size=4), parallel=parallel_of(layout))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("layout", "ranks"), MATRIX, ids=str)
 def test_every_layout_continues_as_one_process(tmp_path: Path, name: str, layout: Layout, ranks: int) -> None:
+    if name == "prefix" and "cp" in layout:
+        pytest.skip("ranks that share a text cannot have keys in front of it: test_a_layout_without_a_prefix")
     equal_everywhere(tmp_path, name, layout, ranks, micro_batch_size=3)
     scores_are_equal(tmp_path / "scores", name, layout, ranks)
 

@@ -29,7 +29,7 @@ from megalite.config.rules.layout import (
     warnings,
     world,
 )
-from megalite.config.rules.lora import lora
+from megalite.config.rules.lora import lora, prefix_layout
 from megalite.config.rules.message_driven import message_driven
 from megalite.config.rules.offload import param_offload
 from megalite.config.rules.partial_backprop import partial_backprop
@@ -59,6 +59,7 @@ LAYOUT_RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     context_parallel,
     expert_parallel,
     pipeline_stages,
+    prefix_layout,
 )
 """Those of the layout of a model that is not trained."""
 
@@ -66,6 +67,7 @@ RULES: tuple[Callable[[Config, int], Iterator[str]], ...] = (
     model_shape,
     recompute,
     lora,
+    prefix_layout,
     world,
     stage_meshes,
     training_stage_meshes,

@@ -55,7 +55,7 @@ def _experts(model: ModelConfig, flag: str) -> Iterator[str]:
 
 def _other_kinds(config: Config) -> Iterator[str]:
     """What belongs to low-rank adapters alone; what keys in front of the text exclude."""
-    model, parallel = config.model, config.parallel
+    model = config.model
     given, positions = model.lora, model.max_positions
     flag = f"`adapter_kind`={given.adapter_kind}"
     if given.adapter_kind == "lora":
@@ -69,7 +69,6 @@ def _other_kinds(config: Config) -> Iterator[str]:
         return
     windows = any(map(model.has_window, range(model.num_layers)))
     others = {
-        "context_parallel_size": (parallel.context.context_parallel_size > 1, "whose ranks share the keys"),
         "window_size": (windows, "which hides what is in front"),
         "reset_attention_mask": (config.data.reset_attention_mask, "which hides what is in front"),
         "qk_clip": (model.clip.qk_clip, "which looks at all keys"),
@@ -77,15 +76,24 @@ def _other_kinds(config: Config) -> Iterator[str]:
     for name, (there, why) in others.items():
         if there:
             yield f"{flag}: not with `{name}`, {why}; drop one"
-    tp = parallel.tensor_model_parallel_size
-    if tp > model.query_groups:
-        groups = model.query_groups
-        yield f"{flag}: `tensor_model_parallel_size`={tp} ranks share {groups} key heads; use {groups} at most"
     if model.position_embedding_type == "learned_absolute" and model.seq_length + given.prefix > positions:
         yield (
             f"{flag}: {given.prefix} keys in front of {model.seq_length} tokens are more than the {positions} "
             f"positions of `max_position_embeddings`; use `seq_length`={positions - given.prefix} or less"
         )
+
+
+def prefix_layout(config: Config, world_size: int) -> Iterator[str]:
+    """Each rank has whole keys in front of its text."""
+    parallel, groups, flag = config.parallel, config.model.query_groups, "`adapter_kind`=prefix"
+    if not config.model.lora.prefix:
+        return
+    if parallel.context.context_parallel_size > 1:
+        yield f"{flag}: not with `context_parallel_size`, whose ranks share the keys; drop one"
+    name = "stage_meshes" if parallel.meshes else "tensor_model_parallel_size"
+    tp = max([parallel.tensor_model_parallel_size, *(mesh.tp for mesh in parallel.meshes)])
+    if tp > groups:
+        yield f"{flag}: {tp} ranks of `{name}` share {groups} key heads; use {groups} at most"
 
 
 def _in_int8(config: Config) -> Iterator[str]:

@@ -43,7 +43,7 @@ def cached_attention(
         y: Tensor = context_attention(core, q, k, v, microbatch, axes, sinks=sinks, training=False)
         return y
     if len(q) > 1 or places is None:
-        k, v = cache.append(k, v)
+        k, v = cache.append(k, v, starts=starts)
         return core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=microbatch.sample_ids)
     k, v, hidden = with_token(core, k, v, microbatch, axes, cache)
     return attend_token(q, k, v, hidden, axes, softcap=core.softcap, sinks=sinks, dtype=core.tile_dtype(q))
@@ -58,11 +58,12 @@ def with_token(
     assert places is not None
     mine = axes.size == 1 or int(places) % axes.size == axes.heads.rank + axes.heads.size * axes.ring.rank
     kept = slice(0, int(mine))
-    k, v = cache.append(k[kept], v[kept], places[kept] if axes.size > 1 else None)
+    k, v = cache.append(k[kept], v[kept], places[kept] if axes.size > 1 else None, starts)
     keys = torch.arange(len(k), device=k.device) if cache.places is None else cache.places
     if starts is None and core.window is None:
         return k, v, None
-    sight = Visibility.of(places, keys, window=core.window, document_starts=starts)
+    queries = keys[-1:] if cache.places is None else places  # behind a prefix, if there is one
+    sight = Visibility.of(queries, keys, window=core.window, document_starts=starts)
     return k, v, ~sight.dense().view(-1, 1, 1, len(k))
 
 

@@ -61,6 +61,14 @@ ONE_LINE = [
         "--lora kind=prefix: 4 keys in front of 64 tokens are more than the 64 positions of --max-position-embeddings; "
         "use --seq-length=60 or less",
     ),
+    (
+        "--lora rank=2 kind=prefix --position-embedding-type rope --num-query-groups 1 --tensor-model-parallel-size 2",
+        "--lora kind=prefix: 2 ranks of --tensor-model-parallel-size share 1 key heads; use 1 at most",
+    ),
+    (
+        "--lora rank=2 kind=prefix --position-embedding-type rope --num-query-groups 1 --stage-meshes 2x1,1x1",
+        "--lora kind=prefix: 2 ranks of --stage-meshes share 1 key heads; use 1 at most",
+    ),
     ("--lora-rank 4 --fp8-format e4m3", "--fp8-format=e4m3: not with --lora-rank; use --bf16"),
     (
         "--lora-rank 4 --lora-targets linear_qkv v_proj",
@@ -75,7 +83,8 @@ ONE_LINE = [
 
 @pytest.mark.parametrize(("changes", "line"), ONE_LINE)
 def test_one_line(changes: str, line: str) -> None:
-    assert problems_of(argv(changes), 1) == [line]
+    ranks = 3 if "stage-meshes" in changes else 2 if "parallel-size 2" in changes else 1
+    assert problems_of(argv(changes), ranks) == [line]
 
 
 def test_a_hugging_face_directory_without_a_tokenizer_is_no_base_for_text(tmp_path: Path) -> None:
