@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from itertools import chain
+from operator import ge
 from typing import NamedTuple
 
 from megalite.config import Config
@@ -339,21 +341,24 @@ def _fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
     of everything. Few, and worked out once for all that is asked of a program."""
     stages = sorted({stage for stage, _ in program.placement.stages_of(rank)})
     counts = {stage: [0, 0, 0] for stage in stages}
-    fullest: list[MemoryMoment] = []
-    seen: set[MemoryMoment] = set()
+    fullest: dict[int | None, list[tuple[int, tuple[int, ...]]]] = {}  # ended -> (sum, all counts)
+    seen: set[tuple[int | None, tuple[int, ...]]] = set()
 
     def note(ended: int | None) -> None:
-        nonlocal fullest
-        held = ((stage, *counts[stage]) for stage in stages)
-        moment = MemoryMoment(ended, tuple((stage, a, b, c) for stage, a, b, c in held))
-        if moment not in seen and not any(_holds(other, moment) for other in fullest):
-            fullest = [other for other in fullest if not _holds(moment, other)] + [moment]
-        seen.add(moment)
+        held = tuple(chain.from_iterable(counts.values()))
+        if (ended, held) in seen:
+            return
+        seen.add((ended, held))
+        total, others = sum(held), fullest.get(ended, [])
+        # the sums decide most comparisons, and what holds as much was as a rule noted a moment ago
+        if not any(more >= total and all(map(ge, other, held)) for more, other in reversed(others)):
+            kept = [(less, other) for less, other in others if less > total or not all(map(ge, held, other))]
+            fullest[ended] = [*kept, (total, held)]
 
-    batches = 2 if program.asynchronous else 1
+    batches, order = 2 if program.asynchronous else 1, program.silent_order or program.order
     for index in range(batches):
         batch = program.batch(index, last=index == batches - 1, size=_walked(program))
-        for action in program.order(rank, batch):
+        for action in order(rank, batch):
             if action.kind == STEP:
                 note(STEPPED)
             for part in sorted(action.computations(), key=lambda part: part.kind not in (FORWARD, RECOMPUTE)):
@@ -361,15 +366,10 @@ def _fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
                 if part.kind not in (FORWARD, RECOMPUTE, BACKWARD_INPUT):
                     continue
                 note(part.stage if part.kind == BACKWARD_INPUT else None)
-    return tuple(fullest)
-
-
-def _holds(moment: MemoryMoment, other: MemoryMoment) -> bool:
-    """Whether `moment` is of the same kind and has as many of everything as `other`."""
-    return moment.ended == other.ended and all(
-        a >= b
-        for mine, theirs in zip(moment.counts, other.counts, strict=True)
-        for a, b in zip(mine, theirs, strict=True)
+    return tuple(
+        MemoryMoment(ended, tuple(zip(stages, held[::3], held[1::3], held[2::3], strict=True)))
+        for ended, moments in fullest.items()
+        for _, held in moments
     )
 
 

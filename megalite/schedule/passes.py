@@ -203,7 +203,7 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
     Neither rule looks at durations, so the result is one fixed list. In an asynchronous program the receive for the
     first computation of iteration t + 1 is posted in iteration t.
     """
-    placement = program.placement
+    placement, silent = program.placement, program.order
     program = program.with_order(lru_cache(maxsize=16)(program.order))  # asked for by a rank and by its neighbours
 
     @lru_cache(maxsize=16)
@@ -239,7 +239,7 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
             out += [action, *leaving]
         return out if index else out + before.get(0, [])
 
-    return replace(program, order=order, has_communication=True)
+    return replace(program, order=order, has_communication=True, silent_order=silent)
 
 
 def _place_receives(

@@ -136,6 +136,7 @@ class Program:
     room                    what EVICT and PREFETCH keep to, where activations wait on the host
     chunks                  weights that come and go layer by layer (`chunks.plan_chunks`)
     recomputed              stages whose forward keeps its input alone; R makes the rest again ahead of the backward
+    silent_order            the order without the messages that a pass has put in, for who asks of memory alone
     max_in_flight           micro-batches at once of a program whose ranks run what has arrived (`arrival.py`); else 0
     """
 
@@ -156,6 +157,7 @@ class Program:
     room: ActivationRoom | None = None
     chunks: WeightChunks | None = None
     max_in_flight: int = 0
+    silent_order: RankActions | None = None
     _templates: dict[tuple[int, int, int, bool], Template] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -247,7 +249,7 @@ class Program:
 
     def with_order(self, order: RankActions) -> Program:
         """The same program with a lowered order: what a pass returns."""
-        return replace(self, order=order)
+        return replace(self, order=order, silent_order=None)
 
 
 def shift(action: Action, batch: BatchRange) -> Action:

@@ -51,6 +51,8 @@ from megalite.schedule.program import BatchRange, BatchSpec, Program
 from megalite.schedule.simulate import ResultKey, dependencies, produced, simulate
 from megalite.schedule.transfers import transfer_faults
 
+MOST_DRAWN = 8
+"""Ranks of a refused program that are drawn."""
 Lists = Sequence[Sequence[Action]]
 """The whole run of every rank."""
 
@@ -380,7 +382,9 @@ def _chunks(program: Program, run: Sequence[BatchRange]) -> Iterator[MessageFaul
 def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Lists) -> str:
     lines = [f"schedule {program.name} is refused: {rule}: {faults[0].message}"]
     culprits = {fault.rank: fault.position for fault in faults}
-    lines += [draw_list(rank, lists[rank], culprits[rank]) for rank in sorted(culprits)]
+    lines += [draw_list(rank, lists[rank], culprits[rank]) for rank in sorted(culprits)[:MOST_DRAWN]]
+    if len(culprits) > MOST_DRAWN:
+        lines.append(f"  and {len(culprits) - MOST_DRAWN} more ranks")
     return "\n".join(lines)
 
 

@@ -103,7 +103,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
     head = "every setting" if every else "settings that are not defaults (all of them: `dry_run` all)"
     parts = [f"# {head}", dump_yaml(config, origins, every=every), format_table(table), *notes]
     if program.num_ranks > 1:
-        parts += ["", *drawn(program, programs.short_run(program))]
+        parts += ["", *drawn(program, *programs.shown(world_size))]
     if world_size > 1:
         parts += [
             "",
@@ -167,18 +167,24 @@ def tokenizer_text(config: Config, tokenizer: Tokenizer) -> str:
     return f"{which} not on this host; {config.model.vocab_size:,} tokens"
 
 
-def drawn(program: Program, short: list[int] | None) -> list[str]:
-    """The lines of the drawing: of one batch, two of an asynchronous program. short: sizes to draw in place of long
-    batches."""
-    count, turn = 2 if program.asynchronous else 1, program.num_ranks * program.placement.round
+def drawn(program: Program, shown: Program, short: list[int] | None) -> list[str]:
+    """The lines of the drawing: of one batch, two of an asynchronous program. shown, short: the program and the sizes
+    to draw in place of a wide one and of long batches."""
+    count, turn = 2 if program.asynchronous else 1, shown.num_ranks * shown.placement.round
     fit = -(-max(2 * turn, WIDEST) // turn) * turn  # micro-batches that fill the width
     short = short and [min(size, fit) for size in short]
-    drawing = render_text(simulate(program, batches=short[:count] if short else count))
+    drawing = render_text(simulate(shown, batches=short[:count] if short else count))
     whole = drawing.splitlines()
     lines = [line[:WIDEST].rstrip() for line in whole]
     if max(map(len, whole)) > WIDEST:
         lines.append(f"cut at {WIDEST} columns; tools/show_schedule.py draws all of it")
-    if short:
+    if shown.num_ranks < program.num_ranks:
+        size = short[0] if short else shown.num_microbatches
+        lines.append(
+            f"drawn: {shown.num_ranks} ranks and {size} micro-batches; the {program.num_ranks} ranks and "
+            f"{program.num_microbatches} micro-batches of the run repeat the middle"
+        )
+    elif short:
         lines.append(f"drawn: {short[0]} of the {program.num_microbatches} micro-batches; the others repeat the middle")
     return lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megalite.comm import Axis, all_gather_json
@@ -16,6 +16,8 @@ PROVED_AT_START = 16
 """Programs that a rank validates before the first step, so that none of a growing batch stops a run later."""
 LONG_BATCH = 4096
 """Micro-batches times stages above which only the first rounds of a program are validated and drawn."""
+WIDE_PIPELINE = 64
+"""Ranks above which one of as many is validated and drawn in place of a long batch's program."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class ProgramCache:
             if file is not None:
                 digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             for key in keys[world.rank :: world.size]:
-                self._validate(self._build(key))
+                self._validate(key)
         except (ScheduleError, OSError) as error:
             problem = str(error)
         told = all_gather_json([problem, digest], world)
@@ -59,15 +61,24 @@ class ProgramCache:
     def program(self, num_microbatches: int, iteration: int) -> Program:
         """The lowered, validated program of an iteration with `num_microbatches` micro-batches per replica."""
         key = (*self._kind(iteration), num_microbatches)
-        program = self._build(key)
         if key not in self._valid:
-            self._validate(program)
+            self._validate(key)
             self._valid.add(key)
-        return program
+        return self._build(key)
 
     def full(self, world_size: int) -> Program:
         """The program of a full batch once the first, flushed steps are over."""
-        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
+        return self.program(self.config.num_microbatches(world_size), self._steady)
+
+    def shown(self, world_size: int) -> tuple[Program, list[int] | None]:
+        """What is drawn of that program: itself or a narrow one, and which batches (see `short_run`)."""
+        program = self.narrow((*self._kind(self._steady), self.config.num_microbatches(world_size)))
+        return program, self.short_run(program)
+
+    @property
+    def _steady(self) -> int:
+        """An iteration behind the flushed steps."""
+        return self.config.parallel.pipeline_flush_steps + 1
 
     def _kind(self, iteration: int) -> tuple[str, bool]:
         """(Name of the schedule that an iteration runs, whether its updates are waited for in any case)."""
@@ -82,11 +93,32 @@ class ProgramCache:
             self._cache[key] = lowered_program(self.config, num_microbatches, name, plan=self.plan, waits=waits)
         return self._cache[key]
 
-    def _validate(self, program: Program) -> None:
+    def _validate(self, key: tuple[str, bool, int]) -> None:
+        program = self.narrow(key)
         shown = self.short_run(program)
         if shown and not program.asynchronous:  # a second one begins as the first did
             shown = [*shown, 2 * program.num_ranks * program.placement.round]
         validate(program, shown)
+
+    def narrow(self, key: tuple[str, bool, int]) -> Program:
+        """What is validated and drawn for a program: one of 64 ranks for a long batch on many more, else itself.
+
+        The schedules of the table know their neighbours alone: a pipeline of p ranks is valid if one of 64 is that has
+        as many rounds of micro-batches, whose last one is as full (`tests/unit/train/test_long_batches.py` walks wide
+        ones). What depends on every rank's own memory or number of workers is taken whole, and so is a schedule file.
+        """
+        program, (name, waits, m), p = self._build(key), key, WIDE_PIPELINE
+        own = self.plan.room is not None or self.plan.chunks is not None or program.max_in_flight > 0
+        own |= bool(program.placement.workers) or self.config.parallel.pipeline_schedule_file is not None
+        if own or program.num_ranks <= p or m * program.num_stages <= LONG_BATCH:
+            return program
+        rounds, last = divmod(m, program.num_ranks)
+        few = rounds * p + (max(1, last * p // program.num_ranks) if last else 0)
+        parallel = replace(self.config.parallel, pipeline_model_parallel_size=p)
+        try:
+            return lowered_program(replace(self.config, parallel=parallel), few, name, plan=self.plan, waits=waits)
+        except ScheduleError:  # this shape has none of 64
+            return program
 
     def short_run(self, program: Program) -> list[int] | None:
         """Micro-batches of the batches that show what a program does: of one, of five if it is asynchronous. None:

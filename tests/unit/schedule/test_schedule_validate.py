@@ -151,8 +151,10 @@ def test_broken_programs_are_refused_with_the_place(name: str, rank: int, edit: 
     assert drawn and all("<-- HERE" in line for line in drawn), "a rank is drawn that breaks no rule"
 
 
-def test_a_circle_of_waits_is_drawn_on_every_rank_in_it() -> None:
-    program = build_program("1f1b", 2, 2)
+@pytest.mark.parametrize("ranks", [2, 12])
+def test_a_circle_of_waits_is_drawn_on_the_ranks_in_it(ranks: int) -> None:
+    """Of many on some: one error is no book."""
+    program = build_program("1f1b", ranks, 2)
 
     def order(rank: int, batch: BatchRange) -> list[Action]:
         f0, f1, b0, b1 = (Action(kind, rank, batch.start + k, batch.iteration) for kind in "FB" for k in (0, 1))
@@ -161,7 +163,8 @@ def test_a_circle_of_waits_is_drawn_on_every_rank_in_it() -> None:
 
     with pytest.raises(ScheduleError, match="V2 no circle of waits: rank 0 waits for the input of 0B0") as error:
         validate(program.with_order(order))
-    assert str(error.value).count("<-- HERE") == 2
+    assert str(error.value).count("<-- HERE") == min(ranks, 8)
+    assert str(error.value).endswith("and 4 more ranks") == (ranks == 12)
     with pytest.raises(ScheduleError, match="the ranks wait for each other: rank 0 at 0B0v0, rank 1 at 1F1v0"):
         simulate(program.with_order(order))
 

@@ -11,7 +11,20 @@ import pytest
 from megalite.comm import Axis
 from megalite.config import parse
 from megalite.errors import ScheduleError
-from megalite.schedule import SCHEDULES, Program, build_program, find_schedule, render_text, simulate
+from megalite.inventory import MemoryPlan
+from megalite.schedule import (
+    SCHEDULES,
+    Action,
+    ActivationRoom,
+    BatchRange,
+    Program,
+    build_program,
+    find_schedule,
+    render_text,
+    schedule_problems,
+    simulate,
+    validate,
+)
 from megalite.train import programs
 from megalite.train.dry_run import drawn
 from megalite.train.programs import ProgramCache
@@ -26,6 +39,7 @@ FLAGS = (
 def cache_of(name: str, microbatches: int, p: int = 4) -> ProgramCache:
     virtual = ["--virtual-pipeline-model-parallel-size", "2"] if find_schedule(name).min_chunks > 1 else []
     flags = ["--pipeline-model-parallel-size", str(p), "--pipeline-schedule", name, *virtual]
+    flags += ["--num-layers", str(max(16, 2 * p))]
     return ProgramCache(parse([*FLAGS, *flags, "--global-batch-size", str(microbatches)], world_size=p))
 
 
@@ -77,13 +91,74 @@ def test_short_batches_and_files_are_walked_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "2bw"])
 def test_a_long_batch_is_drawn_by_a_short_one(name: str) -> None:
     cache = cache_of(name, 2050)
-    *rows, cut, note = drawn(cache.full(4), cache.short_run(cache.full(4)))
+    *rows, cut, note = drawn(cache.full(4), *cache.shown(4))
     short = build_program(name, 4, 18)
     text = render_text(simulate(short, batches=2 if short.asynchronous else 1))
     assert rows == [line[:100].rstrip() for line in text.splitlines()]
     assert cut == "cut at 100 columns; tools/show_schedule.py draws all of it"
     assert note == "drawn: 18 of the 2050 micro-batches; the others repeat the middle"
-    assert drawn(short, None) == [*rows, cut]
+    assert drawn(short, short, None) == [*rows, cut]
+
+
+def narrowed(name: str, p: int, m: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Program, Program, ProgramCache]:
+    """(A program, what is validated for it where more than four ranks are many, their cache)."""
+    monkeypatch.setattr(programs, "LONG_BATCH", 16)
+    monkeypatch.setattr(programs, "WIDE_PIPELINE", 4)
+    cache = cache_of(name, m, p)
+    narrow, _ = cache.shown(p)
+    return cache._build((cache.full(p).name, False, m)), narrow, cache
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "message-driven"])
+@pytest.mark.parametrize("p", [8, *(pytest.param(many, marks=pytest.mark.full) for many in (12, 32))])
+def test_a_wide_pipeline_is_a_narrow_one_with_more_ranks(name: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is walked for it has as many rounds, the last one as full; the wide one is walked here and is as valid."""
+    sizes = [p - p // 4, p + 2, 2 * p, 2 * p + p // 2, 3 * p, 4 * p]
+    legal = [m for m in sizes if not schedule_problems(name, p, m, 2 if find_schedule(name).min_chunks > 1 else None)]
+    assert {2 * p, 4 * p} <= set(legal)
+    for m in legal:
+        wide, narrow, cache = narrowed(name, p, m, monkeypatch)
+        assert (wide.num_ranks, narrow.num_ranks) == (p, 4)
+        assert narrow.num_microbatches // 4 == m // p and (narrow.num_microbatches % 4 == 0) == (m % p == 0)
+        validate(wide, None if wide.asynchronous else 1)
+        cache.prove(p, Axis.single("world"))
+
+
+def test_what_is_wrong_in_a_wide_pipeline_is_found_in_the_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = programs.lowered_program
+
+    def without_one_backward(*args: Any, **kwargs: Any) -> Program:
+        program = real(*args, **kwargs)
+
+        def order(rank: int, batch: BatchRange) -> list[Action]:
+            actions = program.order(rank, batch)
+            late = [action for action in actions if action.kind == "B"][-1]
+            return [action for action in actions if rank != program.num_ranks // 2 or action != late]
+
+        return program.with_order(order)
+
+    monkeypatch.setattr(programs, "lowered_program", without_one_backward)
+    with pytest.raises(ScheduleError, match="has no B or I on stage 2"):
+        narrowed("1f1b", 8, 16, monkeypatch)
+
+
+def test_what_depends_on_each_rank_is_walked_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow, cache = narrowed("1f1b", 8, 16, monkeypatch)
+    key = ("1f1b", False, 16)
+    assert narrow is not wide and cache.narrow(key).num_microbatches == 8
+    roomy = replace(cache, plan=MemoryPlan(room=ActivationRoom((1.0,) * 8, (1.0,) * 8, (99.0,) * 8)))
+    assert roomy.narrow(key) is roomy._build(key)
+    driven = cache_of("message-driven", 12, 8)
+    assert driven.narrow(("message-driven", False, 12)) is driven.full(8)
+    monkeypatch.setattr(programs, "LONG_BATCH", 1 << 20)
+    assert cache.narrow(key) is wide  # a short batch of a wide pipeline
+
+
+def test_a_wide_pipeline_is_drawn_by_a_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow, cache = narrowed("1f1b", 8, 18, monkeypatch)
+    *rows, note = drawn(wide, *cache.shown(8))
+    assert rows[:4] == [line[:100].rstrip() for line in render_text(simulate(build_program("1f1b", 4, 9))).splitlines()]
+    assert note == "drawn: 4 ranks and 9 micro-batches; the 8 ranks and 18 micro-batches of the run repeat the middle"
 
 
 RAMP = "--pipeline-model-parallel-size 4 --global-batch-size 32 --rampup-batch-size 8 4 100".split()
