@@ -53,8 +53,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 
 
 def quick_gelu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    opened = torch.sigmoid(QUICK * x)
-    return dy * opened * (1 + QUICK * x * (1 - opened))
+    return silu_gradient(QUICK * x, dy)  # it is silu(1.702 x) / 1.702
 
 
 def squared_relu(x: Tensor) -> Tensor:
