@@ -265,7 +265,7 @@ def estimate(name: str, vocabulary: int, block: Traffic, logit: float) -> dict[s
     rate = UNALIGNED if vocabulary % 8 and not ours else PRODUCTS  # megalite multiplies with its padding
     padded = -(-vocabulary // 128) * 128 if ours else vocabulary
     core = 2.0 * S * T * H * L
-    chunks = -(-T // chunk_length(T, padded, on_cpu=False))
+    chunks = -(-T // chunk_length(T, padded, on_cpu=False, compiled=True))
     # megalite: gradients of the head's weight are added up chunk by chunk, scaled, and copied to where they belong
     beside = 8.0 * chunks + 16.0 if ours else 12.0  # nanoGPT: the weight is cast, and so is its gradient
     # reads for the norm and AdamW's fused kernel; megalite's writes back scaled gradients, and bf16 weights follow it;

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from megalite.inventory.memory_plan import Recompute
 
-# Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache, a GPU wants large products.
-CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_CUDA = 1 << 22, 1 << 26
+# Logits of one chunk, as elements on one rank: 16 MiB of fp32 stay near a CPU's cache. On a GPU the product that adds
+# n tokens to the gradient of the weight moves 8 bytes an element of it, for 2 n operations: with few it waits for
+# memory. Compiled kernels have 4 bytes a logit at once, eager ones 10: about a gigabyte of either.
+CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_CUDA, CHUNK_ELEMENTS_COMPILED = 1 << 22, 1 << 27, 1 << 28
 
 # Lengths at which products over blocks of queries beat the library's CPU kernel (measured on one core in fp32: even at
 # 128 tokens, 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024).
@@ -20,9 +22,10 @@ STEP_PIECE = 1 << 22
 """Elements of a long tensor that an optimizer steps at once: 16 MB in fp32 for each temporary tensor."""
 
 
-def chunk_length(tokens: int, columns: int, *, on_cpu: bool) -> int:
+def chunk_length(tokens: int, columns: int, *, on_cpu: bool, compiled: bool = False) -> int:
     """Tokens whose logits, `columns` each, exist at a time; on a GPU whole tiles of its products."""
-    most = (CHUNK_ELEMENTS_CPU if on_cpu else CHUNK_ELEMENTS_CUDA) // max(1, columns)
+    elements = CHUNK_ELEMENTS_COMPILED if compiled else CHUNK_ELEMENTS_CUDA
+    most = (CHUNK_ELEMENTS_CPU if on_cpu else elements) // max(1, columns)
     return max(1, min(tokens, most if on_cpu or most < 128 else most // 128 * 128))
 
 

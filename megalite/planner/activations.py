@@ -115,8 +115,11 @@ def workspace_bytes(config: Config, items: range, how: Recompute, *, on_cpu: boo
     logits = 0.0
     if model.num_layers + 1 in items:
         rows = min(config.padded_vocab_size() // tp, max(1, model.vocab_size))
-        step = chunk_length(tokens, rows, on_cpu=on_cpu)
+        compiled = config.training.compile and not on_cpu
+        step = chunk_length(tokens, rows, on_cpu=on_cpu, compiled=compiled)
         logits = float(step * rows * (2 * size.wide + (size.compute if size.compute != size.wide else 0)))
+        if compiled:  # products and their gradient, and nothing wider
+            logits = float(step * rows * 2 * size.compute)
         if on_cpu:  # the softmax is taken in place, of products of what is widened before
             logits = float(size.wide * rows * (step + (model.hidden_size if size.compute != size.wide else 0)))
     graphs = config.parallel.hardware.cuda_graph_impl != "none"  # whose pools have it

@@ -138,16 +138,18 @@ def _distributed_start(
     path: Place, source: MegatronDistSource | DcpSource, samples_after: Callable[[int], int], *, weights_only: bool
 ) -> StartingPoint:
     """A run of Megatron-LM's, or one in torch's distributed format. Raises CheckpointError, ConfigError."""
-    kind = "torch.distributed.checkpoint" if isinstance(source, DcpSource) else "Megatron-LM's torch_dist"
+    megatron = isinstance(source, MegatronDistSource)
+    kind = "Megatron-LM's torch_dist" if megatron else "torch.distributed.checkpoint"
     start = StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
     if weights_only:
         return start
-    if isinstance(source, DcpSource):
-        state = state_of_dcp(source)
-        return start if state is None else replace(_as_flags_say(start, state.meta, samples_after), run=state)
-    if (run := state_of(source)) is None:
-        return start
-    return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
+    if isinstance(source, MegatronDistSource):
+        run = state_of(source)
+        if run is None:
+            return start
+        return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
+    state = state_of_dcp(source)
+    return start if state is None else replace(_as_flags_say(start, state.meta, samples_after), run=state)
 
 
 def _as_flags_say(start: StartingPoint, meta: Mapping[str, Any], samples_after: Callable[[int], int]) -> StartingPoint:
