@@ -61,9 +61,7 @@ DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bflo
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the flags. Raises ConfigError."""
-    parser = ToolParser(
-        "Turn checkpoints of megalite, Hugging Face models and checkpoints of Megatron-LM into one another."
-    )
+    parser = ToolParser((__doc__ or "").partition("\n")[0])
     parser.add_argument("--from", required=True, choices=SIDES, dest="source", help="what --load is")
     parser.add_argument("--to", required=True, choices=TARGET_SIDES, dest="target", help="what --save becomes")
     parser.add_argument(
@@ -330,30 +328,23 @@ def _kept_of(flags: argparse.Namespace, source: ModelSource) -> KeptState | None
 def _write(
     flags: argparse.Namespace, source: ModelSource, save: Path, run: TrainedRun | None, kept: KeptState | None
 ) -> Path:
-    from megalite.convert import (
-        write_checkpoint,
-        write_dcp,
-        write_huggingface,
-        write_megatron,
-        write_peft,
-        write_torch_dist,
-    )
+    from megalite import convert
 
     dtype = _dtype(flags)
     if flags.target == "peft":
-        return write_peft(cast("AdaptedSource", source), save, dtype=dtype, base=flags.base_hub_id)
+        return convert.write_peft(cast("AdaptedSource", source), save, dtype=dtype, base=flags.base_hub_id)
     if flags.target == "megatron":
         named = {key: getattr(flags, flag) for key, flag in TARGETS.items()}
         chosen = {key: value for key, value in named.items() if value is not None}
         if flags.ckpt_format == "torch_dist":
             chosen.pop("expert_parallel", None)
-            return write_torch_dist(source, save, dtype=dtype, run=kept, **chosen)
-        return write_megatron(source, save, dtype=dtype, **chosen)
+            return convert.write_torch_dist(source, save, dtype=dtype, run=kept, **chosen)
+        return convert.write_megatron(source, save, dtype=dtype, **chosen)
     if flags.target == "dcp":
-        return write_dcp(source, save, dtype=dtype)
+        return convert.write_dcp(source, save, dtype=dtype)
     if flags.target == "hf":
-        return write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
-    return write_checkpoint(source, save, dtype=dtype, run=run)
+        return convert.write_huggingface(source, save, dtype=dtype, base=flags.base_hub_id)
+    return convert.write_checkpoint(source, save, dtype=dtype, run=run)
 
 
 def _dtype(flags: argparse.Namespace) -> torch.dtype | None:

@@ -4,8 +4,8 @@
     tensors      <->  logical tensors        q, k, v <-> grouped rows; gate, up <-> [2, f, h]
 
     family.py           a family: rules (names and form of tensors) and its config.json; registry.py: all of them
-    llama.py            Llama 2/3, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, OLMoE; gpt.py: GPT-2, GPT-NeoX; olmo.py;
-                        gemma.py
+    llama.py            Llama 2/3, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, OLMoE, gpt-oss; gpt.py: GPT-2, GPT-NeoX
+    norms_behind.py     Gemma 2 and 3, OLMo 2 and 3; deepseek.py: Kimi K2 and GLM, too; qwen3_next.py: Qwen3.5, too
     fields.py           typed reading of an untrusted config.json, with RoPE and its scalings
     source.py           a model that gives its tensors one by one
     origin.py           what its folder says besides, kept through training to the export

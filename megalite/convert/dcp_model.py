@@ -43,8 +43,7 @@ from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.llama import LLAMA
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
-from megalite.convert.plain_norms import source_and_family
-from megalite.convert.registry import config_of_weights, read_model
+from megalite.convert.registry import config_of_weights, read_model, source_and_family
 from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun, ModelSource, converted, staged
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError

@@ -27,9 +27,8 @@ from megalite.convert.family import HuggingFaceFamily, TensorPair
 from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
 from megalite.convert.model_card import CARD, TrainingFacts, model_card
 from megalite.convert.origin import Origin
-from megalite.convert.plain_norms import source_and_family
 from megalite.convert.quantized import Quantized, quantized_tensors
-from megalite.convert.registry import config_of_weights, read_model
+from megalite.convert.registry import config_of_weights, read_model, source_and_family
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError

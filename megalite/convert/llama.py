@@ -1,4 +1,4 @@
-"""Llama 2/3, Mistral, Qwen2, Qwen3, and with experts Mixtral, Qwen3-MoE, OLMoE: one block and its variations.
+"""Llama 2/3, Mistral, Qwen2, Qwen3, and with experts Mixtral, Qwen3-MoE, OLMoE, gpt-oss: one block and its variations.
 
 RoPE is half-rotated on both sides, so no row of q or k moves. Each expert is apart there, all are stacked here. The
 loss that balances experts, of L layers with experts, k of E experts for a token, f_le the choices of expert e in layer
@@ -9,6 +9,10 @@ l over the tokens (they sum up to k) and P_le its mean probability:
 
 With one such layer they are the same, and with layers of the same loads their gradients are. Else there the mean over
 layers is balanced, and here each layer.
+
+gpt-oss (arXiv 2508.10925) has experts and attention sinks in every block, a window in every second, biases everywhere.
+All experts of a block are one tensor there, whose columns alternate gate and value: `[E, h, 2f]`, and `[E, f, h]` on
+the way down. What is published has them in MXFP4 (`quantized.py`); transformers writes them in 16 bits.
 """
 
 from __future__ import annotations
@@ -54,6 +58,26 @@ QWEN_RULES = (
     LayerRule(FC1, (QWEN_BLOCK + "experts.{e}.gate_proj", QWEN_BLOCK + "experts.{e}.up_proj"), STACKED_PAIRS),
     LayerRule(FC2, (QWEN_BLOCK + "experts.{e}.down_proj",), STACKED),
 )
+GPT_OSS_EXPERTS = QWEN_BLOCK + "experts."
+# `[E, 2, f, h]` here
+ALTERNATING = TensorForm(
+    lambda model, t: [t.permute(0, 3, 2, 1).flatten(2)],
+    lambda model, parts: parts[0].unflatten(2, (-1, 2)).permute(0, 3, 2, 1),
+)
+ALTERNATING_BIAS = TensorForm(
+    lambda model, t: [t.transpose(1, 2).flatten(1)], lambda model, parts: parts[0].unflatten(1, (-1, 2)).transpose(1, 2)
+)
+TURNED = TensorForm(lambda model, t: [t.transpose(1, 2)], lambda model, parts: parts[0].transpose(1, 2))
+GPT_OSS_RULES = (
+    *RULES,
+    LayerRule("layers.{i}.attention.softmax_offset", ("model.layers.{i}.self_attn.sinks",)),
+    LayerRule(ROUTER, (QWEN_BLOCK + "router",)),
+    LayerRule(FC1 + ".weight", (GPT_OSS_EXPERTS + "gate_up_proj",), ALTERNATING),
+    LayerRule(FC1 + ".bias", (GPT_OSS_EXPERTS + "gate_up_proj_bias",), ALTERNATING_BIAS),
+    LayerRule(FC2 + ".weight", (GPT_OSS_EXPERTS + "down_proj",), TURNED),
+    LayerRule(FC2 + ".bias", (GPT_OSS_EXPERTS + "down_proj_bias",)),
+)
+GPT_OSS_FIXED = {"attention_bias": True, "swiglu_alpha": 1.702, "hidden_act": "silu"}
 COEFFICIENT = "router_aux_loss_coef"
 
 
@@ -268,6 +292,39 @@ def _write_olmoe(model: ModelConfig) -> Mapping[str, Any]:
     }
 
 
+def _read_gpt_oss(fields: Fields) -> ModelConfig:
+    fields.fixed(GPT_OSS_FIXED)
+    having = read_layer_kinds(fields, lambda index: index % 2 == 0)
+    experts = Experts(
+        **read_experts(fields, "num_local_experts"),
+        moe_router_bias=True,
+        moe_aux_loss_coeff=read_balance(fields, len(having), 0.001),
+    )
+    return read_shape(
+        fields,
+        1e-5,
+        **windows(fields, having, 128),
+        kv_channels=fields.integer("head_dim", 64),
+        add_bias_linear=True,
+        softmax_type="learnable",
+        activation="quick-geglu",
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=fields.number("swiglu_limit", 7.0),
+        experts=experts,
+    )
+
+
+def _write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
+    return write_shape(model) | {
+        "intermediate_size": model.expert_ffn_size,
+        "head_dim": model.head_dim,
+        **GPT_OSS_FIXED,
+        "swiglu_limit": model.activation_func_clamp_value or 7.0,
+        **write_windows(model),
+        **write_experts(model, "num_local_experts"),
+    }
+
+
 LLAMA = HuggingFaceFamily("llama", "LlamaForCausalLM", RULES, _read_llama, _write_llama)
 MISTRAL = HuggingFaceFamily("mistral", "MistralForCausalLM", RULES, _read_mistral, _write_mistral)
 QWEN2 = HuggingFaceFamily("qwen2", "Qwen2ForCausalLM", RULES, _read_qwen2, _write_qwen)
@@ -275,3 +332,4 @@ QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", RULES, read_qwen3, write_
 MIXTRAL = HuggingFaceFamily("mixtral", "MixtralForCausalLM", MIXTRAL_RULES, _read_mixtral, _write_mixtral)
 QWEN3_MOE = HuggingFaceFamily("qwen3_moe", "Qwen3MoeForCausalLM", QWEN_RULES, read_qwen3_moe, write_qwen3_moe)
 OLMOE = HuggingFaceFamily("olmoe", "OlmoeForCausalLM", QWEN_RULES, _read_olmoe, _write_olmoe)
+GPT_OSS = HuggingFaceFamily("gpt_oss", "GptOssForCausalLM", GPT_OSS_RULES, _read_gpt_oss, _write_gpt_oss)

@@ -66,6 +66,9 @@ LITERALS: dict[str, Any] = {
     "EMPTY_TUPLE": tuple, "BININT": int, "BININT1": int, "BININT2": int, "LONG1": int, "BINFLOAT": float,
     "BINUNICODE": str, "SHORT_BINUNICODE": str, "BINUNICODE8": str,
 }  # fmt: skip
+# Opcodes that put objects together -> how many of the last ones they take; None: those after the last mark.
+TAKES = {"TUPLE": None, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": None, "SETITEM": 2,
+         "SETITEMS": None, "REDUCE": 2, "NEWOBJ": 2, "BUILD": 1}  # fmt: skip
 # torch 1.5 and older: no zip archive but four pickles (a number, a version, the machine, the object), then raw bytes.
 PICKLES_OF_OLD_FILES = 4
 
@@ -175,24 +178,21 @@ class PlainPickle:
 
     def _make(self, name: str) -> None:
         """The opcodes that put objects together."""
-        if name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
-            self.stack.append(tuple(self._pop(int(name[5:]) if name[5:] else None)))
-        elif name in ("APPEND", "APPENDS"):
-            found = self._pop(1 if name == "APPEND" else None)
-            self.stack[-1] += found
-        elif name in ("SETITEM", "SETITEMS"):
-            found = self._pop(2 if name == "SETITEM" else None)
-            self.stack[-1].update(zip(found[::2], found[1::2], strict=True))
-        elif name in ("REDUCE", "NEWOBJ"):
-            called, arguments = self._pop(2)
-            self.stack.append(_made(called, arguments))
-        elif name == "BUILD":
-            (state,) = self._pop(1)
-            if not isinstance(self.stack[-1], Record):
-                raise Refused("its .metadata gives a state to what is no record")
-            self.stack[-1].state = state
-        else:
+        if name not in TAKES:
             raise Refused(f"its .metadata holds the opcode {name}, which torch does not write there")
+        found = self._pop(TAKES[name])
+        if name.startswith("TUPLE"):
+            self.stack.append(tuple(found))
+        elif name.startswith("APPEND"):
+            self.stack[-1] += found
+        elif name.startswith("SETITEM"):
+            self.stack[-1].update(zip(found[::2], found[1::2], strict=True))
+        elif name != "BUILD":
+            self.stack.append(_made(*found))
+        elif not isinstance(self.stack[-1], Record):
+            raise Refused("its .metadata gives a state to what is no record")
+        else:
+            self.stack[-1].state = found[0]
 
 
 def _allowed(name: str) -> Named:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megalite.config import (
     Config,
@@ -22,14 +23,14 @@ from megalite.config import (
 from megalite.convert.deepseek import DEEPSEEK_V3, GLM4_MOE, GLM4_MOE_LITE, KIMI_K2
 from megalite.convert.family import HuggingFaceFamily
 from megalite.convert.fields import MOST_LAYERS, Fields
-from megalite.convert.gemma import GEMMA2, GEMMA3
 from megalite.convert.gpt import GPT2, GPT_NEOX
-from megalite.convert.gpt_oss import GPT_OSS
-from megalite.convert.llama import LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
-from megalite.convert.olmo import OLMO2, OLMO3
+from megalite.convert.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
+from megalite.convert.norms_behind import GEMMA2, GEMMA3, OLMO2, OLMO3
 from megalite.convert.quantized import quantized_tensors
 from megalite.convert.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from megalite.convert.source import ModelSource
 from megalite.errors import ConfigError
+from megalite.inventory import stage_parameters
 
 FAMILIES: Mapping[str, HuggingFaceFamily] = {
     f.name: f
@@ -127,3 +128,42 @@ def lost_settings(model: ModelConfig, back: Callable[[], ModelConfig]) -> Iterat
     for name, value in effective(model).items():
         if there[name] != value:
             yield f"`{name}`={value} (there {there[name]})"
+
+
+class PlainNorms:
+    """A model whose norms multiply by 1 + weight, as families have it that multiply by the weight: 1 is added to it.
+
+    A `ModelSource`. Sums are made in fp32, or wider, and have the dtype of what is stored.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+        self.model: ModelConfig = dataclasses.replace(source.model, apply_layernorm_1p=False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    @cached_property
+    def _norms(self) -> frozenset[str]:
+        """Names of the weights that begin at 0 there and at 1 here."""
+        layers = range(self.model.num_layers + 2)
+        both = (stage_parameters(model, layers) for model in (self._source.model, self.model))
+        return frozenset(name for (name, a), (_, b) in zip(*both, strict=True) if a.init_value != b.init_value)
+
+    def read(self, name: str) -> Tensor:
+        values = self._source.read(name)
+        if name not in self._norms:
+            return values
+        return (values.to(torch.promote_types(values.dtype, torch.float32)) + 1).to(values.dtype)
+
+
+def source_and_family(source: ModelSource) -> tuple[ModelSource, HuggingFaceFamily]:
+    """The source as a family of Hugging Face's has its model, and the family. Raises ConfigError where none has."""
+    kind = source.origin.model_type
+    try:
+        return source, family_of(source.model, kind)
+    except ConfigError:
+        if not source.model.apply_layernorm_1p:
+            raise
+        plain = PlainNorms(source)
+        return plain, family_of(plain.model, kind)

@@ -121,30 +121,20 @@ class _GatedDelta(Node):
         q, k, v, beta, g, states, *kept = ctx.saved_tensors
         grads = [_empty(x, ctx.size) for x in (q, k, v, beta, g)]
         for begin, end in reversed(blocks(v, ctx.size)):
-            (query, key, value, dmade), (b, gates) = _part(ctx, (q, k, v, do), beta, g, begin, end)
-            solved, reads, new = kept[-3:]
+            (*qkv, dmade), (b, gates) = _part(ctx, (q, k, v, do), beta, g, begin, end)
+            seen = _seen(states, begin, len(b), ctx.size)[:-1]
+            made, dstate = _gradients(qkv, b, gates, kept[-3:], seen, dmade, dstate)
             del kept[-3:]
-            seen = _seen(states, begin, len(new), ctx.size)[:-1]
-            made, dstate = _gradients(query, key, value, b, gates, solved, reads, new, seen, dmade, dstate)
             for grad, part in zip(grads, made, strict=True):
                 _put(grad, begin, part)
         return *(grad[: len(v)] for grad in grads), dstate, None, None
 
 
 def _gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    gates: _Gates,
-    solved: Tensor,
-    reads: Tensor,
-    new: Tensor,
-    seen: Tensor,
-    do: Tensor,
-    dstate: Tensor,
+    qkv: list[Tensor], beta: Tensor, gates: _Gates, kept: list[Tensor], seen: Tensor, do: Tensor, dstate: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """(Gradients of q, k, v, beta and g of some chunks, that of the state before them)."""
+    """(Gradients of q, k, v, beta and g of some chunks, that of the state before them). kept: T, W and N."""
+    (q, k, v), (solved, reads, new) = qkv, kept
     decay, from_state, to_state = gates.decay, gates.from_state[..., None], gates.to_state[..., None]
     scores, alike = (x @ k.mT * decay for x in (q, k))
     dnew, written = scores.mT @ do, k * to_state
@@ -168,8 +158,8 @@ def _gradients(
     dq, dk = _plus(dq, dscores, k), _plus(_plus(dk, dinner + dinner.mT, k), dscores.mT, q)
     wrote *= to_state
     dtotal = flow.sum(-1, keepdim=True) - flow.sum(-2)[..., None] + (asked - beta * read) * from_state - wrote
-    kept = _rows(after.flatten(-2), seen.flatten(-2))[..., None]
-    dtotal[..., -1:, :] += wrote.sum(-2, keepdim=True) + gates.last * kept
+    held = _rows(after.flatten(-2), seen.flatten(-2))[..., None]
+    dtotal[..., -1:, :] += wrote.sum(-2, keepdim=True) + gates.last * held
     dg = dtotal.flip(-2).cumsum(-2).flip(-2)
     return (dq, dk, dx * beta, dbeta, dg), dstates[0]
 

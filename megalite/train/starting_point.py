@@ -138,18 +138,16 @@ def _distributed_start(
     path: Place, source: MegatronDistSource | DcpSource, samples_after: Callable[[int], int], *, weights_only: bool
 ) -> StartingPoint:
     """A run of Megatron-LM's, or one in torch's distributed format. Raises CheckpointError, ConfigError."""
-    megatron = isinstance(source, MegatronDistSource)
-    kind = "Megatron-LM's torch_dist" if megatron else "torch.distributed.checkpoint"
+    kind = "torch.distributed.checkpoint" if isinstance(source, DcpSource) else "Megatron-LM's torch_dist"
     start = StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
     if weights_only:
         return start
-    if isinstance(source, MegatronDistSource):
-        run = state_of(source)
-        if run is None:
-            return start
-        return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
-    state = state_of_dcp(source)
-    return start if state is None else replace(_as_flags_say(start, state.meta, samples_after), run=state)
+    if isinstance(source, DcpSource):
+        state = state_of_dcp(source)
+        return start if state is None else replace(_as_flags_say(start, state.meta, samples_after), run=state)
+    if (run := state_of(source)) is None:
+        return start
+    return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
 
 
 def _as_flags_say(start: StartingPoint, meta: Mapping[str, Any], samples_after: Callable[[int], int]) -> StartingPoint:
