@@ -28,7 +28,7 @@ from megalite.inventory import flops_per_iteration
 
 STEPS = (
     *("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers", "titan", "titan-compiled"),
-    *("megalite-fp8", "megalite-muon"),
+    *("megalite-fp8", "megalite-fp8-delayed", "megalite-muon"),
 )
 MASKS = ("megalite-documents", "megalite-window", "megalite-cap")
 SPARSE = ("megalite-sparse", "megalite-dense")
@@ -62,7 +62,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
             settings = {**shared, "model": model, "batch_size": sequences, "microbatches": args.micro}
             pairs = (
                 *(("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers")),
-                *(("megalite-fp8", "megalite-compiled"), ("megalite-muon", "megalite-compiled")),
+                *((f"megalite-{how}", "megalite-compiled") for how in ("fp8", "fp8-delayed", "muon")),
             )
             flops = float(flops_per_iteration(model, sequences, 1))
             title = f"one device, {name}, vocabulary of {vocabulary:,}"
@@ -118,9 +118,9 @@ def build(name: str, case: Case, place: Place) -> Variant:
         return titan(case, place, compiled=how == "compiled")
     settings = {
         **case.settings,
-        "compile": how == "compiled" or (how in ("fp8", "muon") and place.device.type == "cuda"),
+        "compile": how == "compiled" or (how != "" and place.device.type == "cuda"),
     }
-    settings["fp8"] = "hybrid" if how == "fp8" else None
+    settings["fp8"] = {"fp8": "tensorwise", "fp8-delayed": "delayed"}.get(how)
     settings["optimizer"] = "muon" if how == "muon" else "adam"
     return single.build(kind, replace(case, settings=settings), place)
 

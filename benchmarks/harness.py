@@ -176,9 +176,10 @@ class Benchmark:
             command = install_command(EXTRA_OF[package])
             print(f"{package} is not installed, its variants are left out; {command}", file=sys.stderr)
         there = {name for name in wanted if name not in missing}
-        return [
+        chosen = [
             _only(case, tuple(name for name in case.variants if kind_of(name) in there)) for case in self.cases(args)
         ]
+        return [case for case in chosen if case.variants]
 
     def record(self, argv: list[str], args: argparse.Namespace) -> Json:
         """Everything but the cases."""

@@ -54,7 +54,7 @@ class Layout:
     batches: int = 1
     bf16: bool = False
     compile: bool = False
-    fp8: str | None = None
+    fp8: str | None = None  # a recipe
     stages: tuple[tuple[int, int], ...] = ()
     cut: str | None = None
 
@@ -160,7 +160,7 @@ def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_si
             micro_batch_size=micro_batch_size,
             precision=Precision(bf16=layout.bf16),
             compile=layout.compile,
-            float8=Float8(fp8_format=layout.fp8),
+            float8=Float8(fp8_format="hybrid", fp8_recipe=layout.fp8) if layout.fp8 else Float8(),
         ),
         optimizer=OptimizerConfig(lr=update.lr, clip_grad=update.clip_grad, optimizer=update.optimizer),
     )

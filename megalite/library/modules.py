@@ -159,7 +159,6 @@ class _WholeLinear:
 
     weight_grads: WeightGradQueue
     products: Products
-    sum_tokens: Callable[[Tensor], Tensor]
 
 
 class _SplitLinear(Function):
@@ -247,7 +246,7 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
         if isinstance(module, Product):
             dtype = next(p.dtype for p in stage.parameters() if p.is_floating_point())
             products = Products(product_dtype(dtype, device.type))
-            whole = _WholeLinear(queue, products, sum_widened)
+            whole = _WholeLinear(queue, products)
             module.forward = partial(_split_product, whole)  # type: ignore[method-assign]  # of this one module
         elif (
             type(module) is nn.Linear
@@ -255,5 +254,5 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
             and owners[id(module.weight)] == calls[id(module)] == 1
         ):
             products = Products(product_dtype(module.weight.dtype, device.type))
-            whole = _WholeLinear(queue, products, sum_widened)
+            whole = _WholeLinear(queue, products)
             module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class

@@ -41,8 +41,7 @@ from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.tensor import LayerContext, Message, make_layer
 
 Mixer = Attention | LatentAttention | GatedDeltaNet
-"""What lets tokens see each other: `segments`, from a normalised x to what is added to it; `linears` and `attend`, what
-is compiled and what is not."""
+"""What lets tokens see each other: `segments`, from a normalised x to what is added to it; `attend` is compiled."""
 
 MIXERS: Mapping[str, Callable[..., Mixer]] = {"attention": Attention, "latent": LatentAttention, "delta": GatedDeltaNet}
 
@@ -135,12 +134,12 @@ class Block(nn.Module):
         """`torch.compile` for everything between the linear layers.
 
         The linear layers themselves stay eager: they compute weight gradients when the schedule says so, add them to
-        the main gradients, and hide their messages behind GEMMs. So do the router and the experts, to which another
+        the main gradients, and hide their messages behind GEMMs (a bias's gradient is one sum, which torch's kernel
+        reads 1.2 to 1.9 times as fast on an H100 as a compiled one). So do the router and the experts, to which another
         number of tokens comes each time.
         """
         register_operator()
         mlp = self.mlp.shared_experts if isinstance(self.mlp, MoE) else self.mlp
-        linears = [*self.attention.linears, *([] if mlp is None else [mlp.fc1, mlp.fc2])]
         places = (
             *((norm, "forward") for norm in present(self.input_norm)),
             (self.attention, "attend"),
@@ -148,7 +147,6 @@ class Block(nn.Module):
             *([] if mlp is None else [(mlp.fc2, "activation")]),
             # else one addition
             *([(self, "after_mlp")] if self.mlp_dropout.p > 0 or self.post_mlp_norm is not None else []),
-            *((layer, "sum_tokens") for layer in linears),
         )
         Uncompiled.settle()
         for owner, name in places:

@@ -32,7 +32,6 @@ from megalite.nn.short_convolution import convolved
 from megalite.parallel.tensor import (
     ColumnParallelLinear,
     LayerContext,
-    Linear,
     RowParallelLinear,
     enter_parallel,
     new_parameter,
@@ -67,11 +66,6 @@ class GatedDeltaNet(nn.Module):
         self.out = RowParallelLinear(
             given.value_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """As `Attention.linears`."""
-        return self.qkvz, self.ba, self.out
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut as attention is."""

@@ -126,9 +126,10 @@ class Roofline:
     def product(self, config: Config, m: float, n: float, k: float, count: float = 1, *, float8: bool = False) -> float:
         """Seconds of a matrix product, or of `count` in one call. float8: in 8 bits, where the file has its rate."""
         hw, e = self.hardware, ElementBytes.of(config).compute
-        rate = hw.matrix_flops[precision_name(config)] * hw.matrix_efficiency
+        efficiency = self.software.products.get(hw.name, hw.matrix_efficiency)
+        rate = hw.matrix_flops[precision_name(config)] * efficiency
         if float8:
-            rate = hw.matrix_flops.get("fp8", rate / hw.matrix_efficiency) * hw.matrix_efficiency
+            rate = hw.matrix_flops.get("fp8", rate / efficiency) * efficiency
         bandwidth = hw.memory_bandwidth * hw.memory_efficiency
         moved = count * e * (m * n + n * k + m * k) / bandwidth
         if not hw.multiprocessors:

@@ -22,6 +22,7 @@ class Software:
     logits: over the loss's logits in fp32.
     scores, backward_scores: over the scores of attention, beside its products; 0 where attention is one kernel.
     attention: FLOP/s of that kernel by hardware, where the hardware's own number does not hold.
+    products: the efficiency of matrix products by hardware, likewise: libraries have become faster.
     accumulation: bytes that a weight's gradient moves beside its product, on a GPU; None: a pass of its own adds it.
     optimizer: bytes an element beside gradient, master and moments.
     kernels: launches of a block's forward.
@@ -41,6 +42,7 @@ class Software:
     scores: float = 0.0
     backward_scores: float = 0.0
     attention: Mapping[str, float] = field(default_factory=dict)
+    products: Mapping[str, float] = field(default_factory=dict)
     backward: float = 1.8
     accumulation: float | None = 0.0
     optimizer: float = 0.0
@@ -56,7 +58,9 @@ class Software:
         return self.scores == 0.0
 
 
-MEGALITE = Software("megalite")
+#: The fused update writes gradients back as it scaled them, and masters are read again for the weights.
+MEGALITE = Software("megalite", optimizer=8.0)
+_CUBLAS_12 = {"H100": 0.68}
 _EARLY: dict[str, Any] = {
     "residual": 11.0,
     "query": 2.0,
@@ -91,11 +95,12 @@ MEGATRON_2024 = Software(
     query=2.0,
     logits=12.0,
     attention={"H100": 292e12},
+    products=_CUBLAS_12,
     interleaved=True,
     whole_stages=False,
 )
 #: Meta's trainer (arXiv 2407.21783): the same kernels, messages of tensor parallelism in the open in the forward.
-LLAMA_2024 = Software("Llama 3 2024", residual=11.0, query=2.0, logits=12.0)
+LLAMA_2024 = Software("Llama 3 2024", residual=11.0, query=2.0, logits=12.0, products=_CUBLAS_12)
 #: PyTorch FSDP over PyTorch's modules and FlashAttention's first kernels at 2,048 tokens: every operation is
 #: a kernel.
 TORCH_2023 = Software(
@@ -104,6 +109,7 @@ TORCH_2023 = Software(
     query=6.0,
     logits=12.0,
     attention={"A100-80GB": 95e12, "H100": 125e12},
+    products=_CUBLAS_12,
     accumulation=4.0,
     kernels=20,
 )

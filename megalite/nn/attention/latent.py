@@ -33,7 +33,6 @@ from megalite.nn.segment import MakeMessage, Segment
 from megalite.parallel.tensor import (
     ColumnParallelLinear,
     LayerContext,
-    Linear,
     ReplicatedLinear,
     RowParallelLinear,
     enter_parallel,
@@ -72,12 +71,6 @@ class LatentAttention(nn.Module):
             config.value_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
         )
         self.core = AttentionCore.of(config, index, ctx)
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """Its linear layers, which stay as they are where what is between them is compiled."""
-        down = () if self.q_down is None else (self.q_down,)
-        return *down, self.kv_down, self.get_submodule(self.queries), self.kv_up, self.proj
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut as attention is: the small vectors travel in place of x."""

@@ -25,7 +25,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.tensor import LayerContext, Linear, Message, column_linear, row_linear
+from megalite.parallel.tensor import LayerContext, Message, column_linear, row_linear
 
 
 class Attention(nn.Module):
@@ -50,11 +50,6 @@ class Attention(nn.Module):
         self.adapters = Prefix(config, ctx) if config.lora.prefix else None
         # is told of queries and keys
         self.scores: Callable[[Attention, Tensor, Tensor, Microbatch], None] | None = None
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """Those that stay as they are where what is between them is compiled."""
-        return self.qkv, self.proj
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut behind its messages, and in front of the last product."""

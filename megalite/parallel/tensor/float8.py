@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ BY_BLOCK = "blockwise", "mxfp8"
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool = False) -> Tensor:
     """a b^T + bias, `[n, k]` and `[m, k]` -> `[n, m]` in `dtype`, added up in fp32 or wider. fast: on a GPU the
-    sums may keep fewer digits than fp32 within a block, as is usual forward."""
+    sums may keep fewer digits than fp32 within a block, as is usual forward, but where scales are those of blocks."""
     if not a.values.is_cuda:
         y = torch.mm(a.widened(), b.widened().t())
         return (y if bias is None else y + bias).to(dtype)
@@ -56,12 +57,11 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = No
         scale_a = scale_a.t().contiguous().t()
     if scale_b.shape[1] > 1 and scale_b.shape[0] == b.values.shape[0]:
         scale_b = scale_b.t().contiguous().t()
-    by_tensor = scale_a.numel() == scale_b.numel() == 1
+    by_tensor, by_block = scale_a.numel() == scale_b.numel() == 1, scale_a.shape[1] > 1
     out = dtype if by_tensor else torch.bfloat16  # the other kernels write nothing else
     fused = bias is not None and out != torch.float32
-    y = torch._scaled_mm(
-        a.values, b.values.t(), scale_a, scale_b.t(), bias=bias if fused else None, out_dtype=out, use_fast_accum=fast
-    )
+    how: dict[str, Any] = {"out_dtype": out, "use_fast_accum": fast and not by_block}
+    y = torch._scaled_mm(a.values, b.values.t(), scale_a, scale_b.t(), bias=bias if fused else None, **how)
     return (y if bias is None or fused else y + bias).to(dtype)
 
 

@@ -78,8 +78,9 @@ def noted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def scale_of(most: Tensor, recipe: str, dtype: torch.dtype) -> Tensor:
-    """The scales of parts with these magnitudes."""
-    scale = most.clamp(min=TINY) / torch.finfo(dtype).max
+    """The scales of parts with these magnitudes. (A CPU and a GPU divide by a number differently, and what lies
+    half-way between two numbers of float8 then goes to either.)"""
+    scale = most.clamp(min=TINY) * (1 / torch.finfo(dtype).max)
     return scale.log2().ceil().exp2() if recipe == "mxfp8" else scale
 
 

@@ -62,7 +62,6 @@ class ColumnParallelLinear(nn.Module):
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(outputs=ctx.tp)
         self.adapters: Adapters | None = None
-        self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = out_features // ctx.tp.size
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         begin = ctx.tp.rank * local
@@ -109,7 +108,6 @@ class RowParallelLinear(nn.Module):
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(inputs=ctx.tp)
         self.adapters: Adapters | None = None
-        self.sum_tokens: Callable[[Tensor], Tensor] = sum_widened
         local = in_features // ctx.tp.size
         place = ParameterPlacement(
             (out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.names, init_std=init_std
@@ -249,5 +247,5 @@ def bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     layer: Linear = ctx.layer
     if sink is None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
-    layer.weight_grads.put(lambda: sink.add(layer.sum_tokens(dy.flatten(0, -2)).view(bias.shape)), sink)
+    layer.weight_grads.put(lambda: sink.add(sum_widened(dy.flatten(0, -2)).view(bias.shape)), sink)
     return None
