@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
+from megalite.config.rules.beside import cuda_graphs, message_driven, partial_backprop, tapped_products
 from megalite.config.rules.context import context_parallel, sequence_lengths
 from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.foreign import foreign_module
-from megalite.config.rules.graphs import cuda_graphs
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, local_saves, tracking
-from megalite.config.rules.kfac import tapped_products
 from megalite.config.rules.layout import (
     batch,
     overlap,
@@ -30,9 +29,7 @@ from megalite.config.rules.layout import (
     world,
 )
 from megalite.config.rules.lora import lora, prefix_layout
-from megalite.config.rules.message_driven import message_driven
 from megalite.config.rules.offload import param_offload
-from megalite.config.rules.partial_backprop import partial_backprop
 from megalite.config.rules.run import (
     float8,
     learning_rate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalite.config.root import Config
+from megalite.config.rules.beside import excluded
 from megalite.config.rules.text import CP, TP
 from megalite.config.staleness import has_delay
 from megalite.config.training import TrainingLength
@@ -75,31 +76,26 @@ def spikes(config: Config, world_size: int) -> Iterator[str]:
 
 def qk_clip(config: Config, world_size: int) -> Iterator[str]:
     """What has no scores to look at, or no masters to scale behind a step."""
-    model, optimizer, parallel = config.model, config.optimizer, config.parallel
-    if not model.clip.qk_clip:
+    parallel = config.parallel
+    if not config.model.clip.qk_clip:
         return
     schedule, kind = find_schedule(parallel.schedule), parallel.context.cp_comm_type
     reasons = {
-        "qk_layernorm": (model.qk_layernorm, "whose norms undo a scale of the projections"),
-        "attn_logit_softcapping": (model.attn_logit_softcapping is not None, "which bounds the scores already"),
-        "multi_latent_attention": (model.mixer == "latent", "whose projections are others"),
-        "attention_output_gate": (model.attention_output_gate, "whose rows stand between those of queries"),
-        "experimental_attention_variant": (
-            model.delta.experimental_attention_variant is not None,
-            "whose layers have no scores",
-        ),
-        "mtp_num_layers": (bool(model.further.mtp_num_layers), "whose blocks are not those of the model"),
-        "lora_rank": (model.lora.lora_rank is not None, "whose projections are frozen"),
-        "compile": (config.training.compile, "whose code does not return the scores"),
-        "optimizer_cpu_offload": (optimizer.offload.optimizer_cpu_offload, "whose masters are on the host"),
-        "optimizer_offload_path": (optimizer.offload.optimizer_offload_path is not None, "whose masters are in files"),
-        "param_offload": (optimizer.offload.param_offload == "cpu", "whose masters are on the host"),
-        "delayed_parameter_update": (optimizer.offload.delayed_parameter_update, "whose step ends later"),
-        "store_param_remainders": (optimizer.store_param_remainders, "whose masters exist only in a step"),
+        "qk_layernorm": "whose norms undo a scale of the projections",
+        "attn_logit_softcapping": "which bounds the scores already",
+        "multi_latent_attention": "whose projections are others",
+        "attention_output_gate": "whose rows stand between those of queries",
+        "experimental_attention_variant": "whose layers have no scores",
+        "mtp_num_layers": "whose blocks are not those of the model",
+        "lora_rank": "whose projections are frozen",
+        "compile": "whose code does not return the scores",
+        "optimizer_cpu_offload": "whose masters are on the host",
+        "optimizer_offload_path": "whose masters are in files",
+        "param_offload": "whose masters are on the host",
+        "delayed_parameter_update": "whose step ends later",
+        "store_param_remainders": "whose masters exist only in a step",
     }
-    for name, (given, why) in reasons.items():
-        if given:
-            yield f"`qk_clip`: not with `{name}`, {why}; drop one of them"
+    yield from excluded(config, "`qk_clip`", reasons, "drop one of them")
     if parallel.context.context_parallel_size > 1 and kind.startswith("a2a"):
         yield f"`qk_clip`: not with `cp_comm_type`={kind}, where heads change their ranks; use p2p or all_gather"
     if schedule.update_per_microbatch and parallel.pipeline_model_parallel_size > 1:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from megalite.config.root import Config
+from megalite.config.rules.beside import excluded
 from megalite.config.rules.text import TP, divisors, listed, multiples_around
 from megalite.config.tensor_grid import grids_of
 from megalite.config.update_rules import OPTIMIZER_SPECS
@@ -63,37 +64,31 @@ def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator
 
 def _left_out(config: Config, flag: str) -> Iterator[str]:
     """What is defined for tensor parallelism of one dimension alone."""
-    model, parallel, training = config.model, config.parallel, config.training
-    offload = config.optimizer.offload
-    one, state = "which is cut along one side", "whose layers are cut along one side"
+    state = "whose layers are cut along one side"
     reasons = {
-        "sequence_parallel": (parallel.sequence_parallel, "a grid splits all activations already"),
-        "tp_comm_overlap": (parallel.tp_comm_overlap, "whose halves wait for other messages"),
-        "context_parallel_size": (parallel.context.context_parallel_size > 1, "which cuts sequences"),
-        "stage_meshes": (parallel.stage_meshes, "whose stages are cut along one side"),
-        "num_experts": (model.experts.num_experts is not None, "whose tokens travel"),
-        "model_module": (model.is_foreign, "whose layers are its own"),
-        "multi_latent_attention": (model.latent.multi_latent_attention, state),
-        "experimental_attention_variant": (model.delta.experimental_attention_variant, state),
-        "softmax_type": (model.softmax_type == "learnable", "whose sinks are cut along one side"),
-        "qk_layernorm_across_heads": (model.qk_layernorm_across_heads, one),
-        "qk_clip": (model.clip.qk_clip, "which looks at all queries"),
-        "mtp_num_layers": (model.further.mtp_num_layers, state),
-        "lora_rank": (model.lora.lora_rank, state),
-        "fp8_format": (training.float8.fp8_format, "whose scales are of matrices cut along one side"),
-        "compile": (training.compile, "whose norms send nothing"),
-        "partial_backprop_groups": (training.partial_backprop_groups > 1, "which counts whole micro-batches"),
-        "embedding_offload": (offload.embedding_offload, "whose rows are on one host"),
-        "loss_by_part": (config.data.loss_by_part, "which looks at all tokens of a micro-batch"),
-        "sample_interval": (config.logging.samples.sample_interval, "which generates with layers cut along one side"),
-        "eval_tasks_interval": (
-            config.logging.eval_tasks.eval_tasks_interval,
-            "which scores with layers cut along one side",
-        ),
+        "sequence_parallel": "a grid splits all activations already",
+        "tp_comm_overlap": "whose halves wait for other messages",
+        "context_parallel_size": "which cuts sequences",
+        "stage_meshes": "whose stages are cut along one side",
+        "num_experts": "whose tokens travel",
+        "model_module": "whose layers are its own",
+        "multi_latent_attention": state,
+        "experimental_attention_variant": state,
+        "qk_layernorm_across_heads": "which is cut along one side",
+        "qk_clip": "which looks at all queries",
+        "mtp_num_layers": state,
+        "lora_rank": state,
+        "fp8_format": "whose scales are of matrices cut along one side",
+        "compile": "whose norms send nothing",
+        "partial_backprop_groups": "which counts whole micro-batches",
+        "embedding_offload": "whose rows are on one host",
+        "loss_by_part": "which looks at all tokens of a micro-batch",
+        "sample_interval": "which generates with layers cut along one side",
+        "eval_task_files": "which scores with layers cut along one side",
     }
     spec = OPTIMIZER_SPECS[config.optimizer.optimizer]
     if spec.whole or spec.statistics:
         yield f"{flag}: not with `optimizer`={config.optimizer.optimizer}, which needs whole rows; use adam or sgd"
-    for name, (there, why) in reasons.items():
-        if there:
-            yield f"{flag}: not with `{name}`, {why}; drop one"
+    if config.model.softmax_type == "learnable":
+        reasons["softmax_type"] = "whose sinks are cut along one side"
+    yield from excluded(config, flag, reasons)

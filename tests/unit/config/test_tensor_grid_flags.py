@@ -70,6 +70,14 @@ def test_ranks_make_a_grid(mode: str, ranks: int, shape: tuple[int, int, int] | 
             f"{MODE}=2d: not with --num-experts, whose tokens travel; drop one",
         ),
         (
+            f"{TP} 4 {MODE} 2d --micro-batch-size 2 --eval-tasks files={__file__}",
+            f"{MODE}=2d: not with --eval-task-files, which scores with layers cut along one side; drop one",
+        ),
+        (
+            f"{TP} 4 {MODE} 2d --micro-batch-size 2 --softmax-type learnable",
+            f"{MODE}=2d: not with --softmax-type, whose sinks are cut along one side; drop one",
+        ),
+        (
             f"{TP} 4 {MODE} 2d --micro-batch-size 2 --optimizer muon",
             f"{MODE}=2d: not with --optimizer=muon, which needs whole rows; use adam or sgd",
         ),

@@ -1,0 +1,156 @@
+"""Rules of features that go with little else: settings beside which they are refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from megalite.config.root import Config, all_options
+from megalite.config.schema import flat
+from megalite.config.update_rules import OPTIMIZER_SPECS
+from megalite.schedule import find_schedule
+
+ON: Mapping[str, Callable[[Config], object]] = {
+    "recompute_granularity": lambda config: config.model.recompute_granularity == "full",
+    "param_offload": lambda config: config.optimizer.offload.param_offload == "cpu",
+    "rampup_batch_size": lambda config: len(config.batch_size_schedule(1).steps) > 1,
+    "optimizer": lambda config: OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
+}
+"""Settings that are on by one of their values, or by others'; all else is where it has not its default."""
+
+
+def excluded(config: Config, flag: str, reasons: Mapping[str, str], fix: str = "drop one") -> Iterator[str]:
+    """A line for each setting that is on and does not go with `flag`. reasons: name -> why."""
+    options = all_options()
+    for name, why in reasons.items():
+        option = options[name]
+        given = flat(getattr(config, option.section))[name] != option.default
+        if ON[name](config) if name in ON else given:
+            yield f"{flag}: not with `{name}`, {why}; {fix}"
+
+
+def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
+    """What the blocks of a run must not have for their kernels to be the same each time."""
+    parallel = config.parallel
+    if parallel.hardware.cuda_graph_impl == "none":
+        return
+    flag, schedule = "`cuda_graph_impl`=local", find_schedule(parallel.schedule)
+    if parallel.hardware.device == "cpu":
+        yield f"{flag}: a CPU has none; leave it out"
+    if parallel.zero_stage == 3:
+        yield f"{flag}: not with `zero_stage`=3, whose weights are elsewhere each time; use 0, 1 or 2"
+    reasons = {
+        "model_module": "whose layers are its own",
+        "num_experts": "which get another number of tokens each time",
+        "multi_latent_attention": "which was never captured",
+        "experimental_attention_variant": "which was never captured",
+        "tensor_model_parallel_size": "whose messages are inside of blocks",
+        "stage_meshes": "whose messages are inside of blocks",
+        "pipeline_schedule_file": "which may run blocks twice",
+        "context_parallel_size": "whose messages are inside of blocks",
+        "window_size": "whose mask is made anew each time",
+        "reset_attention_mask": "whose documents have other lengths each time",
+        "seq_length_schedule": "whose samples have other lengths",
+        "attn_logit_softcapping": "whose kernel is compiled",
+        "softmax_type": "whose kernel is compiled",
+        "attention_dropout": "whose tiles are chosen by the host",
+        "recompute_granularity": "which runs blocks twice",
+        "lora_rank": "whose matrices were never captured",
+        "fp8_format": "whose scales the host keeps",
+        "qk_clip": "which looks at the scores of each micro-batch",
+        "partial_backprop_groups": "whose backward has other depths",
+        "optimizer": "which looks at the operands of products",
+        "cpu_offloading_num_layers": "whose activations move",
+        "device_memory_budget_gb": "whose activations may move",
+        "optimizer_cpu_offload": "which was never captured",
+        "optimizer_offload_path": "which was never captured",
+        "param_offload": "whose weights move",
+        "embedding_offload": "which was never captured",
+    }
+    yield from excluded(config, flag, reasons)
+    if schedule.asynchronous:
+        yield f"{flag}: not with `pipeline_schedule`={schedule.name}, which keeps several versions of weights; use 1f1b"
+
+
+def partial_backprop(config: Config, world_size: int) -> Iterator[str]:
+    """What needs the backward of every layer from every micro-batch."""
+    groups, parallel, layers = config.training.partial_backprop_groups, config.parallel, config.model.num_layers
+    if groups == 1:
+        return
+    flag = f"`partial_backprop_groups`={groups}"
+    if groups > layers:
+        yield f"{flag}: more than the {layers} layers; use {layers} at most"
+    schedule = find_schedule(parallel.schedule)
+    if parallel.zero_stage > 1 and schedule.splits_backward:
+        yield (
+            f"{flag}: not with `zero_stage`={parallel.zero_stage} and `pipeline_schedule`={parallel.schedule}, whose "
+            "ranks would sum unlike micro-batches; use 1f1b"
+        )
+    reasons = {
+        "model_module": "whose layers are its own",
+        "stage_meshes": "whose stages have other replicas",
+        "num_experts": "whose routers add a loss in every layer",
+        "mtp_num_layers": "whose blocks are not those of the model",
+        "lora_rank": "whose adapters are few",
+        "recompute_granularity": "which runs layers where no depth is known",
+        "tp_comm_overlap": "which runs the parts of layers in turns",
+        "fp8_format": "whose scales look at every gradient",
+        "calculate_per_token_loss": "whose means are over tokens",
+        "rampup_batch_size": "whose steps have other depths",
+        "cpu_offloading_num_layers": "which waits for every backward",
+        "device_memory_budget_gb": "which waits for every backward",
+        "param_offload": "which waits for every backward",
+        "embedding_offload": "whose rows wait for every backward",
+        "optimizer": "whose factors are of all tokens",
+    }
+    yield from excluded(config, flag, reasons)
+    if schedule.asynchronous:
+        yield f"{flag}: not with `pipeline_schedule`={parallel.schedule}, whose gradients are late; use 1f1b"
+
+
+def tapped_products(config: Config, world_size: int) -> Iterator[str]:
+    """What an optimizer that looks at the operands of weight gradients does not go with."""
+    optimizer, parallel = config.optimizer, config.parallel
+    if not OPTIMIZER_SPECS[optimizer.optimizer].taps:
+        return
+    flag, schedule = f"`optimizer`={optimizer.optimizer}", find_schedule(parallel.schedule)
+    reasons = {
+        "model_module": "whose layers hand over nothing",
+        "num_experts": "whose layers see other tokens each",
+        "multi_latent_attention": "whose projections hand over nothing",
+        "experimental_attention_variant": "whose layers have other matrices",
+        "mtp_num_layers": "whose blocks are not those of the model",
+        "lora_rank": "whose matrices are frozen",
+        "fp8_format": "whose products are of other numbers",
+        "fp16": "whose scaled gradients overflow when they are squared",
+        "calculate_per_token_loss": "which scales gradients after the backward",
+        "compile": "whose code hands over nothing",
+        "optimizer_cpu_offload": "whose steps do not wait for all of a rank",
+        "optimizer_offload_path": "whose steps do not wait for all of a rank",
+        "param_offload": "whose gradients are on the host",
+        "delayed_parameter_update": "whose step overlaps the next batch",
+        "embedding_offload": "whose rows have an optimizer of their own",
+    }
+    yield from excluded(config, flag, reasons, "drop one, or use `optimizer`=shampoo")
+    if schedule.asynchronous or schedule.paired:
+        why = "keeps factors of several updates" if schedule.asynchronous else "has copies of a stage on several ranks"
+        yield f"{flag}: not with `pipeline_schedule`={schedule.name}, which {why}; use 1f1b"
+    if optimizer.args.kfac_factors == "own" and parallel.zero_stage == 0:
+        yield "`kfac_factors`=own: with `zero_stage`=0 every rank owns all matrices; use `zero_stage`=1 or more, or all"
+
+
+def message_driven(config: Config, world_size: int) -> Iterator[str]:
+    """What asks for the order of a rank's actions before the run, or for another library than gloo."""
+    parallel, hardware = config.parallel, config.parallel.hardware
+    if not find_schedule(parallel.schedule).takes_arrivals or parallel.pipeline_model_parallel_size == 1:
+        return
+    flag = f"`pipeline_schedule`={parallel.schedule}"
+    reasons = {
+        "device_memory_budget_gb": "which plans what moves when",
+        "param_offload": "which plans what moves when",
+        "embedding_offload": "whose rows are fetched ahead",
+        "expert_model_parallel_size": "whose ranks are in several pipelines",
+    }
+    yield from excluded(config, flag, reasons, "use 1f1b")
+    nccl = hardware.distributed_backend == "nccl" or (hardware.device == "cuda" and not hardware.distributed_backend)
+    if nccl:
+        yield f"{flag}: is told by gloo what has arrived, not by NCCL; use `distributed_backend`=gloo, or eager-1f1b"
