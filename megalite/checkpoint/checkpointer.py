@@ -192,7 +192,8 @@ class Checkpointer:
         if self.local is not None:
             self.local.check_room(plan.nbytes)
         if self.uploads is not None:
-            self._together(staging_problem(self._staging, plan.nbytes // self.world.size))
+            here = self.local.ranks_here if self.local is not None else 1
+            self._together(staging_problem(self._staging, plan.nbytes * here // self.world.size))
 
     def _sweep(self) -> None:
         if not self._swept:

@@ -69,6 +69,11 @@ class LocalSaves:
     def root(self) -> Path:
         return self.settings.folder / self._token
 
+    @property
+    def ranks_here(self) -> int:
+        """Ranks that share this host's folder."""
+        return len(self._mine)
+
     def open(self, token: str) -> None:
         """Begins, or continues, the saves of the run that has this token."""
         self._token = token

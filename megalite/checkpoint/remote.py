@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 30.0
 READ_BACK = 16 * 2**20
+RESENDS = 3
 _CHECKPOINT = re.compile(r"iter_\d{7,12}", re.ASCII)
 _ATTEMPT = re.compile(r"(iter_\d{7,12})\.([0-9a-f]{12})", re.ASCII)
 _WHOSE = re.compile(rb"save ([\w-]{1,64}) run ([\w-]{0,64})\n")
@@ -117,30 +118,27 @@ def _tracked(path: StoreUrl) -> int | None:
 
 
 def send_file(target: StoreUrl, file: Path, *, rank: int, step: int) -> None:
-    """Uploads a file and reads its size and last block back. Raises StoreError, and OSError of the local disk."""
+    """Uploads a file and reads its size and last block back. Raises CheckpointError, and OSError of the local disk."""
     fault_point("upload.begin", rank=rank, step=step)
-    target.store.put(target.key, file)
-    fault_point("upload.sent", rank=rank, step=step)
-    size = file.stat().st_size
-    start = max(0, size - READ_BACK)
+    start = max(0, file.stat().st_size - READ_BACK)
     with open(file, "rb") as source:
         source.seek(start)
         own = source.read()
-    _read_back(target, size, start, own)
+    _send(target, file, start, own)
+    fault_point("upload.sent", rank=rank, step=step)
 
 
-def _send_bytes(target: StoreUrl, data: bytes) -> None:
-    target.store.put(target.key, data)
-    _read_back(target, len(data), 0, data)
-
-
-def _read_back(target: StoreUrl, size: int, start: int, own: bytes) -> None:
-    problem = f"has {target.store.size(target.key)} of {size} bytes"
-    if target.store.size(target.key) == size:
-        if any(target.store.read(target.key, start, size) == own for _ in range(REREADS)):
+def _send(target: StoreUrl, content: Path | bytes, start: int, own: bytes) -> None:
+    """Writes an object until it reads back from `start` on as it should, some times at most."""
+    store, size = target.store, start + len(own)
+    for _ in range(RESENDS):
+        store.put(target.key, content)
+        there = store.size(target.key)
+        if there == size and any(store.read(target.key, start, size) == own for _ in range(REREADS)):
             return
-        problem = "has other bytes than were sent"
-    raise CheckpointError(f"{target}: {problem}; the upload is repeated")
+        problem = f"has {there} of {size} bytes" if there != size else "has other bytes than were sent"
+        logger.warning("%s: %s; the upload is repeated", target, problem)
+    raise CheckpointError(f"{target}: {problem}, {RESENDS} uploads in a row")
 
 
 def commit_in_store(
@@ -158,10 +156,10 @@ def commit_in_store(
     whole = manifest({check_file_name(name, "checkpoint"): ExtraFile(len(d), checksum(d)) for name, d in files.items()})
     attempt = attempt_place(final, whole.save_id)
     for name, data in files.items():
-        _send_bytes(attempt / name, data)
+        _send(attempt / name, data, 0, data)
     raw = to_json(whole)
     fault_point("save.before_manifest", rank=0, step=whole.step)
-    _send_bytes(attempt / MANIFEST, raw)
+    _send(attempt / MANIFEST, raw, 0, raw)
     if not holds_lease():
         raise LeaseLost(f"`save`={final.parent}: another run has taken it over; this one saves no more")
     fault_point("save.before_rename", rank=0, step=whole.step)

@@ -21,10 +21,11 @@ from pathlib import Path
 from megalite.checkpoint.format import checksum, parse_json
 from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.remote import LeaseLost, attempt_place, send_file
-from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, check_space, first_problem
+from megalite.checkpoint.saving import SaveJob, SaveReport, UnusableSave, first_problem
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
 from megalite.events import tell_event
+from megalite.progress import amount
 from megalite.stores import REREADS, StoreUrl
 
 logger = logging.getLogger(__name__)
@@ -240,14 +241,15 @@ def settle(uploads: Uploads, problem: str | None, local: LocalSaves | None, worl
 
 def staging_problem(folder: Path, needed: int) -> str | None:
     """What is wrong with the folder in which saves wait. What earlier runs have staged there and not sent is removed:
-    only for a run that holds the lease."""
+    only for a run that holds the lease. needed: bytes of a save, of all ranks that share the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("iter_*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
-        check_space(folder, needed)
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"`checkpoint_staging_path`={folder}: cannot be written ({error.strerror})"
-    except CheckpointError as error:
-        return error.text
-    return None
+    if MOST_WAITING * needed <= free:
+        return None
+    two = f"{MOST_WAITING} saves of this host's ranks need {amount(MOST_WAITING * needed, 'B')}"
+    return f"`checkpoint_staging_path`={folder}: {two}, {amount(free, 'B')} are free; name a folder with more room"

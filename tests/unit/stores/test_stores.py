@@ -161,7 +161,7 @@ def test_a_name_that_is_damaged_on_the_way_is_asked_for_again(
         data = right(name, *part)
         if not name.endswith("COMMITTED") or not damaged.pop():
             return data
-        return data.replace(whose.encode(), bytes([ord(whose[0]) ^ 1]) + whose[1:].encode())
+        return data.replace(whose.encode(), b"g" + whose[1:].encode())
 
     monkeypatch.setattr(url.store, "read", read)
     assert read_proven(path)[2] == whose
@@ -239,6 +239,89 @@ def test_a_bit_that_flips_on_the_way_takes_no_lease(url: StoreUrl, monkeypatch: 
     assert not lease.held
     damaged.clear()
     lease.release()
+
+
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "x.txt", "manifest.json"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_what_arrives_damaged_is_sent_again(
+    url: StoreUrl,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    cut: bool,
+) -> None:
+    right, damaged = url.store.put, [True, True]
+
+    def put(key: str, content: Path | bytes) -> None:
+        if key.endswith(name) and damaged:
+            damaged.pop()
+            data = content if isinstance(content, bytes) else content.read_bytes()
+            content = data[:-1] if cut else data[:-1] + bytes([data[-1] ^ 4])
+        right(key, content)
+
+    monkeypatch.setattr(url.store, "put", put)
+    save(url, tmp_path, 10)
+    assert verify_checkpoint(url / "iter_0000010") == [] and not damaged
+    assert (
+        caplog.text.count(f"{name}: " + ("has " if cut else "has other bytes than were sent; the upload is rep")) == 2
+    )
+    damaged[:] = [True] * 9
+    with pytest.raises(CheckpointError, match=f"{name}: has .*, 3 uploads in a row"):
+        save(url, tmp_path, 20)
+
+
+def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
+    url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all ranks of the host: each has its own part there, and the next save is staged while one is sent."""
+    (tmp_path / "iter_0000005.tmp-x-0").mkdir()
+    saver = Checkpointer(url, world=Axis.single("world"), staging=tmp_path)
+    size = saver._agree_on_plan(weights(1)).nbytes
+    for ranks, free, fits in (
+        (1, 2 * size, True),
+        (1, 2 * size - 1, False),
+        (3, 6 * size, True),
+        (3, 6 * size - 1, False),
+    ):
+        monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        saver.local = SimpleNamespace(ranks_here=ranks, check_room=lambda nbytes: None)  # type: ignore[assignment]
+        if fits:
+            saver.check_room(weights(1))
+            continue
+        with pytest.raises(
+            CheckpointError, match=f"--checkpoint-staging-path={tmp_path}: 2 saves of this host's ranks"
+        ):
+            saver.check_room(weights(1))
+    assert not list(tmp_path.iterdir()), "what an interrupted run has staged gives its room back"
+
+
+def test_a_checkpoint_that_is_set_aside_is_nowhere_lost(
+    url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new name is there before the old one goes."""
+    save(url, tmp_path, 10, 20)
+    monkeypatch.setattr(url.store, "delete", lambda name: (_ for _ in ()).throw(StoreError("killed here")))
+    with pytest.raises(StoreError):
+        set_aside_newer(url, 10)
+    (aside,) = [url / name for name in url.store.list(url.key).folders if ".aside-" in name]
+    assert verify_checkpoint(aside) == [] and verify_checkpoint(url / "iter_0000020") == []
+
+
+def test_no_checkpoint_is_committed_before_every_rank_has_reported(url: StoreUrl, tmp_path: Path) -> None:
+    committed_of: list[Any] = []
+    job: Any = SimpleNamespace(final=url / "iter_0000001", save_id="0" * 12, rank=0, step=1, staging=tmp_path)
+    job.commit_upload = committed_of.append
+    first = Upload(job, lambda: None)
+    first.report = {"rank": 0}
+    assert not first.commit(3)
+    for rank in (2, 1):
+        assert not first.commit(3) and committed_of == []
+        other = Upload(SimpleNamespace(**{**job.__dict__, "rank": rank}), lambda: None)  # type: ignore[arg-type]
+        other.report = {"rank": rank}
+        other.send()
+    assert first.commit(3) and committed_of == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]]
+    assert url.store.list(first.attempt.key).objects == [], "reports are for the commit alone"
 
 
 def test_failed_uploads_are_kept_tried_again_and_end_the_run(
