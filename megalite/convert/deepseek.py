@@ -34,7 +34,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def _reordered(model: ModelConfig, rows: Tensor, channels: int, *, inwards: bool) -> Tensor:
+def _reordered(rows: Tensor, model: ModelConfig, channels: int, *, inwards: bool) -> Tensor:
     """`[n channels, ...]` with the rotated rows, the last of each `channels`, as they are here (`inwards`) or there."""
     rotated = model.latent.qk_pos_emb_head_dim
     kept, turned = rows.unflatten(0, (-1, channels)).split((channels - rotated, rotated), 1)
@@ -44,12 +44,12 @@ def _reordered(model: ModelConfig, rows: Tensor, channels: int, *, inwards: bool
 
 
 QUERIES = TensorForm(
-    lambda model, t: [_reordered(model, t, model.latent.qk_channels, inwards=False)],
-    lambda model, parts: _reordered(model, parts[0], model.latent.qk_channels, inwards=True),
+    lambda model, t: [_reordered(t, model, model.latent.qk_channels, inwards=False)],
+    lambda model, parts: _reordered(parts[0], model, model.latent.qk_channels, inwards=True),
 )
 KEYS = TensorForm(
-    lambda model, t: [_reordered(model, t, model.latent.compressed, inwards=False)],
-    lambda model, parts: _reordered(model, parts[0], model.latent.compressed, inwards=True),
+    lambda model, t: [_reordered(t, model, model.latent.compressed, inwards=False)],
+    lambda model, parts: _reordered(parts[0], model, model.latent.compressed, inwards=True),
 )
 SPARSE_RULES = (
     *QWEN_RULES,
@@ -67,8 +67,8 @@ LATENT_RULES = (
 )
 
 
-def _sparse(fields: Fields, dense: int) -> Experts:
-    """The experts; dense: layers in front without any, where the file does not say it."""
+def _sparse(fields: Fields, dense: int) -> dict[str, Any]:
+    """Experts, and further tokens; dense: layers in front without any, where the file does not say it."""
     fields.fixed({**CHOICE, "moe_layer_freq": 1})
     first = _whole(fields, "first_k_dense_replace", dense)
     layers = fields.of_layers("mlp_layer_types", LAYER_TYPES, lambda index: index >= first)
@@ -78,7 +78,7 @@ def _sparse(fields: Fields, dense: int) -> Experts:
     k, shared = numbers["moe_router_topk"], _whole(fields, "n_shared_experts", 1)
     fields.only("norm_topk_prob", k > 1)
     factor = fields.number("routed_scaling_factor", 1.0)
-    return Experts(
+    experts = Experts(
         **numbers,
         **_groups(fields, k),
         moe_ffn_hidden_size=width,
@@ -88,6 +88,8 @@ def _sparse(fields: Fields, dense: int) -> Experts:
         moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=None if factor == 1.0 else factor,
     )
+    further = FurtherTokens(mtp_num_layers=_whole(fields, "num_nextn_predict_layers", 0) or None)
+    return {"experts": experts, "further": further}
 
 
 def _groups(fields: Fields, k: int) -> dict[str, Any]:
@@ -98,10 +100,6 @@ def _groups(fields: Fields, k: int) -> dict[str, Any]:
         what = f"not supported with topk_group {best} and {k} experts of a token (2 times topk_group of them)"
         raise fields.wrong("n_group", groups, what)
     return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
-
-
-def _further(fields: Fields) -> FurtherTokens:
-    return FurtherTokens(mtp_num_layers=_whole(fields, "num_nextn_predict_layers", 0) or None)
 
 
 def _whole(fields: Fields, key: str, default: int) -> int:
@@ -143,8 +141,7 @@ def _read_latent(fields: Fields, dense: int, epsilon: float = EPSILON) -> ModelC
             **{ours: fields.integer(theirs) for ours, theirs in SIZES.items()},
             latent_norm_epsilon=EPSILON,
         ),
-        experts=_sparse(fields, dense),
-        further=_further(fields),
+        **_sparse(fields, dense),
     )
     scaling = fields.section("rope_parameters").raw or fields.section("rope_scaling").raw
     if model.rope_scaling.kind == "yarn" and scaling.get("mscale_all_dim") and not model.rope_scaling.mscale_all_dim:
@@ -176,8 +173,7 @@ def _read_glm(fields: Fields) -> ModelConfig:
         rotary_percent=read_rotary_share(fields, 0.5),
         add_qkv_bias=fields.flag("attention_bias", False),
         qk_layernorm=fields.flag("use_qk_norm", False),
-        experts=_sparse(fields, 1),
-        further=_further(fields),
+        **_sparse(fields, 1),
     )
 
 
