@@ -23,6 +23,7 @@ from megalite.convert import DcpSource, HuggingFaceSource, state_of_dcp, write_c
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
 from tests.unit.convert.continued import loaded_and_trained
+from tests.unit.convert.family_cases import CASES, transformers
 from tests.unit.convert.megatron_layout import HereInstead
 from tests.unit.convert.test_megatron import peer
 
@@ -90,6 +91,20 @@ def test_a_run_of_deepspeed_continues_at_any_layout(form: str, tmp_path: Path) -
     assert one.keys() == other.keys()
     for name, values in one.items():
         assert (values - other[name]).abs().max() <= 1e-5 * values.abs().max(), name
+
+
+@pytest.mark.usefixtures("here")
+def test_moments_of_experts_and_sinks_come_along(tmp_path: Path) -> None:
+    """gpt-oss: all experts of a layer in one tensor whose columns alternate, a sink a head."""
+    kind, changes = CASES["gpt-oss"]
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**changes))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    source = DcpSource(universal(tmp_path, model))
+    run = state_of_dcp(source)
+    assert run is not None and any(name.endswith("softmax_offset") for name in run.names)
+    assert sum(".experts." in name for name in run.names) == 3 * 4 * 2  # masters and two moments of four tensors
+    check_tensors({name: run.stored(name) for name in run.names if name != "optimizer/step"}, model, tmp_path / "hf")
 
 
 class Evil:

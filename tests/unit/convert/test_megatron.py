@@ -226,6 +226,18 @@ def test_args_of_a_run_that_is_not_ours(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
+def test_soft_caps_of_megatrons_files_are_refused(tmp_path: Path) -> None:
+    """They change what the same weights compute."""
+    tiny = dict(num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=20, ffn_hidden_size=32)
+    write_megatron(Fixed(ModelConfig(**tiny)), tmp_path / "x")  # type: ignore[arg-type]
+    file = tmp_path / "x/release/mp_rank_00/model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["args"].attn_logit_softcapping = 30.0
+    torch.save(content, file)
+    with pytest.raises(ConfigError, match=r"args: attn_logit_softcapping '30.0' not supported \(only None\)"):
+        open_megatron(tmp_path / "x")
+
+
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local"])
 def test_sinks_go_there_and_back(implementation: str, tmp_path: Path) -> None:
     """megatron.core's name, a logit a head, cut with the heads; sinks of 0 are a setting alone."""

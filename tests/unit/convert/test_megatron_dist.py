@@ -214,6 +214,38 @@ def test_masters_and_moments_go_there_and_back(tmp_path: Path) -> None:
     assert KeptState.of(CheckpointSource(tmp_path / "weights")) is None
 
 
+def test_moments_of_sinks_go_there_and_back(tmp_path: Path) -> None:
+    written_with_state(tmp_path / "megatron")
+    source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
+    assert isinstance(source, MegatronDistSource) and (like := state_of(source)) is not None
+    shape = dict(num_layers=2, hidden_size=16, num_attention_heads=4, seq_length=8, vocab_size=20, ffn_hidden_size=24)
+    model: Any = Fixed(ModelConfig(**shape, softmax_type="learnable"))  # type: ignore[arg-type]
+    model.origin = source.origin
+    run = run_of(model, like)
+    write_checkpoint(model, tmp_path / "ours", run=run)
+    ours = CheckpointSource(tmp_path / "ours")
+    write_torch_dist(ours, tmp_path / "there", run=KeptState.of(ours))
+    back = open_megatron(tmp_path / "there")
+    assert isinstance(back, MegatronDistSource) and (again := state_of(back)) is not None
+    assert sum("softmax_offset" in name for name in again.names) == 3 * 2
+    assert_same({name: again.stored(name) for name in again.names}, {name: run.stored(name) for name in run.names})
+    key = "optimizer.state.exp_avg.decoder.layers.self_attention.core_attention.softmax_offset"
+    assert torch.equal(back.files.read(key)[1], -2 * model.read("layers.1.attention.softmax_offset"))
+
+
+def run_of(source: Fixed, like: Any) -> AdamRun:
+    """A run that goes on as `like` does, whose masters and moments are functions of the weights."""
+
+    class Run(AdamRun):
+        model, where, steps, iteration, meta = source.model, "", 97, like.iteration, like.meta
+        config = dataclasses.replace(like.config, model=source.model)
+
+        def part(self, kind: str, name: str) -> Tensor:
+            return STATE[kind or "param"](source.read(name))
+
+    return Run()
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_moments_of_experts_go_there_and_back(apart: bool, tmp_path: Path) -> None:
     """apart: as megatron.core has them where ranks share the experts, in a second optimizer."""
@@ -231,15 +263,8 @@ def test_moments_of_experts_go_there_and_back(apart: bool, tmp_path: Path) -> No
         )
     )  # fmt: skip
     experts.origin = source.origin
-
-    class Run(AdamRun):
-        model, where, steps, iteration, meta = experts.model, "", 97, like.iteration, like.meta
-        config = dataclasses.replace(like.config, model=experts.model)
-
-        def part(self, kind: str, name: str) -> Tensor:
-            return STATE[kind or "param"](experts.read(name))
-
-    write_checkpoint(experts, tmp_path / "ours", run=Run())
+    run = run_of(experts, like)
+    write_checkpoint(experts, tmp_path / "ours", run=run)
     ours = CheckpointSource(tmp_path / "ours")
     write_torch_dist(ours, tmp_path / "there", run=KeptState.of(ours, apart))
     back = open_megatron(tmp_path / "there")
@@ -247,7 +272,7 @@ def test_moments_of_experts_go_there_and_back(apart: bool, tmp_path: Path) -> No
     again = state_of(back)
     assert again is not None and (again.steps, again.iteration) == (97, 100)
     assert again.meta["loss_scaler"] == like.meta["loss_scaler"] != {}
-    assert_same({name: again.stored(name) for name in again.names}, {name: Run().stored(name) for name in Run().names})
+    assert_same({name: again.stored(name) for name in again.names}, {name: run.stored(name) for name in run.names})
     optimizer = torch.load(back.directory / "common.pt", weights_only=False)["optimizer"]
     parts = [optimizer[0], optimizer[1]] if apart else [optimizer]
     assert len(optimizer) == 2 or not apart

@@ -97,6 +97,21 @@ def test_olmo_as_it_was_published() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        (dict(attn_logit_softcapping=50.0), "--attn-logit-softcapping=50"),
+        (dict(final_logit_softcapping=30.0), "--final-logit-softcapping=30"),
+        (dict(softmax_type="learnable"), "--softmax-type=learnable"),
+    ],
+)
+def test_what_a_family_has_no_place_for_is_named(changes: dict[str, Any], line: str) -> None:
+    """An OLMo with soft caps or sinks would compute something else as any family that there is."""
+    model = dataclasses.replace(read_model(OLMO3_7B, "c")[1], **changes)
+    with pytest.raises(ConfigError, match=f"no Hugging Face family has this model; nearest is olmo3: .*{line}"):
+        family_of(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
         (dict(attn_logit_softcapping=50.0), r"c: attn_logit_softcapping '50.0' not supported \(only null\)"),
         (dict(use_bidirectional_attention=True), "c: use_bidirectional_attention 'True' not supported"),
         (dict(layer_types=["full_attention"]), "c: layer_types .* is not a list of 62 of"),

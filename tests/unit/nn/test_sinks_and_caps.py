@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.config import ModelConfig
+from megalite.config.latent import Latent
+from megalite.microbatch import Microbatch
+from megalite.models import build_stack, layer_specs
+from megalite.nn import LayerStack
 from megalite.nn.attention import tiles as attention_tiles
 from megalite.nn.attention.core import AttentionCore
 from megalite.parallel.context import ring
+from megalite.parallel.tensor import LayerContext
 
 
 def textbook(
@@ -68,6 +75,40 @@ def test_the_last_token_of_a_cache() -> None:
     z = torch.arange(6.0, dtype=torch.float64)
     found = AttentionCore(softcap=0.5)(q, k, v, sinks=z)
     torch.testing.assert_close(found, textbook(q, k, v, z, 0.5, None, None), rtol=1e-12, atol=1e-12)
+
+
+MLA = Latent(
+    multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=5
+)
+
+
+@pytest.mark.parametrize("fields", [dict(num_query_groups=2), dict(latent=MLA)], ids=["attention", "latent"])
+@torch.no_grad()
+def test_layers_hand_each_head_its_sink(fields: dict[str, Any]) -> None:
+    """A sink without end takes all that its head would say, one of minus infinity nothing, one of 0 is off-by-one."""
+    shape = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=12, vocab_size=30)
+    tokens = torch.randint(0, 30, (2, 13), generator=torch.Generator().manual_seed(0))
+    data = Microbatch(tokens[:, :-1], tokens[:, 1:], torch.arange(12).expand(2, 12), torch.ones(2, 12), torch.arange(2))
+
+    def made(kind: str) -> LayerStack:
+        config = ModelConfig(**shape, **fields, position_embedding_type="rope", softmax_type=kind)
+        return build_stack(config, layer_specs(config), LayerContext(dtype=torch.float64), init_seed=1)
+
+    vanilla, learnable = made("vanilla"), made("learnable")
+    attentions = [learnable.get_submodule(f"layers.{index}.attention") for index in (0, 1)]
+    plain = vanilla.body(None, data)
+    for sink, expected in ((-1e9, plain), (0.0, made("off-by-one").body(None, data))):
+        for attention in attentions:
+            attention.softmax_offset.fill_(sink)
+        torch.testing.assert_close(learnable.body(None, data), expected, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(expected, plain)
+    for head in range(4):
+        for attention in attentions:
+            attention.softmax_offset.copy_(torch.where(torch.arange(4) == head, 1e9, -1e9))
+        silent = made("vanilla")
+        for index in (0, 1):
+            silent.get_submodule(f"layers.{index}.attention.proj").weight.unflatten(1, (4, -1))[:, head] = 0
+        torch.testing.assert_close(learnable.body(None, data), silent.body(None, data), rtol=1e-12, atol=1e-12)
 
 
 # ---- ways to be quietly wrong ----------------------------------------------------------------------------------------
