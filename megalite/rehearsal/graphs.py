@@ -8,7 +8,7 @@ Its memory           comes from a pool. What one graph has freed, later ones of 
                      graphs captured after it have (as far as it freed anything that these could have been given)
 
 What was computed while capturing is NaN, since a device computes nothing then. The ledger sees a replay as one launch,
-which reads and writes what its kernels do.
+which reads and writes what its kernels do, and takes as long as they do.
 """
 
 from __future__ import annotations
@@ -74,16 +74,26 @@ class View:
 @dataclass
 class Pool:
     """Memory of several graphs, in the order of their capture. alive, most: bytes that the program has, now and at
-    most; idle: the rest, which nobody else gets."""
+    most; idle: the rest, which nobody else gets, in pieces that were given back."""
 
     graphs: list[Graph] = field(default_factory=list)
     alive = most = 0
-    idle: Tensor | None = None
+    idle: list[Tensor] = field(default_factory=list)
 
     def enter(self, storage: torch.UntypedStorage) -> None:
         self.alive += (nbytes := storage.nbytes())
         self.most = max(self.most, self.alive)
         weakref.finalize(storage, self._gone, nbytes).atexit = False
+
+    def rest(self) -> None:
+        """A capture has ended."""
+        left = self.most - self.alive
+        sizes = sorted((cell.nbytes for graph in self.graphs for cell in graph.own if cell.free), reverse=True)
+        for size in sizes:
+            if 0 < size <= left:
+                self.idle.append(torch.empty(size, dtype=torch.uint8, device=DEVICE))
+                left -= size
+        self.idle.append(torch.empty(left, dtype=torch.uint8, device=DEVICE))
 
     def _gone(self, nbytes: int) -> None:
         self.alive -= nbytes
@@ -101,6 +111,7 @@ class Graph:
         self._writes: dict[View, None] = {}
         self._numbers: list[tuple[Tensor, Tensor]] = []
         self._mode: Capture | None = None
+        self.seconds = 0.0  # of its kernels, where work has a price
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
         self._pool = Pool() if pool is None else pool
@@ -108,7 +119,7 @@ class Graph:
         assert self._gpu.capturing is None, "two captures at once"
         self._earlier = [cell for graph in self._pool.graphs for cell in graph.own]
         self._free_before = [cell for cell in self._earlier if cell.free]
-        self._pool.idle = None
+        self._pool.idle.clear()
         self._gpu.local.capturing, self._mode = self, Capture(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
@@ -118,7 +129,7 @@ class Graph:
         self._gpu.local.capturing = self._mode = None
         self._reused = [cell for cell in (*self._earlier, *self.own) if cell.free]
         self._pool.graphs.append(self)
-        self._pool.idle = torch.empty(self._pool.most - self._pool.alive, dtype=torch.uint8, device=DEVICE)
+        self._pool.rest()
         self._spoil(self.own)
 
     def replay(self) -> None:
@@ -129,7 +140,7 @@ class Graph:
             reads = [self._tensor(view) for view in self._reads]
             written = [*self._writes, *(View.whole(cell) for cell in self.own if not cell.free)]
             writes = [self._tensor(view) for view in written]
-        gpu.ledger.work(gpu.current.line, "a graph", reads, writes)
+        gpu.ledger.work(gpu.current.line, "a graph", reads, writes, (self.seconds, "graphs" * bool(self.seconds)))
         if gpu.place.type == "meta":
             return
         self._spoil(self._free_before)
@@ -162,6 +173,10 @@ class Graph:
         place = {"device": self._gpu.place, "pin_memory": None}
         real = named | {key: value for key, value in place.items() if key in kwargs}
         self._work.append((function, name, kept, real, [self._view(x, made=True) for x in made]))
+        if (prices := self._gpu.ledger.prices) is not None and not (function.is_view or name in ALLOCATE):
+            seconds, kind = prices.kernel(function, args, out)
+            nbytes = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in (*given, *made))
+            self.seconds += seconds if kind else prices.moved(nbytes, over_link=False)
         return out
 
     def _keep_number(self, name: str, x: Tensor) -> None:

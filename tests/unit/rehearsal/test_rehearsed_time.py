@@ -97,3 +97,15 @@ def test_a_trace_needs_hardware(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "gpt2_124m.yaml")
     assert tool.main(["--config", config, "--num-devices", "8", "--trace", "x.json"]) == 2
     assert capsys.readouterr().err.startswith("error: --trace=x.json: --hardware says how long things take")
+
+
+@pytest.mark.landing
+def test_a_replayed_graph_takes_as_long_as_its_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not only as long as its memory takes: products and attention are most of it."""
+    times = []
+    for graphs in ("none", "local"):
+        flags = f"--train-iters 5 --global-batch-size 8 --cuda-graph-impl {graphs} --num-devices 2 --hardware a100-80gb"
+        assert tool.main([*WIDE, *flags.split()]) == 0
+        times.append([float(x) for x in re.findall(r"step of (\S+) s .* plan says (\S+)", capsys.readouterr().out)[0]])
+    (eager, plan), (replayed, same) = times
+    assert replayed == pytest.approx(eager, rel=0.05) and same == pytest.approx(plan)
