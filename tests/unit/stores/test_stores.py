@@ -277,7 +277,7 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
     """Of all ranks of the host: each has its own part there, and the next save is staged while one is sent."""
     (tmp_path / "iter_0000005.tmp-x-0").mkdir()
     saver = Checkpointer(url, world=Axis.single("world"), staging=tmp_path)
-    size = saver._agree_on_plan(weights(1)).nbytes
+    size, asked = saver._agree_on_plan(weights(1)).nbytes, list[int]()
     for ranks, free, fits in (
         (1, 2 * size, True),
         (1, 2 * size - 1, False),
@@ -285,7 +285,7 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
         (3, 6 * size - 1, False),
     ):
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        saver.local = SimpleNamespace(ranks_here=ranks, check_room=lambda nbytes: None)  # type: ignore[assignment]
+        saver.local = SimpleNamespace(ranks_here=ranks, check_room=asked.append)  # type: ignore[assignment]
         if fits:
             saver.check_room(weights(1))
             continue
@@ -293,6 +293,7 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
             CheckpointError, match=f"--checkpoint-staging-path={tmp_path}: 2 saves of this host's ranks"
         ):
             saver.check_room(weights(1))
+    assert asked == [size] * 4, "what is kept on the hosts needs room, too"
     assert not list(tmp_path.iterdir()), "what an interrupted run has staged gives its room back"
 
 
