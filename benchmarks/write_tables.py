@@ -4,8 +4,9 @@ A table stands between two comments, of which the first says what it is:
 
     <!-- table RECORD.json LAYOUT [CASES] -->  ...  <!-- end of table -->
 
-LAYOUT: `pairs`, a line for each ratio; `variants`, a line for each variant and columns for each case; `plan`, what
-tools/check_plan.py --json found. CASES: how the names of the cases begin that it shows.
+LAYOUT: `pairs`, a line for each ratio; `variants`, a line for each variant and columns for each case; `device`, a line
+for each variant with what is known of a GPU; `plan`, what tools/check_plan.py --json found. CASES: how the names of the
+cases begin that it shows.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def block(name: str, layout: str, beginning: str) -> str:
     """Where the figures are from, and the table."""
     record = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     cases = [case for case in record.get("cases", []) if case["name"].startswith(beginning)]
-    tables = {"pairs": pairs, "variants": variants}
+    tables = {"pairs": pairs, "variants": variants, "device": device}
     rows = plan(record["layouts"]) if layout == "plan" else tables[layout](cases)
-    about = f"`{record['command']}`, {record['date'][:10]}, {record['machine']['cpu']}; `benchmarks/results/{name}`."
+    where = (record["machine"].get("gpus") or [record["machine"]["cpu"]])[0]
+    about = f"`{record['command']}`, {record['date'][:10]}, {where}; `benchmarks/results/{name}`."
     lines = [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
     return "\n".join([about, "", *lines, ""])
 
@@ -54,6 +56,23 @@ def pairs(cases: list[Json]) -> list[list[str]]:
                 form = short(ours)
                 cells = [f"{case['name']}{form}", value(case, ours), f"{peer.split(',')[0]} {value(case, peer)}"]
                 rows.append([*cells, f"{case['ratios'][f'{ours} / {peer}']['median']:.2f}"])
+    return rows
+
+
+def device(cases: list[Json]) -> list[list[str]]:
+    """Time, rate, MFU, peak memory of each variant, and how many times as fast it is as its peers."""
+    rows = [["what", "ms", "tokens/s", "MFU", "peak GiB", "times as fast as"]]
+    for case in cases:
+        for name, found in case["variants"].items():
+            rate, mfu = (f"{found['rate']:,.0f}" if "rate" in found else "", found.get("mfu"))
+            beside = [
+                f"{case['ratios'][f'{ours} / {peer}']['median']:.2f} {peer}"
+                for ours, peer in case["pairs"]
+                if ours == name and f"{ours} / {peer}" in case["ratios"]
+            ]
+            memory = f"{found['device_mib'] / 1024:.1f}" if "device_mib" in found else ""
+            cells = [f"{1e3 * found['median']:,.4g}", rate, f"{mfu:.1%}" if mfu else "", memory, ", ".join(beside)]
+            rows.append([name, *cells])
     return rows
 
 

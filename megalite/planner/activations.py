@@ -107,6 +107,10 @@ def _lane_bytes(config: Config, items: range, how: Recompute) -> float:
     return held + 2 * entrance + _block_workspace(config, blocks, how)
 
 
+#: What cuBLAS takes of a Hopper GPU: 32 MiB for each thread that multiplies, that of forwards and autograd's.
+PRODUCT_WORKSPACE = 2 * 2**25
+
+
 def workspace_bytes(config: Config, items: range, how: Recompute, *, on_cpu: bool = False) -> tuple[float, float]:
     """(Logits of one chunk and their gradient, tensors that come and go in a block's backward) in bytes."""
     model, tp, size = config.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)

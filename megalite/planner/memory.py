@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
-from megalite.planner.activations import StageActivations, stage_activations, workspace_bytes
+from megalite.planner.activations import PRODUCT_WORKSPACE, StageActivations, stage_activations, workspace_bytes
 from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.schedule import (
@@ -139,7 +139,7 @@ def rank_memory(
         activations=full,
         boundary=boundary + messages,
         logits=head + logits,
-        buffers=states.scratch + states.gathered + _sequence_buffers(config) + shared_memory_bytes(config, on_cpu),
+        buffers=states.scratch + states.gathered + _buffers(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
         host=host,
         file=states.file,
@@ -256,11 +256,11 @@ def _messages(program: Program, rank: int, *, on_cpu: bool) -> int:
     return UNFINISHED_SENDS if program.asynchronous else max(2, min(sent, UNFINISHED_SENDS))
 
 
-def _sequence_buffers(config: Config) -> float:
-    """Whole sequences gathered for a product under sequence parallelism: one at a time, and its gradient."""
-    if not config.parallel.sequence_parallel or config.parallel.tensor_model_parallel_size == 1:
-        return 0.0
-    return 2.0 * micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
+def _buffers(config: Config, on_cpu: bool) -> float:
+    """Of messages and products; with sequence parallelism whole sequences, one at a time, and its gradient."""
+    always = shared_memory_bytes(config, on_cpu) if on_cpu else PRODUCT_WORKSPACE
+    gathers = config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size > 1
+    return always + gathers * 2.0 * micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
 
 
 def shared_memory_bytes(config: Config, on_cpu: bool, *, of_others: bool = False) -> float:

@@ -35,7 +35,9 @@ class ScaleTable:
     def __init__(self, layers: Sequence[DelayedProducts]) -> None:
         first = layers[0]
         self.history = torch.zeros(len(layers), len(OPERANDS), first.length, dtype=first.wide, device=first.device)
-        self.scales = torch.ones(len(layers), len(OPERANDS), 1, 1, dtype=first.wide, device=first.device)
+        # A GPU's kernel reads a scale at an address that 16 divides, and refuses any other.
+        room = len(layers), len(OPERANDS), 16 // first.wide.itemsize, 1
+        self.scales = torch.ones(room, dtype=first.wide, device=first.device)[:, :, :1]
         highest = [torch.finfo(first.format_of(name)).max for name in OPERANDS]
         self._highest = torch.tensor(highest, dtype=first.wide, device=first.device)
         self.known, self.taken_up = False, 0

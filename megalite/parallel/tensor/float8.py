@@ -173,10 +173,11 @@ class Float8Products(Products):
         if contracted == "out" and "in" in known and self.recipe not in BY_ROW:
             operand = known["in"].transposed()
         elif self._rounded.travelled:  # exact
-            operand = Operand(weight.flatten(0, -2).to(E4M3), scale)
+            operand = Operand(weight.detach().flatten(0, -2).to(E4M3), scale)
             operand = operand if contracted == "in" else operand.transposed()
         else:
-            matrix = weight.flatten(0, -2) if contracted == "in" else weight.flatten(0, -2).t()
+            rows = weight.detach().flatten(0, -2)
+            matrix = rows if contracted == "in" else rows.t()
             operand = Operand(float8_kernels.kernels_on(weight.device.type).rounded(matrix, scale, E4M3), scale)
         if self.keeps:
             known[contracted] = operand
@@ -188,7 +189,8 @@ class Float8Products(Products):
         if self._rounded.version != self._version_of(weight):
             assert not self._rounded.travelled, "a weight was gathered before its scale was known"
             self._rounded = RoundedWeight(self._version_of(weight))
-        matrix, other = weight.flatten(0, -2), {"in": "out", "out": "in"}[contracted]
+        # detached: a compiler makes other kernels for a parameter
+        matrix, other = weight.detach().flatten(0, -2), {"in": "out", "out": "in"}[contracted]
         return self._scale("w", matrix if contracted == "in" else matrix.t(), (other, contracted), self._rounded)
 
     def before_gather(self, weight: Tensor, most: Tensor) -> Tensor:

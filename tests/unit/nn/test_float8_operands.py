@@ -114,6 +114,18 @@ def test_a_kept_weight_is_rounded_once_for_all_microbatches(recipe: str) -> None
     assert seen.count((48, 256)) == seen.count((256, 48)) == seen.count((48, 128)) == 3
 
 
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_every_scale_of_a_table_is_where_a_gpus_kernel_reads_one(wide: torch.dtype) -> None:
+    """Seen on an H100: cuBLAS has no kernel for a scale at another address."""
+    given = parse([*FLAGS, "--fp8-recipe", "delayed"]).training.float8
+    table = ScaleTable([DelayedProducts(given, UNCUT, wide, Magnitudes(), "cpu") for _ in range(3)])
+    table.history.fill_(3.0)
+    table.take_up()
+    for scale in table.scales.flatten(0, 1):
+        assert scale.data_ptr() % 16 == 0 and scale.shape == (1, 1)
+    assert table.scales[2, 1].item() == pytest.approx(3 / 448)
+
+
 @pytest.mark.landing
 def test_delayed_scales_are_noted_in_the_pass_that_rounds() -> None:
     torch._dynamo.reset()
