@@ -15,7 +15,7 @@ import torch
 
 from megalite.checkpoint import Checkpointer, CheckpointReader, committed, resolve_checkpoint, verify_checkpoint
 from megalite.checkpoint.lease import RunLease
-from megalite.checkpoint.remote import attempt_place, committed_urls, read_proven, save_id_of, sweep
+from megalite.checkpoint.remote import attempt_place, committed_urls, read_proven, remove_url, save_id_of, sweep
 from megalite.checkpoint.run_dir import set_aside_newer
 from megalite.checkpoint.uploads import Upload
 from megalite.comm.mesh import Axis
@@ -297,6 +297,18 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
     assert not list(tmp_path.iterdir()), "what an interrupted run has staged gives its room back"
 
 
+def test_a_checkpoint_that_is_deleted_is_none_before_its_files_go(
+    url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(url, tmp_path, 10)
+    there: list[bool] = []
+    monkeypatch.setattr(
+        url.store, "delete_folder", lambda name: there.append((url / "iter_0000010/COMMITTED").is_file())
+    )
+    remove_url(url / "iter_0000010")
+    assert there == [False]
+
+
 def test_a_checkpoint_that_is_set_aside_is_nowhere_lost(
     url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,10 +331,14 @@ def test_no_checkpoint_is_committed_before_every_rank_has_reported(url: StoreUrl
     for rank in (2, 1):
         assert not first.commit(3) and committed_of == []
         other = Upload(SimpleNamespace(**{**job.__dict__, "rank": rank}), lambda: None)  # type: ignore[arg-type]
-        other.report = {"rank": rank}
+        other.report = {"rank": rank, "file": f"{rank}.safetensors"}
+        (tmp_path / f"{rank}.safetensors").write_bytes(b"part")
         other.send()
-    assert first.commit(3) and committed_of == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]]
-    assert url.store.list(first.attempt.key).objects == [], "reports are for the commit alone"
+        assert (tmp_path / f"{rank}.safetensors").exists(), "not committed yet: it may have to be kept"
+    assert first.commit(3)
+    assert committed_of == [[{"rank": 0}, *({"rank": rank, "file": f"{rank}.safetensors"} for rank in (1, 2))]]
+    parts = ["1.safetensors", "2.safetensors"]
+    assert url.store.list(first.attempt.key).objects == parts, "reports are for the commit alone"
 
 
 def test_failed_uploads_are_kept_tried_again_and_end_the_run(
