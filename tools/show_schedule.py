@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--pipeline-model-parallel-size", type=int, metavar="P", help="ranks (default 4)")
     p.add_argument("--num-microbatches", type=int, metavar="M", help="per batch (default 8)")
     p.add_argument("--virtual-pipeline-model-parallel-size", type=int, metavar="V", help="chunks per rank")
-    p.add_argument("--chimera-pairs", type=int, default=1, metavar="F", help="pairs of opposite pipelines (chimera)")
+    p.add_argument("--chimera-pairs", type=int, metavar="F", help="pairs of opposite pipelines (chimera; default 1)")
     p.add_argument(
         "--num-batches",
         type=int,
@@ -213,6 +213,9 @@ def _program_of_file(args: argparse.Namespace) -> Program:
         for name, (number, what) in shape.items()
         if (given := getattr(args, name)) not in (None, number)
     ]
+    if args.chimera_pairs is not None:
+        what = f"{args.pipeline_schedule_file} says which rank computes what"
+        problems.append(f"--chimera-pairs={args.chimera_pairs}: {what}; drop the flag")
     if problems:
         raise ConfigError(problems)
     return program
@@ -331,7 +334,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             virtual_pipeline_model_parallel_size=(1, MOST_CELLS),
             chimera_pairs=(1, MOST_CELLS),
         )
-        for name, value in {"pipeline_model_parallel_size": 4, "num_microbatches": 8}.items():
+        for name, value in {"pipeline_model_parallel_size": 4, "num_microbatches": 8, "chimera_pairs": 1}.items():
             if getattr(args, name) is None and args.pipeline_schedule_file is None:
                 setattr(args, name, value)
         check_file("--pipeline-schedule-file", args.pipeline_schedule_file, MOST_BYTES)

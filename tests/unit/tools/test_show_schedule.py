@@ -180,11 +180,13 @@ def test_own_schedule_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     path.write_text("name: own\nranks: 1\nstages: 0\nmicrobatches: 2\nrank 0: 0F0 0B0 0F1 0I1 0W1\n")
     own = ["--pipeline-schedule-file", str(path)]
     assert as_json(capsys, *own)["makespan"] == as_json(capsys, *own, *shape(1, 2))["makespan"] == 6
-    assert main([*own, *shape(4, 8), "--virtual-pipeline-model-parallel-size", "2"]) == 2
+    further = ["--virtual-pipeline-model-parallel-size", "2", "--chimera-pairs", "1"]
+    assert main([*own, *shape(4, 8), *further]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: --pipeline-model-parallel-size=4: {path} is written for 1 ranks; drop the flag",
         f"error: --num-microbatches=8: {path} is written for 2 micro-batches per batch; drop the flag",
         f"error: --virtual-pipeline-model-parallel-size=2: {path} is written for 1 chunks per rank; drop the flag",
+        f"error: --chimera-pairs=1: {path} says which rank computes what; drop the flag",
     ]
 
 
