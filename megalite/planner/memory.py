@@ -16,28 +16,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
-from itertools import chain
-from operator import ge
-from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
 from megalite.planner.activations import PRODUCT_WORKSPACE, StageActivations, stage_activations, workspace_bytes
 from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
+from megalite.planner.moments import STEPPED, fullest_moments, walked
 from megalite.schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECOMPUTE,
-    SCHEDULES,
-    STEP,
-    Action,
     ChunkTraffic,
     Program,
     Residency,
-    ScheduleShape,
     chunk_traffic,
     residency,
 )
@@ -243,7 +232,7 @@ def moved(program: Program, rank: int) -> Residency:
 
 def weights_moved(program: Program, rank: int) -> ChunkTraffic:
     """What comes to the device, of a program whose weights live on the host; of a batch long enough to show it."""
-    return chunk_traffic(program, rank, _walked(program))
+    return chunk_traffic(program, rank, walked(program))
 
 
 def _messages(program: Program, rank: int, *, on_cpu: bool) -> int:
@@ -277,10 +266,10 @@ def _peak(
 
     transient: while a forward or backward runs. It is over when an I has ended; what then waits for W was part of it.
     """
-    if _walked(program) * len(kept) * 2 > WALKED_ACTIONS:
+    if walked(program) * len(kept) * 2 > WALKED_ACTIONS:
         return *_declared_peak(program, rank, kept), transient
     best = (0.0, 0.0, 0.0, transient)
-    for moment in _fullest_moments(program, rank):
+    for moment in fullest_moments(program, rank):
         if moment.ended == STEPPED:
             continue
         now = [0.0, 0.0, 0.0, transient]
@@ -296,95 +285,8 @@ def _kept_by_step(program: Program, rank: int, kept: Mapping[int, StageActivatio
     """Activations of the batches that a pipeline which never drains has begun when it steps."""
     if not program.asynchronous:
         return 0.0
-    moments = (moment for moment in _fullest_moments(program, rank) if moment.ended == STEPPED)
+    moments = (moment for moment in fullest_moments(program, rank) if moment.ended == STEPPED)
     return max((sum(moment.held(kept)) for moment in moments), default=0.0)
-
-
-def _walked(program: Program) -> int:
-    """So many micro-batches show all that a rank ever holds: three rounds through the pipeline, where not all forwards
-    come first (tests/unit/planner/test_uneven.py)."""
-    m = program.num_microbatches
-    shape = ScheduleShape(program.num_ranks, m, program.chunks_per_rank)
-    if program.name not in SCHEDULES or SCHEDULES[program.name].in_flight(shape) >= m:
-        return m
-    period = program.num_ranks * program.placement.round
-    return min(m, 3 * period + m % period)
-
-
-STEPPED = -1
-"""The moment of a STEP."""
-
-
-class MemoryMoment(NamedTuple):
-    """What a rank holds after a forward, or after the I of stage `ended`, or while it steps (`STEPPED`).
-
-    counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits, and those whose
-    input is held: of a stage that recomputes, more than the first).
-    """
-
-    ended: int | None
-    counts: tuple[tuple[int, int, int, int], ...]
-
-    def held(self, kept: Mapping[int, StageActivations]) -> tuple[float, float, float]:
-        """(Activations, boundary, head) in bytes."""
-        full = boundary = head = 0.0
-        for stage, in_flight, waiting, inputs in self.counts:
-            full += in_flight * kept[stage].full + waiting * kept[stage].weight_only
-            boundary += inputs * kept[stage].boundary
-            head += in_flight * kept[stage].head
-        return full, boundary, head
-
-
-@cache
-def _fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
-    """The moments of a batch at which a rank holds the most, whatever a micro-batch keeps: no other moment has as many
-    of everything. Few, and worked out once for all that is asked of a program."""
-    stages = sorted({stage for stage, _ in program.placement.stages_of(rank)})
-    counts = {stage: [0, 0, 0] for stage in stages}
-    fullest: dict[int | None, list[tuple[int, tuple[int, ...]]]] = {}  # ended -> (sum, all counts)
-    seen: set[tuple[int | None, tuple[int, ...]]] = set()
-
-    def note(ended: int | None) -> None:
-        held = tuple(chain.from_iterable(counts.values()))
-        if (ended, held) in seen:
-            return
-        seen.add((ended, held))
-        total, others = sum(held), fullest.get(ended, [])
-        # the sums decide most comparisons, and what holds as much was as a rule noted a moment ago
-        if not any(more >= total and all(map(ge, other, held)) for more, other in reversed(others)):
-            kept = [(less, other) for less, other in others if less > total or not all(map(ge, held, other))]
-            fullest[ended] = [*kept, (total, held)]
-
-    batches, order = 2 if program.asynchronous else 1, program.silent_order or program.order
-    for index in range(batches):
-        batch = program.batch(index, last=index == batches - 1, size=_walked(program))
-        for action in order(rank, batch):
-            if action.kind == STEP:
-                note(STEPPED)
-            for part in sorted(action.computations(), key=lambda part: part.kind not in (FORWARD, RECOMPUTE)):
-                _account(counts[part.stage], part, part.stage in program.recomputed)
-                if part.kind not in (FORWARD, RECOMPUTE, BACKWARD_INPUT):
-                    continue
-                note(part.stage if part.kind == BACKWARD_INPUT else None)
-    return tuple(
-        MemoryMoment(ended, tuple(zip(stages, held[::3], held[1::3], held[2::3], strict=True)))
-        for ended, moments in fullest.items()
-        for _, held in moments
-    )
-
-
-def _account(counts: list[int], part: Action, again: bool) -> None:
-    """One computation's effect on [in flight, waiting for W, inputs] of its stage. again: it recomputes."""
-    kind = part.kind
-    if kind in (FORWARD, RECOMPUTE):
-        counts[0] += kind == RECOMPUTE or not again
-        counts[2] += kind == FORWARD
-    elif kind in (BACKWARD, BACKWARD_INPUT):
-        counts[0] -= 1
-        counts[1] += kind == BACKWARD_INPUT
-        counts[2] -= 1
-    elif kind == BACKWARD_WEIGHT:
-        counts[1] -= 1
 
 
 def _declared_peak(program: Program, rank: int, kept: Mapping[int, StageActivations]) -> tuple[float, float, float]:
