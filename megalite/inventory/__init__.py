@@ -71,6 +71,7 @@ from megalite.inventory.pipeline import computations, lowered_program, stage_lay
 from megalite.inventory.tiling import (
     BLOCKED_FROM,
     BLOCKED_UP_TO,
+    GRAPH_WARM_UP,
     STEP_PIECE,
     block_area,
     chunk_length,

@@ -18,6 +18,9 @@ CHUNK_ELEMENTS_CPU, CHUNK_ELEMENTS_CUDA, CHUNK_ELEMENTS_COMPILED = 1 << 22, 1 <<
 # 128 tokens, 1.2 x at 256, 1.5 x at 512, 1.3 x at 1024).
 BLOCKED_FROM, BLOCKED_UP_TO = 128, 1024
 
+GRAPH_WARM_UP = 3
+"""Micro-batches that run before blocks are CUDA graphs: libraries make their handles, and the compiler its kernels."""
+
 STEP_PIECE = 1 << 22
 """Elements of a long tensor that an optimizer steps at once: 16 MB in fp32 for each temporary tensor."""
 

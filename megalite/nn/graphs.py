@@ -29,13 +29,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.gradient import GradSink, Node, Postponed, WeightGradQueue, sink_of
+from megalite.inventory import GRAPH_WARM_UP
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.stack import LayerStack
-
-WARM_UP = 3
-"""Micro-batches that run without graphs first: libraries make their handles, and the compiler its kernels, in these."""
 
 
 class BlockGraphs:
@@ -56,7 +54,7 @@ class BlockGraphs:
             return Block.forward(block, x, microbatch, cache)
         if index == 0:
             self._runs += 1
-            self._lane = self._begin(x, microbatch) if self._runs > WARM_UP else None
+            self._lane = self._begin(x, microbatch) if self._runs > GRAPH_WARM_UP else None
         if self._lane is None:
             return Block.forward(block, x, microbatch)
         y = _Replay.apply(x, self._lane, index)

@@ -23,6 +23,7 @@ from megalite.planner.activations import PRODUCT_WORKSPACE, StageActivations, st
 from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.planner.moments import STEPPED, fullest_moments, walked
+from megalite.planner.warm_up import warm_up_bytes
 from megalite.schedule import (
     ChunkTraffic,
     Program,
@@ -39,7 +40,8 @@ UNFINISHED_SENDS = 16
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank while it trains. host: in the memory of the node, not on the device; file: on a disk."""
+    """Bytes on one rank while it trains. host: in the memory of the node, not on the device; file: on a disk. warm_up:
+    of micro-batches before blocks became graphs, with torch's allocator."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -50,6 +52,7 @@ class RankMemory:
     logits: float = 0.0
     buffers: float = 0.0
     workspace: float = 0.0
+    warm_up: float = 0.0
     host: float = 0.0
     file: float = 0.0
 
@@ -130,6 +133,7 @@ def rank_memory(
         logits=head + logits,
         buffers=states.scratch + states.gathered + _buffers(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
+        warm_up=max(0.0, warm_up_bytes(config, cuts, again, kept, full) - head - max(logits, transient)),
         host=host,
         file=states.file,
     )

@@ -246,7 +246,7 @@ def _precision(config: Config) -> str:
 
 #: What the row about devices says of some, and the last line of `--dry-run` looks for.
 TOO_SMALL = "too small for this layout"
-PARTS = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace")
+PARTS = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace", "warm_up")
 LARGEST = 3
 """Terms that are named beside devices that are too small."""
 
