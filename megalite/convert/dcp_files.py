@@ -6,10 +6,11 @@ __0_0.distcp     items one after the other, each a file of torch.save
 DeepSpeed's universal checkpoints (`ds_to_universal.py`) have a folder a parameter:
 
 global_step100_universal/zero/model.norm.weight/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
-                         mp_rank_00_model_states.pt          global_steps, global_samples
+                         mp_rank_00_model_states.pt          global_steps, global_samples, skipped_steps
 
 Each is a file of torch.save: a dictionary whose `param` is the tensor, or the tensor itself, flat (from ZeRO stage 3);
-step.pt is a number. Names and shapes of parameters are those of the module, whatever the layout was.
+step.pt is a number, which stage 3 leaves to the counts of the run. Names and shapes of parameters are those of the
+module, whatever the layout was.
 """
 
 from __future__ import annotations
@@ -154,15 +155,20 @@ class DeepSpeedFiles:
         self.directory, self._unpickler = directory, Unpickler()
         found = {kind: sorted((directory / FOLDER).glob(f"*/{kind}.pt")) for kind in KINDS}
         self._paths = {KINDS[kind].format(path.parent.name): path for kind in KINDS for path in found[kind]}
+        self._states = next((path for name in STATES if (path := directory / name).is_file()), None)
+        counted = found["exp_avg"] if self._states is not None and not found["step"] else []
+        self._counted = {KINDS["step"].format(path.parent.name) for path in counted}
 
     @property
     def names(self) -> Collection[str]:
-        return self._paths.keys()
+        return self._paths.keys() | self._counted
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name)[1]
 
     def read(self, name: str) -> Tensor:
+        if name in self._counted and self._counts is not None:
+            return torch.tensor(float(self._counts[0] - self._counts[2]))
         path = self._paths[name]
         if name.endswith(".step"):
             return torch.tensor(_number(path, self._unpickler.content(path)))
@@ -171,17 +177,22 @@ class DeepSpeedFiles:
     def _entry(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self._unpickler.open(self._paths[name]).models[0][PARAM]
 
-    @cached_property
+    @property
     def progress(self) -> tuple[int, int] | None:
         """Iterations done and samples consumed; None where no file says so."""
-        path = next((path for name in STATES if (path := self.directory / name).is_file()), None)
-        if path is None:
+        return None if self._counts is None else self._counts[:2]
+
+    @cached_property
+    def _counts(self) -> tuple[int, int, int] | None:
+        """The same, and how many iterations made no step."""
+        if self._states is None:
             return None
-        said = self._unpickler.content(path)
-        done, samples = (
-            said.get(key) if isinstance(said, dict) else None for key in ("global_steps", "global_samples")
+        said = self._unpickler.content(self._states)
+        found = {"skipped_steps": 0, **said} if isinstance(said, dict) else {}
+        done, samples, skipped = (
+            int(_number(self._states, found.get(key))) for key in ("global_steps", "global_samples", "skipped_steps")
         )
-        return int(_number(path, done)), int(_number(path, samples))
+        return done, samples, skipped
 
 
 def _number(path: Path, value: object) -> float:

@@ -43,17 +43,19 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def universal(root: Path, model: Any, *, flat: bool = False, **states: Any) -> Path:
-    """As `ds_to_universal.py` lays it out: dictionaries with `param`; from ZeRO stage 3 (flat) bare, flat tensors."""
+    """As `ds_to_universal.py` lays it out: dictionaries with `param`; from ZeRO stage 3 (flat) bare, flat tensors, no
+    step.pt."""
     folder = root / "global_step5_universal"
     for name, values in model.state_dict().items():
         (folder / "zero" / name).mkdir(parents=True)
         for kind, of in KINDS.items():
             what = of(values).flatten() if flat else {"cat_dim": 0, "param": of(values)}
             torch.save(what, folder / "zero" / name / f"{kind}.pt")
-        torch.save(torch.tensor(4.0) if flat else 4, folder / "zero" / name / "step.pt")
+        if not flat:
+            torch.save(4, folder / "zero" / name / "step.pt")
     torch.save({"param_groups": []}, folder / "zero" / "optimizer_state.pt")
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if flat else "mp_rank_00_model_states.pt"
-    said = {"module": dict(model.state_dict()), "global_steps": 5, "global_samples": 40, "ds_version": "0.19.8"}
+    said = {"module": dict(model.state_dict()), "global_steps": 5, "global_samples": 40, "skipped_steps": 1}
     torch.save(said | states, folder / name)
     model.config.save_pretrained(folder)
     return folder
