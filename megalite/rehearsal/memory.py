@@ -74,7 +74,7 @@ def of_log(record: RankRecord, log: Iterable[Event], planned: RankMemory | None)
     allocator = Allocator()
     alive: dict[object, tuple[int, str, int]] = {}
     peak: dict[str, int] = {}
-    highest, grown = 0.0, ""
+    highest, grown, iterations = 0.0, "", 0
     ends: list[dict[object, tuple[int, str, int]]] = []
     for kind, number, nbytes, stream, place in log:
         if kind == "alloc":
@@ -90,10 +90,12 @@ def of_log(record: RankRecord, log: Iterable[Event], planned: RankMemory | None)
             allocator.free(number)
         elif kind == "phase" and (place.startswith("iteration") or ends):
             ends.append(dict(alive))
+            iterations += place.startswith("iteration")
     states = sum(size for size, _, _ in ends[-1].values()) if ends else 0
-    ended = ends[2].values() if len(ends) > 2 else ()
-    left = [_by_place(each for each in ended if each[2] == n) for n in (1, 2)]
-    kept = [(place, size) for place, size in left[1].items() if place in left[0] and place]
+    last = min(iterations, 3)  # the third captures no graphs any more
+    ended = ends[last].values() if len(ends) > last > 1 else ()
+    left = [_by_place(each for each in ended if each[2] == n) for n in range(1, last + 1)]
+    kept = [(place, size) for place, size in left[-1].items() if place and all(place in each for each in left)]
     pairs = {(c.communicator, c.peer, c.kind): c.place for c in reversed(record.calls) if c.peer is not None}
     largest = sorted(peak.items(), key=lambda each: -each[1])[:TOLD]
     peaks = allocator.peak_allocated, allocator.peak_reserved

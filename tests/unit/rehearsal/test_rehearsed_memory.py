@@ -190,3 +190,9 @@ def test_graphs_hold_what_is_planned(layout: str) -> None:
         warm_up, planned = each.planned.warm_up, each.planned.total - PRODUCT_WORKSPACE  # which no rehearsal has
         assert each.allocated == pytest.approx(planned - warm_up, rel=0.08), each.rank
         assert warm_up > 100 * MIB and each.reserved == pytest.approx(planned, rel=0.12), each.rank
+
+
+def test_graphs_that_are_captured_in_two_iterations_are_no_leak() -> None:
+    flags = "--cuda-graph-impl local --pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4"
+    report = rehearse_run(rehearsed([*SMALL, *flags.split()], 2), [0, 1])
+    assert [str(fault) for fault in report.faults] == []
