@@ -9,6 +9,7 @@ flex      `torch.nn.attention.flex_attention`: compiled, whole blocks that nobod
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -22,8 +23,8 @@ from megalite.visibility import Visibility
 
 Attend = Callable[..., Tensor]
 """(q, k, v, sight) -> the result; flex also takes a cap and sinks."""
-BLOCK = 128
-"""Queries and keys of a block of flex attention."""
+BLOCK, MOST_VARIANTS = 128, 64
+"""Queries and keys of a block of flex attention; kinds of attention that it is compiled for."""
 
 
 @Uncompiled
@@ -57,6 +58,9 @@ def flex() -> tuple[Any, Any]:
     """(flex_attention, `seen_blocks`), compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
+    # Trials, masks, caps and evaluation compile it once more each; beyond the limit it computes all scores at once.
+    limits: Any = importlib.import_module("torch._dynamo.config")
+    limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
     return torch.compile(flex_attention), torch.compile(seen_blocks)
 
 

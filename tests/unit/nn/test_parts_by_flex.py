@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from equivalence.layouts import TINY
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite.nn.attention import masked
@@ -168,3 +170,19 @@ def test_a_kernel_that_is_wrong_in_parts_is_not_chosen() -> None:
         assert not flex_parts_work.__wrapped__(*place)
     with flex_by(lambda *given, **named: by_formula(*given, **{**named, "score_mod": None})):
         assert not flex_parts_work.__wrapped__(*place)
+
+
+@pytest.mark.landing
+def test_further_kinds_of_attention_are_compiled_too() -> None:
+    """torch's own limit is eight: the ninth would run uncompiled, with all scores at once, and say so to nobody."""
+    masked.flex.cache_clear()
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        attend, _ = masked.flex()
+    masked.flex.cache_clear()
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        for heads in range(1, 11):
+            q = torch.randn(1, heads, 16, 16)
+            attend(q, q, q, return_lse=True)
+    assert counters["frames"]["ok"] == 10
