@@ -22,6 +22,13 @@ def stages(rng: random.Random, p: int) -> list[Fraction]:
     return [Fraction(rng.randint(5, 20), 10) for _ in range(p)]
 
 
+@pytest.mark.parametrize(("p", "m"), [(8, 14), (8, 32), (16, 31), (24, 48)])
+@pytest.mark.parametrize("limit", [None, 3])
+def test_long_pipelines_are_valid(p: int, m: int, limit: int | None) -> None:
+    """Over one communicator for all messages upwards eight ranks with 14 micro-batches would wait for each other."""
+    assert validate(build_program("message-driven", p, m, max_in_flight=limit)).in_order
+
+
 def test_whatever_arrives_when_the_list_is_valid_and_in_order() -> None:
     rng = random.Random(3)
     for _ in range(25):
