@@ -158,10 +158,7 @@ class DeepSpeedFiles:
         self._states = next((path for name in STATES if (path := directory / name).is_file()), None)
         counted = found["exp_avg"] if self._states is not None and not found["step"] else []
         self._counted = {KINDS["step"].format(path.parent.name) for path in counted}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._paths.keys() | self._counted
+        self.names: Collection[str] = self._paths.keys() | self._counted
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entry(name)[1]

@@ -9,10 +9,19 @@ from megalite.config.schema import flat
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.schedule import find_schedule
 
+
+def _grows(config: Config) -> bool:
+    """Whether batches grow; a malformed ramp has a line of its own."""
+    try:
+        return len(config.batch_size_schedule(1).steps) > 1
+    except ValueError:
+        return False
+
+
 ON: Mapping[str, Callable[[Config], object]] = {
     "recompute_granularity": lambda config: config.model.recompute_granularity == "full",
     "param_offload": lambda config: config.optimizer.offload.param_offload == "cpu",
-    "rampup_batch_size": lambda config: len(config.batch_size_schedule(1).steps) > 1,
+    "rampup_batch_size": _grows,
     "optimizer": lambda config: OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
 }
 """Settings that are on by one of their values, or by others'; all else is where it has not its default."""

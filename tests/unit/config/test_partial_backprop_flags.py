@@ -36,6 +36,16 @@ FLAG = "--partial-backprop-groups"
             1,
             f"{FLAG}=2: not with --calculate-per-token-loss, whose means are over tokens; drop one",
         ),
+        (
+            f"{FLAG} 2 --global-batch-size 16 --rampup-batch-size 4 4",
+            1,
+            "--rampup-batch-size=4 4: expected three numbers, START INCREMENT SAMPLES",
+        ),
+        (
+            f"{FLAG} 2 --global-batch-size 16 --rampup-batch-size 4 4 100",
+            1,
+            f"{FLAG}=2: not with --rampup-batch-size, whose steps have other depths; drop one",
+        ),
     ],
 )
 def test_one_problem_gives_exactly_one_line(flags: str, ranks: int, line: str) -> None:
