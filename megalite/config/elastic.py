@@ -22,6 +22,8 @@ TOLERABLE = 0.9
 def training_ranks(config: Config, started: int, local_size: int) -> int:
     """Ranks that train, of those that were started, `local_size` on a host. Where no number is legal, one of which the
     validator says what is wrong."""
+    if not _counts(config):
+        return started
     together, stages = ranks_together(config), config.parallel.pipeline_model_parallel_size
     groups = seats(started, local_size, together) // together
     most = groups // stages
@@ -50,7 +52,7 @@ def seats(started: int, local_size: int, together: int) -> int:
 def elastic_problems(config: Config, started: int, training: int) -> Iterator[str]:
     """Too few replicas, and a batch that would change with them."""
     floor = config.parallel.restarts.elastic
-    if floor is None:
+    if floor is None or not _counts(config):
         return
     if config.training.global_batch_size is None and config.training.batch_ramp.step_batch_size_schedule is None:
         yield f"`elastic`={floor}: the global batch would grow and shrink with the ranks; add `global_batch_size`"
@@ -103,10 +105,18 @@ def _most(microbatches: int, replicas: int) -> int:
     return next(number for number in range(replicas, 0, -1) if microbatches % number == 0)
 
 
+def _counts(config: Config) -> bool:
+    """Whether ranks and samples can be counted: the validator has a line for a size that is not above 0."""
+    parallel, training = config.parallel, config.training
+    batch = 1 if training.global_batch_size is None else training.global_batch_size
+    sizes = parallel.tensor_model_parallel_size, parallel.context.context_parallel_size, training.micro_batch_size
+    return min(*sizes, parallel.pipeline_model_parallel_size, batch) > 0
+
+
 def _divides(config: Config, ranks: int) -> bool:
     """Whether all batch sizes come out even."""
     unit = config.training.micro_batch_size * config.data_parallel_size(ranks)
     try:
-        return all(size % unit == 0 for size in config.batch_size_schedule(ranks).sizes)
+        return unit > 0 and all(size % unit == 0 for size in config.batch_size_schedule(ranks).sizes)
     except ValueError:
         return True

@@ -103,3 +103,19 @@ def test_a_batch_that_leaves_half_of_the_ranks_idle_after_a_loss_is_named() -> N
         assert all(doubt.endswith("--global-batch-size=1024; with 960 there are 60") for doubt in told)
     (line,) = problems_of(argv(f"{flags} --global-batch-size 1024"), world_size=504)
     assert line.endswith("must divide --global-batch-size=1024; use 1020, or lower it")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--micro-batch-size 0", "--micro-batch-size=0: must be >= 1; try 1"),
+        ("--global-batch-size -1", "--global-batch-size=-1: must be >= 1; try 1"),
+        ("--tensor-model-parallel-size 0", "--tensor-model-parallel-size=0: must be >= 1; try 1"),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size=0: must be >= 1; try 1"),
+        ("--stage-meshes 2x1,1x1", "--stage-meshes=2x1,1x1: 3 ranks in all, the world has 8; use --nprocs 3, or"),
+    ],
+)
+@pytest.mark.parametrize("floor", [1, 9])
+def test_sizes_that_count_nothing_are_named(flags: str, line: str, floor: int) -> None:
+    found = problems_of(argv(f"{ELASTIC} --elastic {floor} --num-layers 4 {flags}"), 8)
+    assert found[0].startswith(line)
