@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
-from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks
+from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks, tell_front
 from megalite.errors import ConfigError, in_flags
 from megalite.progress import LINES, OnProgress, ProgressBar, no_progress
 
@@ -125,20 +125,20 @@ def main(argv: list[str]) -> int:
 
 def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     """Every rank: load, evaluate; the first prints."""
-    from megalite.checkpoint import is_huggingface
     from megalite.config import new_positions
-    from megalite.convert import is_peft
 
     world.report_phase("loading")
     loaded = loaded_model(flags, world, changed_by(flags))
     if flags.seq_length is not None and world.is_first:
         for line in new_positions(None, loaded.config.model):
             print(f"note: {in_flags(line)}", file=sys.stderr, flush=True)
+    if flags.text_file is not None:
+        tell_front(loaded, world)
     world.report_phase("evaluating")
     unit = "passages" if flags.task == "lambada" else "samples"
     with ProgressBar("evaluating", unit, lines=LINES if world.is_first else 0) as bar:
         record = evaluate(loaded, flags, bar)
-    trained = not (is_huggingface(loaded.path) or is_peft(loaded.path))
+    trained = not loaded.is_folder
     record |= {"iteration": loaded.iteration if trained else None, "checkpoint": str(loaded.path)}
     if not world.is_first:
         return

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import MOST, ToolParser, check_file, check_numbers, run_tool
 from generate_chat import Printer, answer, given_sampling
-from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks
+from layout_flags import add_layout_flags, add_model_flags, loaded_model, run_on_ranks, tell_front
 from megalite.config import Sampling
 from megalite.errors import ConfigError
 
@@ -104,7 +104,8 @@ def continue_prompts(flags: argparse.Namespace, world: World) -> None:
         answer(flags, world, loaded)
         return
     texts = [flags.prompt] if flags.prompts is None else read_prompts(flags.prompts, "--prompts")
-    prompts = prompt_ids(tokenizer, texts, "--prompt" if flags.prompts is None else "--prompts")
+    prompts = prompt_ids(tokenizer, texts, "--prompt" if flags.prompts is None else "--prompts", loaded.front)
+    tell_front(loaded, world)
     at_once = world.is_first and len(texts) == flags.num_samples == 1 and flags.prompts is None
     printer = Printer(tokenizer)
     if at_once:

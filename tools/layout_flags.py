@@ -83,6 +83,17 @@ def loaded_model(
     )
 
 
+def tell_front(loaded: LoadedModel, world: World) -> None:
+    """The first rank says it where texts of a run go without the tokens that transformers puts in front."""
+    left_out = loaded.tokenizer.front[len(loaded.front) :]
+    if left_out and world.is_first:
+        ids = ", ".join(map(str, left_out))
+        line = (
+            f"note: texts begin without the tokenizer's special tokens (id {ids}), as in the training of {loaded.path}"
+        )
+        print(line, file=sys.stderr, flush=True)
+
+
 def run_on_ranks(body: Body, flags: argparse.Namespace) -> int:
     """Starts the ranks that the flags ask for, or is one of them; the exit status. Raises ConfigError."""
     place = read_environment()

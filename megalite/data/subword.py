@@ -53,6 +53,11 @@ class _FastTokenizer(Tokenizer):
         self.definition = json.loads(backend.to_str())
         check_growth(self.definition, origin)
         probe(backend, origin)
+        self.front = tuple(_in_front(self.definition.get("post_processor") or {}))
+        if max(self.front, default=0) >= self.vocab_size:
+            raise DataError(
+                f"{origin}: puts id {max(self.front)} in front of texts; its ids end at {self.vocab_size - 1}"
+            )
         self.splits_at_newline = self._is_byte_level()
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         self._table = WordTable(self.encode, added) if self.splits_at_newline else None
@@ -96,6 +101,20 @@ class _FastTokenizer(Tokenizer):
             else:
                 counts[index] = _piece_bytes(token)
         return counts
+
+
+def _in_front(processor: dict[str, Any]) -> list[int]:
+    """Ids that a post-processor puts in front of a text."""
+    kind, found = processor.get("type"), list[int]()
+    if kind == "Sequence":  # each works on what the one before has made
+        return [index for part in reversed(processor["processors"]) for index in _in_front(part)]
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return [processor["cls"][1]]
+    for piece in processor["single"] if kind == "TemplateProcessing" else ():
+        if "SpecialToken" not in piece:
+            break
+        found += processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return found
 
 
 # What tokenizers are known to change: runs of spaces, compatibility forms, accents, case, breaks, rare characters.

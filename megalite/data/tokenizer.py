@@ -31,6 +31,7 @@ class Tokenizer(Protocol):
     eod_id: the end-of-document token, if there is one.
     splits_at_newline: text may be cut after a newline between two non-space characters without changing a single id,
         so long texts can be tokenised in pieces.
+    front: special tokens that the tokenizer's own library puts in front of a text (BOS, mostly); `encode` adds none.
     beside: name and content of files that decide no id and travel with it (`beside.py`): chat templates, for example.
     """
 
@@ -38,6 +39,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod_id: int | None = None
     splits_at_newline: bool = False
+    front: tuple[int, ...] = ()
     beside: Mapping[str, bytes] = MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:

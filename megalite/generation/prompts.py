@@ -83,11 +83,12 @@ def said(role: str, text: str) -> dict[str, str]:
     return {"role": role, "content": text}
 
 
-def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], flag: str) -> list[list[int]]:
-    """An empty text begins a document. Raises ConfigError where there is no token for that."""
+def prompt_ids(tokenizer: Tokenizer, texts: Sequence[str], flag: str, front: Sequence[int] = ()) -> list[list[int]]:
+    """Ids of each text, behind those of `front`; an empty text begins a document. Raises ConfigError where there is no
+    token for that."""
     for text in texts:
         check_whole(text, flag)
-    found = [tokenizer.encode(text) for text in texts]
+    found = [[*front, *tokenizer.encode(text)] for text in texts]
     if tokenizer.eod_id is None and not all(found):
         raise ConfigError(f"{flag}: is empty, and this tokenizer has no end-of-document token to begin after")
     return [ids or [tokenizer.eod_id or 0] for ids in found]

@@ -114,7 +114,8 @@ def score_text(
     micro_batch_size: int | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Score:
-    """Score `text` as one document. Its first token has no context and is not scored.
+    """Score `text` as one document. Its first token has no context and is not scored, unless something stands in front
+    of it (`LoadedModel.front`).
 
     num_words: what the word perplexity divides by; None: the words of `text`. Raises DataError where the text is
     shorter than two tokens, ConfigError where `overlap` is not below the sequence length.
@@ -122,14 +123,14 @@ def score_text(
     seq_length = loaded.config.model.seq_length
     if not 0 <= overlap < seq_length:
         raise ConfigError(f"`overlap`={overlap}: must be between 0 and `seq_length` - 1 = {seq_length - 1}")
-    ids = loaded.tokenizer.encode_batch([text])[0]
+    ids = np.concatenate([np.array(loaded.front, np.int64), loaded.tokenizer.encode_batch([text])[0]])
     if len(ids) < 2:
         raise DataError(f"the text has {len(ids)} tokens, at least 2 are needed: one to see and one to predict")
     windows = TextWindows(ids, seq_length=seq_length, stride=seq_length - overlap)
     score = score_source(loaded, windows, overlap=overlap, micro_batch_size=micro_batch_size, on_progress=on_progress)
     if score.num_bytes is None and not isinstance(loaded.tokenizer, NullTokenizer):
         # The ids do not spell all of the text, but here the text itself is known.
-        unscored = loaded.tokenizer.decode([int(ids[0])])
+        unscored = "" if loaded.front else loaded.tokenizer.decode([int(ids[0])])
         score = dataclasses.replace(score, num_bytes=utf8_length(text) - utf8_length(unscored))
     return dataclasses.replace(score, num_words=len(text.split()) if num_words is None else num_words)
 

@@ -64,6 +64,16 @@ class LoadedModel:
     origin: Origin = field(default_factory=Origin)
 
     @property
+    def is_folder(self) -> bool:
+        """Whether it is of a Hugging Face folder, not of a run."""
+        return is_huggingface(self.path) or is_peft(self.path)
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """Tokens in front of a text: of a Hugging Face folder its tokenizer's; a run is trained without."""
+        return self.tokenizer.front if self.is_folder else ()
+
+    @property
     def stops(self) -> tuple[int, ...]:
         """Tokens that end a text: the end of a document, and those of the model's generation_config.json."""
         return stop_tokens(self.origin, self.tokenizer)

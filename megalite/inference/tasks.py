@@ -117,11 +117,12 @@ def _likelihoods(head: Head, x: Tensor, microbatch: Microbatch) -> Tensor:
 def last_word_accuracy(loaded: LoadedModel, texts: Iterable[str], *, on_progress: OnProgress = no_progress) -> Record:
     """LAMBADA's measure (arXiv 1606.06031): how often greedy decoding gives the whole last word of a passage.
 
-    Context and last word are tokenised apart, the word with the space before it. A passage of one word is left out.
+    Context and last word are tokenised apart, the word with the space before it, the context behind `loaded.front`. A
+    passage of one word is left out.
     """
     encode = loaded.tokenizer.encode
     split = [text.strip().rsplit(None, 1) for text in texts]
-    pairs = [(encode(parts[0]), encode(" " + parts[1])) for parts in split if len(parts) == 2]
+    pairs = [([*loaded.front, *encode(parts[0])], encode(" " + parts[1])) for parts in split if len(parts) == 2]
     if not pairs:
         raise DataError("no passage with at least two words; give a JSONL file with a field 'text' in each line")
     results = []
