@@ -32,7 +32,7 @@ Memory: one layer (megalite), one shard (Hugging Face) or one rank's file (Megat
 by tests/unit/convert/ against transformers.
 """
 
-from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint, write_peft
+from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint
 from megalite.convert.dcp_model import CONTINUED, DcpSource, state_of_dcp, write_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
@@ -45,4 +45,5 @@ from megalite.convert.megatron_writing import write_megatron
 from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
 from megalite.convert.peft_files import PeftSource, is_peft
+from megalite.convert.peft_writing import write_peft
 from megalite.convert.source import ModelSource, TrainedRun, stored_shapes

@@ -1,46 +1,35 @@
-"""LoRA adapters in checkpoints: the base model that they belong to, merging into it, and export to `peft`.
+"""LoRA adapters in checkpoints: the base model that they belong to, and merging into it (to `peft`: `peft_writing`).
 
-    meta "base"    {"path": directory of the base model, "digest": checksum of its content}, or {"seed": s}: its
-                   weights are random
-
-A rule of a family names the linear layers of the other side (`family.py`). An adapter of a layer that is several there
-(queries, keys and values of Llama) becomes several with the same A; an adapter of a part of a layer is refused.
+meta "base"    {"path": directory of the base model, "digest": checksum of its content}, or {"seed": s}: its
+               weights are random
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingface, resolve_checkpoint
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
-from megalite.convert.family import GROUPED_TRANSPOSED, STACKED, TRANSPOSED, HuggingFaceFamily, LayerRule
-from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_json
-from megalite.convert.hf_tokenizer import write_tokenizer
-from megalite.convert.llama import STACKED_PAIRS
+from megalite.convert.hf_files import CONFIG, HuggingFaceSource
 from megalite.convert.megalite_files import CheckpointSource
-from megalite.convert.model_card import CARD, TrainingFacts, model_card
+from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import ORIGIN_META, Origin, hub_id_of, is_hub_id
-from megalite.convert.registry import family_of
-from megalite.convert.source import ModelSource, staged
+from megalite.convert.source import ModelSource, stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
 from megalite.inventory import Adapter, Parameter, adapters_of, block_models, held_in_8_bits, stage_parameters
 from megalite.parallel.tensor import dequantised, in_8_bits
 
-PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
-OUTER = "base_model.model."
-PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_META = "base"
 LONGEST_PATH = 4096  # characters; systems allow no more
 
@@ -161,6 +150,9 @@ class AdaptedSource:
         self.tokenizer: Tokenizer = CheckpointSource.tokenizer_of(self._reader)
         self._blocks = block_models(self.adapted)
         self._shapes = {name: p.shape for name, p in self._parameters() if not p.frozen}
+        layers = [name.removesuffix(".weight") for name in stored_shapes(self.model) if name.endswith(".weight")]
+        merged = {name for layer in layers for adapter in self._known(layer) for name in names_of(layer, adapter)}
+        self._beside_none, self._left = sorted(self._shapes.keys() - merged), set(self._shapes)
         for name in self._reader.manifest.tensors:
             if name.startswith("layers.") and name not in self._shapes:
                 raise CheckpointError(f"{where}: {name} is no adapter of its lora_targets; it is damaged")
@@ -171,8 +163,7 @@ class AdaptedSource:
     def adapters(self, layer: str) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
         """The adapters of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
         for adapter in self._known(layer):
-            block = ".".join(layer.split(".")[:2])
-            a, b = (self.stored(f"{block}.{p.name}") for p in (adapter.a, adapter.b))
+            a, b = map(self.stored, names_of(layer, adapter))
             yield adapter, a, b
 
     def _known(self, layer: str) -> list[Adapter]:
@@ -183,12 +174,17 @@ class AdaptedSource:
 
     def stored(self, name: str) -> Tensor:
         """What the checkpoint has of an adapter."""
+        self._left.discard(name)
         values, shape = self._reader.read(name), self._shapes[name]
         if tuple(values.shape) != tuple(shape):
             there = list(values.shape)
             path = self._reader.path
             raise CheckpointError(f"{path}: {name} is {there}, {list(shape)} by its configuration; it is damaged")
         return values
+
+    def check_all_read(self) -> None:
+        """Raises ConfigError where an adapter has not been read, and so is missing from what was made of them."""
+        _check_none_left(sorted(self._left), "peft", "export merged (`to` hf)")
 
     def read(self, name: str) -> Tensor:
         values, exact = self._base_and_merged(name)
@@ -204,6 +200,7 @@ class AdaptedSource:
                 f"`adapter_kind`={other}: merges into no matrix, and no model of Hugging Face has it; "
                 f"{'export it `to` peft, or ' * (other == 'prefix')}use the run itself (generate_text.py, evaluate.py)"
             )
+        _check_none_left(self._beside_none, "hf", "use the run itself")
         values, (layer, _, kind) = self._base.read(name), name.rpartition(".")
         if name.startswith("layers.") and held_in_8_bits(self.adapted, name):  # so it was beside the adapters
             values = dequantised(*in_8_bits(values), values.dtype)
@@ -211,16 +208,30 @@ class AdaptedSource:
         if not found:
             return values, values
         wide = torch.promote_types(values.dtype, found[0][1].dtype)
-        exact = values.to(wide, copy=True)
+        exact = values.to(wide, copy=True, memory_format=torch.contiguous_format)
         for adapter, a, b in found:
             merge(exact, adapter, a.to(wide), b.to(wide), self.adapted.lora.scale)
         return values, exact
 
 
+def names_of(layer: str, adapter: Adapter) -> list[str]:
+    """A and B of an adapter of `layers.3.attention.qkv`."""
+    block = ".".join(layer.split(".")[:2])
+    return [f"{block}.{p.name}" for p in (adapter.a, adapter.b)]
+
+
+def _check_none_left(names: Sequence[str], to: str, fix: str) -> None:
+    """Raises ConfigError for adapters that an export would be without."""
+    if names:
+        more = f" (and {len(names) - 1:,} more)" * (len(names) > 1)
+        raise ConfigError(f"`to`={to}: {names[0]}{more}: this family has no place for it; {fix}")
+
+
 def merge(weight: Tensor, adapter: Adapter, a: Tensor, b: Tensor, scale: float) -> None:
-    """W += scale * B A in the rows that the adapter adds to, in place; `[..., out, in]`, whole."""
+    """W += scale * B A in the rows that the adapter adds to, in place; `[..., out, in]`, whole and contiguous: its rows
+    are a view, where `flatten` would make a copy of another layout."""
     if adapter.a.family == "expert":
-        weight.flatten(1, -2).add_(b.flatten(1, -2) @ a, alpha=scale)
+        weight.view(len(weight), -1, weight.shape[-1]).add_(b.flatten(1, -2) @ a, alpha=scale)
         return
     rows = weight.view(-1, weight.shape[-1])
     width = adapter.width or len(rows) // adapter.units
@@ -244,136 +255,3 @@ def open_checkpoint(
     if base is not None:
         raise CheckpointError(f"`base`={base}: {reader.path} holds a whole model; drop it")
     return CheckpointSource(directory, ckpt_step, use_ema=use_ema)
-
-
-def write_peft(
-    source: AdaptedSource, directory: Path, *, dtype: torch.dtype | None = None, base: str | None = None
-) -> Path:
-    """A directory that `peft.PeftModel.from_pretrained` loads beside the Hugging Face form of the model, with tokenizer
-    and model card.
-
-    dtype: of the stored matrices; None keeps them as they are. base: hub id of that model; None: the one that is
-    recorded; where none is, the adapters name no model: a path of this machine is nothing to others. Raises ConfigError
-    where the model's family has other layers, CheckpointError where it cannot be written.
-    """
-    model = source.model
-    family = family_of(model, source.origin.model_type)
-    tensors, settings = _prefixes(source) if source.adapted.lora.prefix else _low_rank(source, family)
-    base = base or source.base_model.hub_id
-    config = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, **settings}
-    with staged(directory, model=model, dtype=None) as staging:
-        stored = {name: (v if dtype is None else v.to(dtype)).clone() for name, v in tensors.items()}
-        save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
-        write_json(staging / PEFT_CONFIG, config)
-        write_tokenizer(source.tokenizer, staging)
-        card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
-        (staging / CARD).write_text(card, encoding="utf-8")
-    return directory
-
-
-def _prefixes(source: AdaptedSource) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """One row a key of the prefix: of one layer after the other its keys, then its values."""
-    model, length = source.model, source.adapted.lora.prefix
-    own = [source.stored(f"layers.{index}.attention.adapters.prefix") for index in range(model.num_layers)]
-    config = {
-        "peft_type": "PREFIX_TUNING",
-        "num_virtual_tokens": length,
-        "token_dim": model.kv_size,
-        "num_transformer_submodules": 1,
-        "num_attention_heads": model.query_groups,
-        "num_layers": model.num_layers,
-        "encoder_hidden_size": model.hidden_size,
-        "prefix_projection": False,
-    }
-    return {"prompt_embeddings": torch.stack(own).permute(2, 0, 1, 3).reshape(length, -1)}, config
-
-
-def _low_rank(source: AdaptedSource, family: HuggingFaceFamily) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Raises ConfigError for adapters that peft has not."""
-    model, lora = source.model, source.adapted.lora
-    if lora.adapter_kind != "lora":
-        raise ConfigError(f"`to`=peft: it has no `adapter_kind`={lora.adapter_kind}; use the run itself")
-    tensors: dict[str, Tensor] = {}
-    transposed, model_parts = False, set(source.adapted.adapted_parts)
-    for rule in family.rules:
-        if not rule.ours.startswith("layers.{i}."):
-            continue
-        for index in range(model.num_layers):
-            for adapter, a, b in source.adapters(rule.ours.replace("{i}", str(index))):
-                if adapter.a.family == "expert":
-                    pair = _pair_of_experts(rule, adapter, a, b, nested=model_parts >= {"fc1", "fc2"})
-                    tensors |= {name.replace("{i}", str(index)): v.contiguous() for name, v in pair.items()}
-                    continue
-                transposed = transposed or rule.form in (TRANSPOSED, GROUPED_TRANSPOSED)
-                for name, rows in _their_rows(rule, adapter, model, b):
-                    key = f"{OUTER}{name.replace('{i}', str(index))}"
-                    tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": rows}
-    _check_dense_layers(tensors)
-    alpha = lora.scale * (lora.lora_rank or 1)
-    return tensors, {
-        "peft_type": "LORA",
-        "r": lora.lora_rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "lora_dropout": 0.0,
-        "target_modules": _targets({name for name in tensors if ".experts." not in name}),
-        "target_parameters": _target_parameters(tensors, model_parts),
-        "fan_in_fan_out": transposed,
-        "bias": "none",
-    }
-
-
-def _their_rows(rule: LayerRule, adapter: Adapter, model: ModelConfig, b: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(Layer there, B of its adapter `[out, R]`)."""
-    if adapter.name in PARTS:
-        if len(rule.theirs) == 1:
-            raise ConfigError(
-                f"`to`=peft: {rule.theirs[0]} is one layer there, and {adapter.name} a part of it; train it with "
-                "`lora_targets` linear_qkv linear_fc1 (c_attn, c_fc), or export the merged model (`to` hf)"
-            )
-        yield rule.theirs[PARTS[adapter.name]], b
-        return
-    parts = rule.form.to_theirs(model, b)
-    for name, part in zip(rule.theirs, parts, strict=True):
-        yield name, part.t() if rule.form in (TRANSPOSED, GROUPED_TRANSPOSED) else part
-
-
-def _pair_of_experts(rule: LayerRule, adapter: Adapter, a: Tensor, b: Tensor, *, nested: bool) -> Mapping[str, Tensor]:
-    """A and B as peft keeps them beside a stacked parameter: `[E * R, in]` and `[out, R * E]`. nested: both layers of
-    the experts have adapters, and peft wraps the first one's inside of the other's."""
-    if rule.form not in (STACKED_PAIRS, STACKED):
-        raise ConfigError(
-            "`to`=peft: experts of this family have their columns elsewhere there; export merged (`to` hf)"
-        )
-    layer = rule.theirs[0].partition(".{e}")[0].replace("block_sparse_moe", "mlp")  # its name in transformers 5
-    inner = ".base_layer" if nested and adapter.name == "fc1" else ""
-    name, rows = f"{OUTER}{layer}{inner}", b.flatten(1, -2)
-    return {
-        f"{name}.lora_A.weight": a.expand(len(b), -1, -1).flatten(0, 1),
-        f"{name}.lora_B.weight": rows.permute(1, 2, 0).flatten(1),
-    }
-
-
-def _check_dense_layers(tensors: Iterable[str]) -> None:
-    """Where a model has experts, peft takes what is called `down_proj` for theirs, and leaves other layers out."""
-    names = list(tensors)
-    dense = [n for n in names if ".experts." not in n and n.split(".")[-3] in ("gate_proj", "up_proj", "down_proj")]
-    if dense and len(dense) < len([n for n in names if "mlp" in n]):
-        layer = dense[0].removeprefix(OUTER).rpartition(".lora_")[0]
-        raise ConfigError(
-            f"`to`=peft: beside adapters of experts peft forgets those of {layer}; export merged (`to` hf)"
-        )
-
-
-def _target_parameters(tensors: Iterable[str], parts: Container[str]) -> list[str] | None:
-    """The stacked parameters that have adapters."""
-    names = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
-    found = [name for part, name in names.items() if part in parts]
-    return found if any(".experts." in name for name in tensors) else None
-
-
-def _targets(tensors: Iterable[str]) -> list[str]:
-    """Names of layers as peft compares them with the end of a path: the last word, with the one before where blocks
-    have it twice (c_proj of GPT-2)."""
-    paths = {tuple(key.split(".")[-4:-2]) for key in tensors}
-    last = [path[-1] for path in paths]
-    return sorted({path[-1] if last.count(path[-1]) == 1 else ".".join(path) for path in paths})

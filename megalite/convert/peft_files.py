@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import COMMITTED, committed, is_huggingface
-from megalite.convert.adapters import OUTER, PEFT_CONFIG, PEFT_WEIGHTS
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json, safetensors
 from megalite.convert.hf_tokenizer import read_tokenizer
+from megalite.convert.peft_writing import OUTER, PEFT_CONFIG, PEFT_WEIGHTS
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.files import hub_advice

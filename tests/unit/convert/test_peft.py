@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,21 @@ from megalite.convert import (
     AdaptedSource,
     HuggingFaceSource,
     PeftSource,
+    adapters,
     open_checkpoint,
+    peft_writing,
     write_huggingface,
     write_peft,
 )
+from megalite.convert.llama import LLAMA
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inference import load_for_inference
 from megalite.train import offer_of
 from megalite.train.run import open_run
 from megalite.train.run_data import open_data, resolve_tokenizer
+from tests.unit.convert.double_transformers import double_transformers
 from tests.unit.convert.family_cases import S, V
-from tests.unit.convert.test_families import CASES, our_logits, peer, tokens
+from tests.unit.convert.test_families import CASES, kind_of, our_logits, peer, tokens
 
 STEPS = 5
 SCALE = 7 / 3
@@ -186,6 +191,58 @@ def test_adapters_of_experts_are_those_of_peft(
         found = [model(input_ids=tokens()).logits for model in (beside, merged)]
         assert (found[0] - found[1]).abs().max() < 1e-11
         assert (found[0] - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "linear_proj linear_fc1 linear_fc2",
+        *(pytest.param(t, marks=pytest.mark.full) for t in ("linear_fc1", "down_proj")),
+    ],
+)
+def test_adapters_of_gpt_oss_are_merged_and_those_of_peft(
+    targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts are transposed, gate and value alternating: peft beside the base, and transformers with merged
+    weights, are our model in fp64 to 1e-11."""
+    transformers, peft = (pytest.importorskip(name, reason="not installed") for name in ("transformers", "peft"))
+    peer("gpt-oss").save_pretrained(tmp_path / "base")
+    monkeypatch.setitem(TARGETS, "gpt-oss", targets.split())
+    source = fine_tune(tmp_path / "base", "gpt-oss", tmp_path / "run")
+    write_huggingface(source, tmp_path / "merged", dtype=torch.float64)
+    write_peft(source, tmp_path / "adapter")
+    read, expected = transformers.AutoModelForCausalLM.from_pretrained, our_logits(tmp_path / "run")
+    with torch.no_grad(), double_transformers(kind_of("gpt-oss")):
+        base, merged = (
+            read(tmp_path / name, dtype=torch.float64, experts_implementation="eager").eval()
+            for name in ("base", "merged")
+        )
+        plain, found = (model(input_ids=tokens()).logits for model in (base, merged))
+        beside = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", torch_device="cpu")(
+            input_ids=tokens()
+        ).logits
+    assert (plain - expected).abs().max() > 1e-3, "the adapters change what the model says"
+    assert (found - expected).abs().max() < 1e-11 and (beside - expected).abs().max() < 1e-11
+
+
+def test_an_adapter_without_a_place_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose rules have no layer for it, and a weight that no adapter of it belongs to, are refused."""
+    peer("llama").save_pretrained(tmp_path / "base")
+    fine_tune(tmp_path / "base", "llama", tmp_path / "run")
+    rules = tuple(rule for rule in LLAMA.rules if not rule.ours.endswith("fc2"))
+    with monkeypatch.context() as patch:
+        patch.setattr(peft_writing, "family_of", lambda model, name: replace(LLAMA, rules=rules))
+        with pytest.raises(ConfigError, match=r"--to=peft: layers.0.mlp.fc2.adapters.fc2.lora_a \(and 3 more\): this"):
+            write_peft(open_checkpoint(tmp_path / "run"), tmp_path / "adapter")
+    shapes = adapters.stored_shapes
+    monkeypatch.setattr(
+        adapters, "stored_shapes", lambda model: {n: s for n, s in shapes(model).items() if "fc2" not in n}
+    )
+    with pytest.raises(
+        ConfigError, match=r"layers.0.mlp.fc2.adapters.fc2.lora_a .* no place for it; use the run itself"
+    ):
+        write_huggingface(open_checkpoint(tmp_path / "run"), tmp_path / "merged")
+    assert not (tmp_path / "adapter").exists() and not (tmp_path / "merged").exists()
 
 
 @pytest.mark.full

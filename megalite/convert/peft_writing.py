@@ -1,0 +1,166 @@
+"""Adapters of a run as `peft` loads them.
+
+A rule of a family names the linear layers of the other side (`family.py`). An adapter of a layer that is several there
+(queries, keys and values of Llama) becomes several with the same A; an adapter of a part of a layer is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.config import ModelConfig
+from megalite.convert.adapters import AdaptedSource
+from megalite.convert.family import GROUPED_TRANSPOSED, STACKED, TRANSPOSED, HuggingFaceFamily, LayerRule
+from megalite.convert.hf_files import write_json
+from megalite.convert.hf_tokenizer import write_tokenizer
+from megalite.convert.llama import ALTERNATING, STACKED_PAIRS, TURNED
+from megalite.convert.model_card import CARD, model_card
+from megalite.convert.registry import family_of
+from megalite.convert.source import staged
+from megalite.errors import ConfigError
+from megalite.inventory import Adapter
+
+PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
+OUTER = "base_model.model."
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def write_peft(
+    source: AdaptedSource, directory: Path, *, dtype: torch.dtype | None = None, base: str | None = None
+) -> Path:
+    """A directory that `peft.PeftModel.from_pretrained` loads beside the Hugging Face form of the model, with tokenizer
+    and model card.
+
+    dtype: of the stored matrices; None keeps them as they are. base: hub id of that model; None: the one that is
+    recorded; where none is, the adapters name no model: a path of this machine is nothing to others. Raises ConfigError
+    where the model's family has other layers, CheckpointError where it cannot be written.
+    """
+    model = source.model
+    family = family_of(model, source.origin.model_type)
+    tensors, settings = _prefixes(source) if source.adapted.lora.prefix else _low_rank(source, family)
+    source.check_all_read()
+    base = base or source.base_model.hub_id
+    config = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, **settings}
+    with staged(directory, model=model, dtype=None) as staging:
+        stored = {name: (v if dtype is None else v.to(dtype)).clone() for name, v in tensors.items()}
+        save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
+        write_json(staging / PEFT_CONFIG, config)
+        write_tokenizer(source.tokenizer, staging)
+        card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
+        (staging / CARD).write_text(card, encoding="utf-8")
+    return directory
+
+
+def _prefixes(source: AdaptedSource) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """One row a key of the prefix: of one layer after the other its keys, then its values."""
+    model, length = source.model, source.adapted.lora.prefix
+    own = [source.stored(f"layers.{index}.attention.adapters.prefix") for index in range(model.num_layers)]
+    config = {
+        "peft_type": "PREFIX_TUNING",
+        "num_virtual_tokens": length,
+        "token_dim": model.kv_size,
+        "num_transformer_submodules": 1,
+        "num_attention_heads": model.query_groups,
+        "num_layers": model.num_layers,
+        "encoder_hidden_size": model.hidden_size,
+        "prefix_projection": False,
+    }
+    return {"prompt_embeddings": torch.stack(own).permute(2, 0, 1, 3).reshape(length, -1)}, config
+
+
+def _low_rank(source: AdaptedSource, family: HuggingFaceFamily) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Raises ConfigError for adapters that peft has not."""
+    model, lora = source.model, source.adapted.lora
+    if lora.adapter_kind != "lora":
+        raise ConfigError(f"`to`=peft: it has no `adapter_kind`={lora.adapter_kind}; use the run itself")
+    tensors: dict[str, Tensor] = {}
+    transposed, model_parts = False, set(source.adapted.adapted_parts)
+    for rule in family.rules:
+        if not rule.ours.startswith("layers.{i}."):
+            continue
+        linear = rule.ours.removesuffix(".weight")
+        for index in range(model.num_layers):
+            for adapter, a, b in source.adapters(linear.replace("{i}", str(index))):
+                if adapter.a.family == "expert":
+                    pair = _pair_of_experts(rule, adapter, a, b, nested=model_parts >= {"fc1", "fc2"})
+                    tensors |= {name.replace("{i}", str(index)): v.contiguous() for name, v in pair.items()}
+                    continue
+                transposed = transposed or rule.form in (TRANSPOSED, GROUPED_TRANSPOSED)
+                for name, rows in _their_rows(rule, adapter, model, b):
+                    key = f"{OUTER}{name.replace('{i}', str(index))}"
+                    tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": rows}
+    _check_dense_layers(tensors)
+    alpha = lora.scale * (lora.lora_rank or 1)
+    return tensors, {
+        "peft_type": "LORA",
+        "r": lora.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _targets({name for name in tensors if ".experts." not in name}),
+        "target_parameters": _target_parameters(tensors, model_parts),
+        "fan_in_fan_out": transposed,
+        "bias": "none",
+    }
+
+
+def _their_rows(rule: LayerRule, adapter: Adapter, model: ModelConfig, b: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(Layer there, B of its adapter `[out, R]`)."""
+    if adapter.name in PARTS:
+        if len(rule.theirs) == 1:
+            raise ConfigError(
+                f"`to`=peft: {rule.theirs[0]} is one layer there, and {adapter.name} a part of it; train it with "
+                "`lora_targets` linear_qkv linear_fc1 (c_attn, c_fc), or export the merged model (`to` hf)"
+            )
+        yield rule.theirs[PARTS[adapter.name]], b
+        return
+    parts = rule.form.to_theirs(model, b)
+    for name, part in zip(rule.theirs, parts, strict=True):
+        yield name, part.t() if rule.form in (TRANSPOSED, GROUPED_TRANSPOSED) else part
+
+
+def _pair_of_experts(rule: LayerRule, adapter: Adapter, a: Tensor, b: Tensor, *, nested: bool) -> Mapping[str, Tensor]:
+    """A and B as peft keeps them beside a stacked parameter: `[E * R, in]` and `[out, R * E]`. nested: both layers of
+    the experts have adapters, and peft wraps the first one's inside of the other's."""
+    if rule.form not in (STACKED_PAIRS, STACKED, ALTERNATING, TURNED):
+        raise ConfigError(
+            "`to`=peft: experts of this family have their columns elsewhere there; export merged (`to` hf)"
+        )
+    block = rule.theirs[0].partition(".experts.")[0]
+    layer = f"{block}.experts".replace("block_sparse_moe", "mlp")  # its name in transformers 5
+    inner = ".base_layer" if nested and adapter.name == "fc1" else ""
+    name, rows = f"{OUTER}{layer}{inner}", (b.transpose(1, 2) if rule.form is ALTERNATING else b).flatten(1, -2)
+    return {
+        f"{name}.lora_A.weight": a.expand(len(b), -1, -1).flatten(0, 1),
+        f"{name}.lora_B.weight": rows.permute(1, 2, 0).flatten(1),
+    }
+
+
+def _check_dense_layers(tensors: Iterable[str]) -> None:
+    """Where a model has experts, peft takes what is called `down_proj` for theirs, and leaves other layers out."""
+    names = list(tensors)
+    dense = [n for n in names if ".experts." not in n and n.split(".")[-3] in ("gate_proj", "up_proj", "down_proj")]
+    if dense and len(dense) < len([n for n in names if "mlp" in n]):
+        layer = dense[0].removeprefix(OUTER).rpartition(".lora_")[0]
+        raise ConfigError(
+            f"`to`=peft: beside adapters of experts peft forgets those of {layer}; export merged (`to` hf)"
+        )
+
+
+def _target_parameters(tensors: Iterable[str], parts: Container[str]) -> list[str] | None:
+    """The stacked parameters that have adapters."""
+    names = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
+    found = [name for part, name in names.items() if part in parts]
+    return found if any(".experts." in name for name in tensors) else None
+
+
+def _targets(tensors: Iterable[str]) -> list[str]:
+    """Names of layers as peft compares them with the end of a path: the last word, with the one before where blocks
+    have it twice (c_proj of GPT-2)."""
+    paths = {tuple(key.split(".")[-4:-2]) for key in tensors}
+    last = [path[-1] for path in paths]
+    return sorted({path[-1] if last.count(path[-1]) == 1 else ".".join(path) for path in paths})
