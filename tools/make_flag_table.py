@@ -63,8 +63,8 @@ _MEGATRON_HEAD = """\
 # Every flag of Megatron-LM
 
 Written by `python tools/make_flag_table.py` from `megalite/config/megatron_flags.txt`; do not edit. These are all flags
-of the arguments file of Megatron-LM's main at `d98e8a64dd`, and those that this file had at any time before. What the
-more common ones mean here: [from_megatron.md](from_megatron.md).
+of training/arguments.py and post_training/arguments.py (modelopt) of Megatron-LM's main at `d98e8a64dd`, and those that
+the first had at any time before. What the more common ones mean here: [from_megatron.md](from_megatron.md).
 
 - *same*: same name and meaning; where a flag stands, Megatron's name is read as that.
 - *ignored*: accepted, without effect: it tunes how Megatron-LM does something, asks for what is always so here, or for

@@ -46,7 +46,7 @@ from megalite.config.schema import Option, build_section
 from megalite.config.staleness import flushed_start
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
-from megalite.config.worked_out import other_defaults, without_a_checkpoint, work_out, work_out_level
+from megalite.config.worked_out import dropped_otherwise, other_defaults, without_a_checkpoint, work_out, work_out_level
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
 from megalite.files import hub_advice
@@ -275,7 +275,7 @@ def _merge(levels: Iterable[Sequence[GivenOption]], reader: Reader) -> dict[str,
             elif name in reader.options and any(each.excludes(reader.options[name]) for each in spoken):
                 del merged[name]
         merged |= here
-    reader.problems += work_out(merged, reader.broken)
+    reader.problems += work_out(merged, reader.broken) + dropped_otherwise(merged, reader.ignored)
     return merged
 
 

@@ -63,12 +63,12 @@ def known_options(options: Mapping[str, Option]) -> set[str]:
 @dataclass
 class Reader:
     """Converts what users typed; mistakes are collected in `problems`, their fields in `broken`, and flags of
-    Megatron-LM that have no effect here in `ignored`."""
+    Megatron-LM that have no effect here in `ignored`, by what messages begin with."""
 
     options: Mapping[str, Option]
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    ignored: dict[str, None] = field(default_factory=dict)
+    ignored: dict[str, GivenOption] = field(default_factory=dict)
 
     def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[GivenOption]]:
         """Scan a command line: the files named by `--config`, in order, and what the flags set."""
@@ -292,7 +292,7 @@ class Reader:
         if objection is not None:
             self.problems.append(f"{typed.label(' '.join(texts) or None)}: {objection}")
         else:
-            self.ignored[typed.label()] = None
+            self.ignored[typed.label()] = GivenOption(typed.name, typed.name, " ".join(texts), typed.where)
         return True
 
     def _refuse(self, what: str, name: str, dashes: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config.megatron_flags import megatron_flags
-from megalite.config.reader import GivenOption
+from megalite.config.reader import COMMAND_LINE, GivenOption
 from megalite.config.root import Config, all_options
 from megalite.config.stage_meshes import stage_sizes
 from megalite.config.values import show
@@ -168,6 +168,19 @@ def _yarn(merged: dict[str, GivenOption]) -> list[str]:
             return [f"{flag}: contradicts `{name}`={show(merged[name].value)}; give one of them"]
     merged |= {name: replace(factor, name=name, value=value) for name, value in values.items() if name not in merged}
     return []
+
+
+def dropped_otherwise(merged: Mapping[str, GivenOption], ignored: Mapping[str, GivenOption]) -> list[str]:
+    """Megatron-LM drops the least probable tokens by default; which ones says nothing where none is dropped.
+
+    ignored: flags without effect, by what a message about them begins with.
+    """
+    name, capacity = "moe_token_drop_policy", merged.get("moe_expert_capacity_factor")
+    given = {each.where == COMMAND_LINE: (label, each.value) for label, each in ignored.items() if each.name == name}
+    label, value = given.get(True) or given.get(False) or ("", "")
+    if capacity is None or capacity.value is None or value != "probs":
+        return []
+    return [f"{label}={value}: {megatron_flags()[name].otherwise}"]
 
 
 def other_defaults(config: Config, origins: Mapping[str, str], typed: Iterable[str]) -> list[str]:

@@ -75,7 +75,7 @@ def test_the_table_agrees_with_the_parser() -> None:
         for other in SETTING.findall(flag.reason + flag.otherwise):
             assert other in options or other == "config", flag.reason
     assert {"decoupled_lr", "tiktoken_pattern", "use_megatron_fsdp", "rerun_mode", "moe_permute_fusion"} <= FLAGS.keys()
-    assert sum(not flag.older for flag in FLAGS.values()) == 878 - 2  # two of them are spelled with - and with _
+    assert sum(not flag.older for flag in FLAGS.values()) == 878 - 2 + 22  # two are spelled with - and with _
 
 
 OLD = """legacy_tokenizer data_impl mmap_warmup no_delay_grad_reduce scaled_masked_softmax_fusion use_gpu_initialization
@@ -141,8 +141,26 @@ WRONG = {
     '--tokenizer-model "a': '--tokenizer-model="a: the quotation marks are part of the value',
     "--no-mmap-bin-file": "unknown flag --no-mmap-bin-file; see --help",
     "--attention-backend flashh": "--attention-backend=flashh: choose from auto, flash, fused",
-    "--moe-token-drop-policy probs": "--moe-token-drop-policy=probs: the last tokens of a sequence are dropped",
+    "--moe-token-drop-policy random": "--moe-token-drop-policy=random: the last tokens of a sequence are dropped",
+    "--export-model-type GPTModel": "--export-model-type: models are decoders",
+    "--modelopt-enabled": "--modelopt-enabled: Model Optimizer (modelopt), which quantizes",
 }
+
+
+PROBS = "--moe-token-drop-policy=probs: the last tokens of a sequence are dropped, so that layouts drop the same ones"
+CAPACITY = "--num-experts 4 --moe-expert-capacity-factor 1"
+
+
+def test_which_tokens_are_dropped_is_asked_where_some_are(tmp_path: Path) -> None:
+    """`probs` is Megatron-LM's default, which its scripts also name beside no capacity."""
+    probs, file = "--moe-token-drop-policy probs", tmp_path / "run.yaml"
+    file.write_text("moe_token_drop_policy: probs\n")
+    for words in (probs, f"--num-experts 4 {probs}", f"{CAPACITY} {probs} --moe-token-drop-policy position"):
+        assert parse_with_origins([*argv(), *words.split()], world_size=1).ignored == ("--moe-token-drop-policy",)
+    assert problems_of([*argv(), *CAPACITY.split(), *probs.split()], 1) == [PROBS]
+    words = [*argv(), *CAPACITY.split(), "--config", str(file)]
+    assert problems_of(words, 1) == [PROBS.replace("--moe-token-drop-policy", f"{file}:1: moe_token_drop_policy")]
+    assert problems_of([*words, "--moe-token-drop-policy", "position"], 1) == []
 
 
 @pytest.mark.parametrize("words", WRONG)
