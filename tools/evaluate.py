@@ -56,7 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = ToolParser("Measure how well a checkpoint predicts text.")
     add_model_flags(parser)
     parser.add_argument("--data-path", metavar="PATH", help=".bin/.idx prefix, text file or JSONL file")
-    parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document")
+    parser.add_argument("--text-file", metavar="FILE", help="text, scored as one document; JSONL: as --data-path")
     parser.add_argument(
         "--split",
         help="of --data-path: train, valid or test by the run's own weights, or weights A,B,C of which the second "
@@ -85,7 +85,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if problems:
         raise ConfigError(problems)
     check_file("--text-file", flags.text_file)
+    if flags.task == "text" and is_jsonl(flags.text_file):
+        flags.data_path, flags.text_file = flags.text_file, None
     return flags
+
+
+def is_jsonl(path: str | None) -> bool:
+    """Whether each line of a text file is a document of its own, as training takes it."""
+    from megalite.data import JSONL_SUFFIXES
+
+    return path is not None and path.endswith(JSONL_SUFFIXES)
 
 
 def problems_of(flags: argparse.Namespace) -> list[str]:
@@ -99,7 +108,9 @@ def problems_of(flags: argparse.Namespace) -> list[str]:
         problems += [f"{flag}: belongs to --data-path; drop it" for flag in asked_masks(flags).values()]
     if flags.data_path is not None and flags.task != "text":
         problems.append(f"--task={flags.task}: reads a text file; give it by --text-file")
-    if flags.overlap and (flags.data_path is not None or flags.task == "lambada"):
+    if flags.task == "wikitext" and is_jsonl(flags.text_file):
+        problems.append(f"--text-file={flags.text_file}: --task=wikitext reads running text, not JSONL; drop --task")
+    if flags.overlap and (flags.data_path is not None or flags.task == "lambada" or is_jsonl(flags.text_file)):
         problems.append(f"--overlap={flags.overlap}: belongs to --text-file as running text; drop it")
     return problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -214,6 +215,21 @@ def test_flags_that_do_nothing_or_cannot_be(
     with pytest.raises(ConfigError, match=f"^{says}"):
         asked = parse(["--load", str(tmp_path), *flags])
         evaluate(load_for_inference(asked.load, device="cpu", changed=changed_by(asked)), asked)
+
+
+def test_texts_of_jsonl_are_scored_and_not_its_syntax(loaded: tuple, tmp_path: Path) -> None:
+    model, stack = loaded
+    texts, end = ['said "no"\n' + "x" * 9, "another text"], model.tokenizer.eod_id
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    ids = [number for text in texts for number in [*text.encode(), end]]
+    flags = ["--text-file", str(tmp_path / "a.jsonl"), "--data-cache-path", str(tmp_path / "cache")]
+    record = evaluate(model, parse(["--load", "a", *flags]))
+    losses = _naive_losses(stack, ids)
+    assert record["num_tokens"] == len(losses) == len(ids) - 1
+    assert record["loss"] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-12)
+    for more in (["--overlap", "3"], ["--task", "wikitext"]):
+        with pytest.raises(ConfigError, match="running text"):
+            parse(["--load", "a", *flags, *more])
 
 
 def test_an_error_names_the_flag_that_was_given(loaded: tuple) -> None:
