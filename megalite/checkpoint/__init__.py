@@ -46,6 +46,7 @@ from megalite.checkpoint.meta import Meta, check_model, check_state, check_tenso
 from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small
 from megalite.checkpoint.remote import send_along, take_up
 from megalite.checkpoint.run_dir import (
+    NOT_WHOLE,
     TRACKER,
     clear_completed,
     committed,
@@ -60,6 +61,7 @@ from megalite.checkpoint.run_dir import (
     resolve_checkpoint,
     set_aside_newer,
     step_of,
+    torn_shards,
     write_small,
     write_tracker,
 )

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MAKES_ONE = "tools/convert_checkpoint.py --from megatron --to megalite --trust-pickle makes one of it"
+NOT_WHOLE = "holds .distcp files but no .metadata, which is written last: that save is not whole; take an older one"
 COMPLETED = "COMPLETED"
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl")
 NO_PICKLES = (
@@ -181,6 +182,18 @@ def _what_file(path: Path) -> str:
     return ""
 
 
+def torn_shards(root: Place | str) -> str | None:
+    """The name of the newest folder of `.distcp` files that a save has not finished, where there is one.
+
+    The `.metadata` that makes a checkpoint of them is written last."""
+    where = place(root)
+    if isinstance(where, StoreUrl):
+        return None
+    folders = sorted({path.parent for inside in ("", "*/") for path in where.glob(f"{inside}*.distcp")})
+    torn = [folder.name for folder in folders if not (folder / ".metadata").is_file()]
+    return torn[-1] if torn else None
+
+
 def is_megatron(root: Place | str) -> bool:
     """Whether a directory looks like a run of Megatron-LM, or one of its checkpoints, in its format `torch`."""
     where = place(root)
@@ -198,8 +211,10 @@ def _what_else(root: Place) -> str:
         return " (an interrupted save)"
     if is_megatron(root):
         return f" (Megatron-LM's? {MAKES_ONE})"
+    if not is_distributed(root) and (name := torn_shards(root)):
+        return f" ({name} {NOT_WHOLE})"
     inside = [*listing(root), *(child for path in listing(root)[:100] if path.is_dir() for child in listing(path))]
-    if any(path.name == ".metadata" or path.suffix == ".distcp" for path in inside):
+    if any(path.name == ".metadata" for path in inside):
         return (
             " (Megatron-LM's torch_dist? Training takes it with `trust_pickle`, and tools/convert_checkpoint.py --from "
             f"megatron --to megalite makes one of it; or another in torch's distributed format? {NO_PICKLES})"

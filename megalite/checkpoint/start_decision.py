@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megalite.checkpoint.run_dir import (
     MAKES_ONE,
+    NOT_WHOLE,
     committed,
     interrupted,
     is_distributed,
@@ -24,6 +25,7 @@ from megalite.checkpoint.run_dir import (
     is_megatron,
     resolve_checkpoint,
     step_of,
+    torn_shards,
     uncommitted,
     warn_of_tracker,
 )
@@ -91,6 +93,8 @@ def _decide(
         return StartDecision((), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start")
     distributed = trust_pickle and is_distributed(load)
     if trust_pickle and not distributed:
+        if name := torn_shards(load):
+            raise CheckpointError(f"`load`={load}: {name} {NOT_WHOLE}")
         found = is_megatron(load)
         fix = f"{MAKES_ONE} (its format torch has the weights alone)" if found else "drop it"
         raise CheckpointError(f"`trust_pickle`: `load`={load} is not in torch's distributed format; {fix}")

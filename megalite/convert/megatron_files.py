@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megalite.checkpoint import TRACKER, directory_name, read_small
+from megalite.checkpoint import NOT_WHOLE, TRACKER, directory_name, read_small
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import METADATA
 from megalite.convert.hf_tokenizer import read_tokenizer
@@ -191,9 +191,11 @@ def find_iteration(directory: Path, ckpt_step: int | None) -> Path:
         if ckpt_step is not None:
             raise CheckpointError(f"`ckpt_step`={ckpt_step}: `load`={directory} is one iteration; drop one of the two")
         return directory
+    _check_whole(directory, directory)
     chosen = directory_name(ckpt_step) if ckpt_step is not None else _tracked(directory)
     if not (directory / chosen).is_dir():
         raise CheckpointError(f"`load`={directory}: {chosen} is not there")
+    _check_whole(directory, directory / chosen)
     if not _has_ranks(directory / chosen):
         raise CheckpointError(
             f"`load`={directory}: {chosen} holds neither mp_rank_00 (Megatron-LM's format torch) nor {METADATA} "
@@ -211,6 +213,12 @@ def _tracked(directory: Path) -> str:
     if not re.fullmatch(r"\d{1,12}", said, re.ASCII):
         raise CheckpointError(f"{directory / TRACKER}: {said[:40]!r} is neither a number nor {RELEASE}")
     return directory_name(int(said))
+
+
+def _check_whole(load: Path, folder: Path) -> None:
+    """Raises CheckpointError where a save in Megatron-LM's format torch_dist was interrupted."""
+    if not _has_ranks(folder) and any(folder.glob("*.distcp")):
+        raise CheckpointError(f"`load`={load}: {folder.name} {NOT_WHOLE}")
 
 
 def _has_ranks(directory: Path) -> bool:

@@ -33,6 +33,7 @@ from megalite.checkpoint import (
     read_extra,
     read_manifest,
     resolve_checkpoint,
+    torn_shards,
 )
 from megalite.comm import Axis, TensorShard, all_gather_json
 from megalite.config import Config, ModelConfig, Offer, from_dict
@@ -195,7 +196,8 @@ def _offer_of(root: Place, ckpt_step: int | None) -> Offer | None:
             f"`load`={root}: adapters of peft, no model; name the run that trained them, or a model that they are "
             "merged into (merge_and_unload of peft)"
         )
-    if not is_distributed(root) and ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
+    other = is_distributed(root) or torn_shards(root)
+    if not other and ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
         return None
     path = resolve_checkpoint(root, ckpt_step)
     manifest = read_manifest(path)

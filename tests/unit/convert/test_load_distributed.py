@@ -136,6 +136,33 @@ def test_a_run_that_does_not_continue(flags: str, line: str, tmp_path: Path, cap
         assert line in text
 
 
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("flags", ["", "--trust-pickle", "--use-checkpoint-args", "--trust-pickle --dry-run"])
+def test_an_interrupted_save_of_megatrons_is_named(flags: str, older: bool, tmp_path: Path, capfd: Any) -> None:
+    """Its .metadata is written last. Whatever is said to be read, the cause is one, and the converter's, too."""
+    torn = tmp_path / "iter_0000004"
+    torn.mkdir()
+    (torn / "__0_0.distcp").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    if older:
+        (tmp_path / "iter_0000002").mkdir()
+        (tmp_path / "iter_0000002" / ".metadata").touch()
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 4 --micro-batch-size 1 --lr 1e-3"
+    argv = [*model.split(), "--train-iters", "1", "--mock-data", "--device", "cpu", *flags.split()]
+    cause = "iter_0000004 holds .distcp files but no .metadata, which is written last: that save is not whole; take an "
+    trusts = "--trust-pickle" in flags
+    for load in (tmp_path, torn):
+        assert pretrain_gpt.main([*argv, "--load", str(load)]) == 2
+        (text,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+        good = older and not trusts and load != torn  # what is whole is offered
+        assert (cause in text, "with --trust-pickle" in text) == (not good, good), text
+        with pytest.raises(CheckpointError, match=re.escape(cause)):
+            open_megatron(load)
+        if trusts and not older:
+            with pytest.raises(CheckpointError, match=re.escape(cause)):
+                decide_start(save=None, load=str(load), trust_pickle=True)
+
+
 def test_a_checkpoint_of_ours_is_no_pickle(tmp_path: Path) -> None:
     source = open_megatron(written_with_state(tmp_path / "megatron").parent)
     write_checkpoint(source, tmp_path / "ours")
