@@ -85,5 +85,5 @@ from megalite.planner.software import (
     TORCH_2023,
     Software,
 )
-from megalite.planner.startup_table import TOO_SMALL, describe_layout, foreign_rows, format_table, startup_rows
+from megalite.planner.startup_table import NO_ROOM, TOO_SMALL, describe_layout, foreign_rows, format_table, startup_rows
 from megalite.planner.unlike_stages import DeviceClass, best_unlike

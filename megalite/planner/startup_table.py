@@ -244,8 +244,9 @@ def _precision(config: Config) -> str:
     return f"{name}{detail}, master weights in fp32, gradients in {gradients}"
 
 
-#: What the row about devices says of some, and the last line of `--dry-run` looks for.
+#: What the row about devices says of some, and of all, and the last line of `--dry-run` looks for.
 TOO_SMALL = "too small for this layout"
+NO_ROOM = "no known device has more"
 PARTS = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace", "warm_up")
 LARGEST = 3
 """Terms that are named beside devices that are too small."""
@@ -273,6 +274,7 @@ def _memory_rows(
         largest = sorted(PARTS, key=lambda name: -getattr(memory, name))[:LARGEST]
         terms = ", ".join(f"{name} {in_units(getattr(memory, name), 'B')}" for name in largest)
         text += f"; {TOO_SMALL}: {', '.join(small)} (largest: {terms})"
+        text += f", {NO_ROOM}" * (len(small) == len(known))
     return [*rows, ("room", text)]
 
 

@@ -28,7 +28,16 @@ from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import RUN_FILES
-from megalite.planner import TOO_SMALL, Roofline, checkpoint_bytes, format_table, hardware_of, predict, within_budget
+from megalite.planner import (
+    NO_ROOM,
+    TOO_SMALL,
+    Roofline,
+    checkpoint_bytes,
+    format_table,
+    hardware_of,
+    predict,
+    within_budget,
+)
 from megalite.progress import ProgressBar, amount, duration
 from megalite.schedule import Program, render_text, simulate
 from megalite.stores import Place
@@ -72,7 +81,8 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
             str(error).partition(";")[0]
             + "; planned for GPUs elsewhere, whose needs differ (memory, below); `device` cpu plans for this host"
         )
-        return _dry_run(config, origins, world_size, False, f"{world_size} ranks do not fit into this host")
+        ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
+        return _dry_run(config, origins, world_size, False, f"{ranks} not fit into this host")
 
 
 def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: bool, why: str) -> str:
@@ -111,11 +121,15 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         ]
     unsure = any(line.startswith((" not checked", " not here", " warning")) for line in notes)
     but = " but for what the lines above leave open" if unsure else ""
-    if not here and any(TOO_SMALL in text for _, text in table):
-        but += ", and devices that are too small (room)"
     start = "the same command without `dry_run` starts the run"
     if not here:  # one command starts the ranks of one host
-        start = "the same flags without `dry_run` and `nprocs` start it on its hosts (docs/launch.md)"
+        both = " and `nprocs`" if config.parallel.nprocs is not None else ""
+        start = f"the same flags without `dry_run`{both} start it on its hosts (docs/launch.md)"
+        room = " ".join(text for _, text in table)
+        if NO_ROOM in room:  # status 0 all the same: a device that is not known may have it
+            fix = "share the model among more ranks, or use a smaller one"
+            return "\n".join([*parts, "", f" A problem: no known device has room for a rank (room, above); {fix}."])
+        but += ", and devices that are too small (room)" * (TOO_SMALL in room)
     return "\n".join([*parts, "", f" No problem found{but}: {start}."])
 
 

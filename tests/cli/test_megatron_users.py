@@ -119,7 +119,11 @@ def test_a_dry_run_names_the_devices_that_are_too_small_and_why() -> None:
         f"; too small for this layout: {small} (largest: optimizer 96.4 GB, gradients 32.1 GB, activations 31.7 GB)"
         in room
     )
-    assert "H100" in small and last.startswith(
+    assert small == ", ".join(each.name for each in known) and room.endswith("), no known device has more")
+    assert last.startswith(" A problem: no known device has room for a rank (room, above); ")
+    _, room, last = rows("--zero-stage", "1", "--optimizer", "sgd")
+    assert "too small" in room and "no known device" not in room and "B200" not in room.partition("small")[2]
+    assert last.startswith(
         " No problem found but for what the lines above leave open, and devices that are too small (room): "
     )
     memory, room, last = rows("--zero-stage", "3", "--recompute-granularity", "full", "--num-layers", "1")

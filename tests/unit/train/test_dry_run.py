@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from megalite.checkpoint import saving
 from megalite.config import (
@@ -24,7 +25,7 @@ from megalite.data.indexed import IndexedWriter
 from megalite.errors import CheckpointError, ConfigError, in_flags
 from megalite.planner import Roofline, load_hardware, predict
 from megalite.progress import duration
-from megalite.train.dry_run import dry_run, time_text
+from megalite.train.dry_run import HostTooSmall, dry_run, time_text
 from megalite.train.run_data import open_datasets, resolve_tokenizer
 from tests.source_tree import ROOT
 
@@ -119,6 +120,26 @@ def test_a_script_of_another_host_needs_none_of_its_files(
     caplog.clear()
     given = parse_with_origins([*argv[:-4], *llama2, "--vocab-size", "1000"])
     assert "vocabulary 1,000" in dry_run(given.config, given.origins, 16) and "assumed" not in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a host with GPUs is refused")
+@pytest.mark.parametrize(
+    ("flags", "ranks", "said", "start"),
+    [
+        ("", 1, "(1 rank does not fit into this host)", "flags without --dry-run start it"),
+        ("--nprocs 2", 2, "(2 ranks do not fit into this host)", "flags without --dry-run and --nprocs start it"),
+    ],
+)
+def test_what_does_not_fit_here_starts_elsewhere_by_the_flags_that_were_given(
+    flags: str, ranks: int, said: str, start: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise HostTooSmall("predicted memory: too much; use less")
+
+    monkeypatch.setitem(dry_run.__globals__, "check_local_memory", refuse)
+    parsed = parse_with_origins([*QUICKSTART, *flags.split()])
+    text = in_flags(dry_run(parsed.config, parsed.origins, ranks))
+    assert said in text and start in text.splitlines()[-1], text
 
 
 def test_what_is_not_default_is_printed_and_all_of_it_on_request() -> None:
