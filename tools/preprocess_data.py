@@ -28,6 +28,7 @@ from megalite.data import (
     preprocess,
     preprocess_chat,
     read_unit,
+    resolve_vocab_size,
 )
 from megalite.errors import ConfigError, in_flags
 from megalite.progress import LINES, ProgressBar
@@ -180,6 +181,10 @@ def tokenizer_of(args: argparse.Namespace) -> Tokenizer:
         vocab_size=args.vocab_size,
         texts=texts,
     )
+    resolve_vocab_size(tokenizer, args.vocab_size)
+    if args.vocab_size not in (None, tokenizer.vocab_size):
+        own = f"no effect with {tokenizer.kind}, which has {tokenizer.vocab_size:,} ids"
+        print(f"note: --vocab-size={args.vocab_size}: {own}; give it to a training whose model has more", flush=True)
     if tokenizer.kind == "CharTokenizer" and args.tokenizer_model is None:
         for name, content in tokenizer.files().items():
             file = Path(f"{args.output_prefix}_{name}")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import preprocess_data
 from megalite.data import file_chunks as units
 from megalite.data.file_chunks import text_pieces
 from megalite.data.indexed import IndexedDataset, IndexedWriter
@@ -172,3 +173,15 @@ def test_the_tools_as_users_call_them(tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "d" / "all")) == len(TEXTS)
     bad = run("preprocess_data.py", "--input", "no.jsonl", "--output-prefix", "b")
     assert (bad.returncode, bad.stdout.count("\n"), bad.stderr) == (2, 1, "error: --input=no.jsonl: no such file\n")
+
+
+def test_a_vocabulary_that_the_tokenizer_does_not_take_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--input", jsonl(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
+    for size, told in ((5000, True), (257, False)):  # ByteTokenizer's own: 256 bytes and the end of a document
+        preprocess_data.main([*argv, "--vocab-size", str(size)])
+        note = f"note: --vocab-size={size}: no effect with ByteTokenizer, which has 257 ids; "
+        assert (note in capsys.readouterr().out) == told
+    with pytest.raises(DataError, match="--vocab-size=50: ByteTokenizer has 257 tokens, more than that"):
+        preprocess_data.main([*argv, "--vocab-size", "50"])
