@@ -24,6 +24,11 @@ LOOKS = 5
 """How often `busy_cores` looks."""
 
 
+def gpu_driver() -> Path | None:
+    """The device file of this host's driver of GPUs, which is found without torch; None: there is none."""
+    return next((path for path in DRIVERS if path.exists()), None)
+
+
 @functools.cache
 def count_devices() -> int:
     """GPUs of this host, for a process that will fork. A child asks: where no management library tells (ROCm, some
@@ -58,9 +63,7 @@ def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None
         problems.append(f"`device`=cuda: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
     elif wants_cuda and local_size > devices and parallel.hardware.distributed_backend != "gloo":
         problems.append(f"{local_size} ranks on this host: it has {devices} GPUs; use {devices} ranks or `device`=cpu")
-    driver = (
-        next((path for path in DRIVERS if path.exists()), None) if torch.version.cuda or torch.version.hip else None
-    )
+    driver = gpu_driver() if torch.version.cuda or torch.version.hip else None
     if parallel.hardware.device == "auto" and devices == 0 and driver is not None:
         problems.append(
             f"`device`=auto: this host has a GPU ({driver}) that torch {torch.__version__} does not see; install one "

@@ -35,6 +35,7 @@ from megalite.launch.devices import (
     choose_backend,
     choose_device,
     count_devices,
+    gpu_driver,
     library_settings,
     thread_hint,
     threads_of,
@@ -79,12 +80,15 @@ SOLO = LaunchEnvironment()
 
 
 def read_environment() -> LaunchEnvironment:
-    """The place of this process, from the real environment. Raises ConfigError for contradictions."""
+    """The place of this process, from the environment; quiets torch's C++. Raises ConfigError for contradictions."""
     try:
         os.getcwd()
     except OSError:
         raise ConfigError("the working directory has been deleted; change into one that exists") from None
-    return environment.detect_environment(os.environ)
+    place = environment.detect_environment(os.environ)
+    if place.size > 1:  # torch reads it when it is imported; of its lines only NCCL's watchdog's are wanted
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if gpu_driver() else "FATAL")
+    return place
 
 
 def launch(
@@ -126,12 +130,9 @@ def launch(
                 return wait_as_spare(started, socket.gethostname(), 60 * config.parallel.distributed_timeout_minutes)
             place = seat
             if place.size > 1:
-                # or torch's stack frames bury what we tell; of NCCL's watchdog it is wanted
-                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if count_devices() else "FATAL")
                 seconds = 60 * config.parallel.distributed_timeout_minutes
                 watch = RankWatch(place, page, hang_seconds=seconds, host=socket.gethostname())
-            spares = started.size - place.size
-            return _run_rank(config, main, place, page.set_phase, watch=watch, spares=spares)
+            return _run_rank(config, main, place, page.set_phase, watch=watch, spares=started.size - place.size)
         check_devices(config.parallel, nprocs, count_devices())
         return _run_local_attempts(config, main, nprocs, saves)
     except KeyboardInterrupt:
@@ -150,8 +151,7 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
     description = RankError.of(error)
     speaks = isinstance(error, MegaliteError) and not isinstance(error, PeerLost)
     if watch is not None and description.communication and not speaks:
-        blame = watch.account(description.text.strip().split("\n")[0])
-        if blame:
+        if blame := watch.account(description.text.strip().split("\n")[0]):
             print_lines(blame)
             tell_event("lost", line=blame)
         return 1

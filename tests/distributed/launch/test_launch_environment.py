@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,6 +122,27 @@ def test_what_a_process_is_started_in_is_looked_at_first(tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="the working directory has been deleted"):
         read_environment()
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("flags", ["--nprocs 2 --device cpu", "--load {folder}"])
+@pytest.mark.parametrize("level", ["", "INFO"])
+def test_torch_is_told_to_be_quiet_before_it_is_imported(flags: str, level: str, tmp_path: Path) -> None:
+    """It reads the variable once: stack frames of a lost store would bury who is lost. (A torch that tells what it
+    finds stands in for it.)"""
+    (tmp_path / "torch").mkdir()
+    tells = "import os\nprint('level', os.environ.get('TORCH_CPP_LOG_LEVEL'), flush=True)\nos._exit(9)\n"
+    (tmp_path / "torch" / "__init__.py").write_text(tells)
+    (tmp_path / "config.json").write_text("{}")
+    root = Path(__file__).resolve().parents[3]
+    model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --lr 1"
+    data = "--train-iters 1 --mock-data --vocab-size 64"
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    own = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    own |= ranks | {"MASTER_PORT": "1", "PYTHONPATH": str(tmp_path)} | ({"TORCH_CPP_LOG_LEVEL": level} if level else {})
+    command = [sys.executable, "pretrain_gpt.py", *f"{model} {data} {flags}".format(folder=tmp_path).split()]
+    done = subprocess.run(command, cwd=root, env=own, capture_output=True, text=True)
+    assert done.returncode == 9, done.stdout + done.stderr
+    assert done.stdout.split()[-1] in ((level,) if level else ("FATAL", "ERROR"))
 
 
 def test_a_user_without_a_home_needs_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
