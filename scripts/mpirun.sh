@@ -4,8 +4,9 @@
 #   NP=16 MASTER_ADDR=node0 scripts/mpirun.sh --config configs/gpt2_345m.yaml [--flag value ...]
 #
 # HOSTS="node0:8,node1:8" places the ranks; MASTER_ADDR is the host of rank 0 (not needed on one host).
+# Relative paths are those of the folder where this is called; all hosts must see it.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PROGRAM=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/pretrain_gpt.py # paths of the command are those of the caller's folder
 
 LAUNCHER=(mpirun -np "${NP:-2}" --bind-to none)
 if [[ -n ${HOSTS:-} ]]; then
@@ -17,7 +18,7 @@ for name in MASTER_ADDR MASTER_PORT OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS;
     fi
 done
 
-COMMAND=("${LAUNCHER[@]}" python pretrain_gpt.py "$@")
+COMMAND=("${LAUNCHER[@]}" python "$PROGRAM" "$@")
 if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%q ' "${COMMAND[@]}"
     echo

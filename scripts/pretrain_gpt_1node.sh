@@ -4,9 +4,9 @@
 #   scripts/pretrain_gpt_1node.sh DATA_PREFIX SAVE_DIR [--flag value ...]
 #
 # DATA_PREFIX: a .bin/.idx pair written by tools/preprocess_data.py with GPT-2's vocabulary. VOCAB_FILE, MERGE_FILE and
-# GPUS_PER_NODE may be set in the environment.
+# GPUS_PER_NODE may be set in the environment. Relative paths are those of the folder where this is called.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PROGRAM=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/pretrain_gpt.py # paths of the command are those of the caller's folder
 
 if [[ $# -lt 2 || $1 == -* || $2 == -* ]]; then
     echo "usage: $0 DATA_PREFIX SAVE_DIR [--flag value ...]" >&2
@@ -15,7 +15,7 @@ fi
 for word in "$@"; do
     if [[ $word == --config || $word == --config=* ]]; then
         echo "error: $word: the flags here are those of a GPT-2 of 345 million parameters, which would count before the file's; run" >&2
-        echo "       torchrun --standalone --nproc-per-node ${GPUS_PER_NODE:-8} pretrain_gpt.py --config FILE.yaml" >&2
+        echo "       torchrun --standalone --nproc-per-node ${GPUS_PER_NODE:-8} $PROGRAM --config FILE.yaml" >&2
         exit 2
     fi
 done
@@ -74,7 +74,7 @@ OUTPUT_ARGS=(
 )
 
 COMMAND=(
-    "${LAUNCHER[@]}" pretrain_gpt.py
+    "${LAUNCHER[@]}" "$PROGRAM"
     "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" "${DATA_ARGS[@]}" "${OUTPUT_ARGS[@]}" "$@"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then

@@ -14,9 +14,9 @@
 # join at any time. MASTER_ADDR then serves the rendezvous alone: best a host that does not train, because that one must not fail.
 #
 # DATA_PREFIX: a .bin/.idx pair. TOKENIZER: a tokenizer.json or its directory. Under SLURM use slurm.sbatch, which
-# starts the ranks by srun. The rendezvous is not encrypted: use a private network.
+# starts the ranks by srun. Relative paths are those of the folder where this is called. The rendezvous is not encrypted: use a private network.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PROGRAM=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/pretrain_gpt.py # paths of the command are those of the caller's folder
 
 usage() {
     echo "usage: $0 SAVE_DIR --config FILE.yaml [--flag value ...]" >&2
@@ -45,6 +45,15 @@ if [[ ${DRY_RUN:-0} == 1 ]]; then NODE_RANK=${NODE_RANK:-NODE_RANK} MASTER_ADDR=
 if [[ -z ${MASTER_ADDR:-} || ( -z ${NODE_RANK:-} && $NNODES != *:* ) ]]; then
     # or every node would wait for the others at itself
     echo "error: NNODES=$NNODES: needs MASTER_ADDR=HOST (where all nodes meet)$([[ $NNODES == *:* ]] || echo " and NODE_RANK=N (0 on that host, another on each)")" >&2
+    exit 2
+fi
+if [[ ! $NNODES =~ ^[1-9][0-9]{0,5}(:[1-9][0-9]{0,5})?$ ]]; then
+    echo "error: NNODES=$NNODES: give a number of nodes, or FEWEST:MOST" >&2
+    exit 2
+fi
+if [[ $NNODES != *:* && ${DRY_RUN:-0}$NODE_RANK != 1NODE_RANK ]] && { [[ ! $NODE_RANK =~ ^[0-9]{1,6}$ ]] || ((10#$NODE_RANK >= NNODES)); }; then
+    # or the others would wait for a node that never comes
+    echo "error: NODE_RANK=$NODE_RANK: with NNODES=$NNODES nodes are numbered 0 to $((NNODES - 1)), 0 on the host of MASTER_ADDR" >&2
     exit 2
 fi
 MASTER_PORT=${MASTER_PORT:-6000}
@@ -117,7 +126,7 @@ RUN_ARGS=("${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${TRAINING_ARGS[@]}" --split
 if ((own)); then RUN_ARGS=(); fi
 
 COMMAND=(
-    "${LAUNCHER[@]}" pretrain_gpt.py
+    "${LAUNCHER[@]}" "$PROGRAM"
     ${RUN_ARGS[@]+"${RUN_ARGS[@]}"} ${DATA_ARGS[@]+"${DATA_ARGS[@]}"} --save "$SAVE_DIR" --auto-resume "$@"
 )
 if [[ ${DRY_RUN:-0} == 1 ]]; then

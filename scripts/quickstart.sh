@@ -3,10 +3,13 @@
 #
 #   scripts/quickstart.sh                   one process
 #   scripts/quickstart.sh --nprocs 2        flags go to pretrain_gpt.py
-#   SAVE=runs/mine scripts/quickstart.sh    where the run is kept (checkpoints/quickstart)
+#   SAVE=runs/mine scripts/quickstart.sh    where the run is kept (checkpoints/quickstart in the checkout)
 #
 # Interrupted? The same command continues where it stopped.
 set -euo pipefail
+for name in SAVE TOKENIZER; do # paths of the folder where this is called
+    if [[ -n ${!name:-} && ${!name} != /* ]]; then printf -v "$name" %s "$PWD/${!name}"; fi
+done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 use_environment

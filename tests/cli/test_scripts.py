@@ -83,7 +83,7 @@ def test_dry_run_prints_a_command_that_parses(
     script: str, arguments: list[str], variables: dict[str, str], launcher: str, world_size: int
 ) -> None:
     command = _dry_run(script, *arguments, "--seed", "77", **variables)
-    start = command.index("pretrain_gpt.py")
+    start = next(place for place, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
     assert " ".join(command[:start]).startswith(launcher)
     flags = command[start + 1 :]
     if "GPT2BPETokenizer" in flags or "HuggingFaceTokenizer" in flags:
@@ -109,12 +109,12 @@ def test_a_configuration_of_ones_own_is_given_no_flags_of_another_model(config: 
     data = ["--data-path", "data", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "t.json"]
     for names, added in ((["out"], []), (["data", "t.json", "out"], data)):
         words = _dry_run("pretrain_gpt_multinode.sh", *names, *config, "--seed", "77")
-        flags = words[words.index("pretrain_gpt.py") + 1 :]
+        flags = words[words.index(str(ROOT / "pretrain_gpt.py")) + 1 :]
         assert flags == [*added, "--save", "out", "--auto-resume", *config, "--seed", "77"]
     found = subprocess.run(
         [str(ROOT / "scripts" / "pretrain_gpt_1node.sh"), "data", "out", *config], capture_output=True, text=True
     )
-    assert found.returncode == 2 and "torchrun --standalone --nproc-per-node 8 pretrain_gpt.py" in found.stderr
+    assert found.returncode == 2 and f"torchrun --standalone --nproc-per-node 8 {ROOT}/pretrain_gpt.py" in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,47 @@ def test_a_node_that_does_not_know_its_place_is_refused(variables: dict[str, str
     for whole in ({"NNODES": "1"}, {"MASTER_ADDR": "n0"} | variables | {"NODE_RANK": "1"}):
         done = subprocess.run(command, env=path | whole, capture_output=True, text=True)
         assert done.returncode == 0 and "pretrain_gpt.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2: with NNODES=2 nodes are numbered 0 to 1,"),
+        ({"NNODES": "2", "NODE_RANK": "-1"}, "NODE_RANK=-1: with"),
+        ({"NNODES": "16", "NODE_RANK": "node3"}, "NODE_RANK=node3: with NNODES=16 nodes are numbered 0 to 15,"),
+        ({"NNODES": "1", "NODE_RANK": "1", "DRY_RUN": "1"}, "NODE_RANK=1: with NNODES=1 nodes"),
+        ({"NNODES": "two", "NODE_RANK": "0"}, "NNODES=two: give a number"),
+        ({"NNODES": "10", "NODE_RANK": "08"}, ""),
+    ],
+)
+def test_a_node_with_a_number_that_none_has_is_refused(variables: dict[str, str], said: str, tmp_path: Path) -> None:
+    """Or all nodes would wait in silence, also for one that is numbered from 1."""
+    (tmp_path / "torchrun").symlink_to("/bin/true")
+    command = [str(ROOT / "scripts" / "pretrain_gpt_multinode.sh"), "out", "--config", "my.yaml"]
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "n0"}
+    done = subprocess.run(command, env=path | variables, capture_output=True, text=True)
+    assert done.returncode == (2 if said else 0) and done.stderr.count("\n") == bool(said)
+    assert done.stderr.startswith(f"error: {said}" if said else "")
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [("pretrain_gpt_1node.sh", "data out"), ("pretrain_gpt_multinode.sh", "out --config a.yaml"), ("mpirun.sh", "")],
+)
+def test_paths_are_those_of_the_folder_where_a_script_is_called(script: str, names: str, tmp_path: Path) -> None:
+    """What DRY_RUN=1 prints works there, too."""
+    for launcher in ("torchrun", "mpirun"):
+        (tmp_path / launcher).write_text("#!/bin/bash\npwd\nprintf '%s\\n' $0 $@\n")
+        (tmp_path / launcher).chmod(0o755)
+    place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NNODES": "1"}
+    command = [str(ROOT / "scripts" / script), *names.split()]
+    done, printed = (
+        subprocess.run(command, cwd=tmp_path, env=place | more, capture_output=True, text=True, check=True).stdout
+        for more in ({}, {"DRY_RUN": "1"})
+    )
+    where, _, *words = done.split()
+    assert where == str(tmp_path) and str(ROOT / "pretrain_gpt.py") in words
+    assert shlex.split(printed)[1:] == words
 
 
 def _slurm_job(folder: Path, srun: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -202,7 +243,7 @@ def test_a_container_sees_the_checkout_and_the_run(tmp_path: Path) -> None:
 
 def test_nodes_from_to_meet_by_a_rendezvous_that_lets_them_come_and_go() -> None:
     words = _dry_run("pretrain_gpt_multinode.sh", "data", "tokenizer.json", "runs/a", NNODES="2:4", MASTER_ADDR="n0")
-    launcher = " ".join(words[: words.index("pretrain_gpt.py")])
+    launcher = " ".join(words[: words.index(str(ROOT / "pretrain_gpt.py"))])
     assert launcher == (
         "torchrun --nproc-per-node 8 --nnodes 2:4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint n0:6000 "
         "--rdzv-id a"
