@@ -52,8 +52,8 @@ def answer(flags: argparse.Namespace, world: World, loaded: LoadedModel) -> None
     if flags.prompts is None and not flags.prompt:
         converse(flags, world, loaded, template, sampling, begin)
         return
-    asked = [[said("user", flags.prompt)]] if flags.prompts is None else read_talks(flags.prompts, "--prompts")
-    talks = [[*begin, *talk] for talk in asked]
+    alone = [[*begin, said("user", flags.prompt)]]
+    talks = alone if flags.prompts is None else read_talks(flags.prompts, "--prompts", begin)
     found = generate(
         loaded,
         chat_prompts(loaded, template if world.is_first else None, talks),

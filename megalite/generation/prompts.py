@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from megalite.data import (
     JSONL_SUFFIXES,
@@ -40,17 +41,18 @@ def read_prompts(path: str, flag: str) -> list[str]:
     return texts
 
 
-def read_talks(path: str, flag: str) -> list[Messages]:
+def read_talks(path: str, flag: str, begin: Sequence[dict[str, Any]] = ()) -> list[Messages]:
     """Conversations that wait for an answer: the field `messages` of each line of a JSONL file, or `prompt`, what a
-    user says; of another file each line that is not empty. Raises DataError."""
+    user says; of another file each line that is not empty. begin: what `--system` puts in front. Raises DataError."""
     if not path.endswith(JSONL_SUFFIXES):
-        return [[said("user", text)] for text in read_prompts(path, flag)]
+        return [[*begin, said("user", text)] for text in read_prompts(path, flag)]
     problem = input_problem(path, MOST_BYTES)
     if problem:
         raise DataError(f"{flag}={path}: {problem}")
     with open_text(path, flag) as file:
         try:
-            talks = [_talk(line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip()]
+            lines = ((line, f"{path}:{number}") for number, line in enumerate(file, 1) if line.strip())
+            talks = [_talk(line, where, begin) for line, where in lines]
         except (OSError, EOFError, UnicodeDecodeError) as error:
             raise DataError(f"{flag}={path}: cannot be read ({str(error)[:80]})") from None
     if not talks:
@@ -58,7 +60,7 @@ def read_talks(path: str, flag: str) -> list[Messages]:
     return talks
 
 
-def _talk(line: str | bytes, where: str) -> Messages:
+def _talk(line: str | bytes, where: str, begin: Sequence[dict[str, Any]]) -> Messages:
     try:
         record = parse_json(line, where)
         if isinstance(record, dict) and "messages" not in record and isinstance(record.get("prompt"), str):
@@ -69,7 +71,9 @@ def _talk(line: str | bytes, where: str) -> Messages:
         raise DataError(f"{str(error).split(';')[0]}; a line is such as {form}") from None
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: ends with the assistant's message, so nothing waits for an answer; drop that")
-    return list(messages)
+    if begin and any(message["role"] == "system" for message in messages):
+        raise DataError(f"{where}: has a system message of its own, and --system gives another; drop one of the two")
+    return [*begin, *messages]
 
 
 def check_whole(text: str, flag: str) -> None:

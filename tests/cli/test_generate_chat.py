@@ -98,6 +98,24 @@ def test_a_file_of_conversations(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert found == [{"messages": talk, "sample": 0, "text": theirs(model, talk)} for talk in talks]
 
 
+def test_no_conversation_has_two_system_messages(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "talks.jsonl"
+    user, system = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Be short."}
+    file.write_text(json.dumps({"prompt": "Hi"}) + "\n\n" + json.dumps({"messages": [system, user]}) + "\n")
+    flags = ("--load", str(model), "--greedy", "--prompts", str(file))
+    status, out, error = chat(capsys, *flags, "--system", "Be long.")
+    assert (status, out) == (2, "")
+    line = f"error: {file}:3: has a system message of its own, and --system gives another; drop one of the two"
+    assert error.splitlines()[-1] == line
+    assert [talk[0]["role"] for talk in read_talks(str(file), "--prompts")] == ["user", "system"]
+    (tmp_path / "talks.txt").write_text("Hi\n")
+    for name in ("talks.txt", "one.jsonl"):
+        (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "Hi"}))
+        assert read_talks(str(tmp_path / name), "--prompts", [system]) == [[system, user]]
+
+
 TEMPLATES: dict[str, tuple[str, str]] = {
     "none": ("", "writes nothing"),
     "no template of Jinja's": ("{% if %}", "the chat template is none"),
