@@ -181,7 +181,9 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     messages = record.get(keys[0]) if isinstance(record, dict) else None
     if messages is None and keys[0] == "messages" and isinstance(record, dict) and _is_sharegpt(record):
         messages = record["conversations"]
-    if not isinstance(messages, list) or not messages:
+    if messages == []:
+        raise DataError(f"{where}: the list in field '{keys[0]}' is empty; drop the line, or `skip_bad_lines` does")
+    if not isinstance(messages, list):
         raise DataError(f"{where}: no list of messages in field '{keys[0]}'; {_other_form(record, keys[0])}")
     messages = [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     for number, message in enumerate(messages, 1):

@@ -217,7 +217,7 @@ def test_sampling_is_the_models_where_flags_say_nothing(number: int) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"messages": []}', "no list of messages"),
+        ('{"messages": []}', "talks.jsonl:1: the list in field 'messages' is empty; a line is such as"),
         ('{"messages": 3}', "no list of messages"),
         ('{"prompt": 3}', "no list of messages"),
         ("[]", "no list of messages"),
