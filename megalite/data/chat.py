@@ -188,14 +188,15 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     messages = [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
     for number, message in enumerate(messages, 1):
         for name in ("role", "content"):
-            check_characters(message[name], f"{where}: {name} of message {number}")
+            check_characters(message.get(name) or "", f"{where}: {name} of message {number}")
     if record.get("tools"):
         raise DataError(f"{where}: has tools, which are not supported; leave them out, or `skip_bad_lines` drops it")
     return [messages]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message with a role and a text: of ShareGPT's form, or with a list of texts, made one of ours."""
+    """A message with a role and a text: of ShareGPT's form, or with a list of texts, made one of ours. What calls tools
+    needs no text."""
     if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
         speaker = message["from"]
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
@@ -212,6 +213,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                 f"{where} has a part of type {kind}; parts of its content must be of type text, with a text"
             )
         message = {**message, "content": "".join(part["text"] for part in parts)}
+    if content is None and isinstance(message, dict) and message.get("role") == "assistant" and _calls(message):
+        return message
     if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
         raise DataError(f"{where} is not an object with a role and a content that are texts")
     return message
@@ -250,7 +253,7 @@ class ChatJob(UnitJob):
     @property
     def settings(self) -> str:
         assert self.template is not None
-        return digest_of("chat 2", super().settings, self.template.text)
+        return digest_of("chat 3", super().settings, self.template.text)
 
     def run(self, unit: InputUnit) -> UnitTokens:
         assert self.template is not None
@@ -282,7 +285,7 @@ class ChatJob(UnitJob):
             marks.append(np.array(found[1], np.uint8) * ANSWER)
             if found[0]:
                 marks[-1][-1] |= END
-            total += sum(utf8_length(message["content"]) for message in messages)
+            total += sum(utf8_length(message.get("content") or "") for message in messages)
         lengths = np.array([len(each) for each in ids], np.int32)
         columns = [np.concatenate([np.empty(0, t), *each]) for t, each in zip(self.dtypes, (ids, marks), strict=True)]
         source, reasons = unit_digest(unit), tuple(skipped[:REASONS])

@@ -265,6 +265,31 @@ def test_calls_that_the_template_leaves_out_are_counted(template: str, lost: int
     assert preprocess_chat([str(file)], str(tmp_path / "out"), tokenizer, made).totals.lost_calls == lost
 
 
+WITH_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is defined %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+) + PROMPT
+
+
+def test_calls_without_content_are_what_the_template_makes_of_them(tmp_path: Path) -> None:
+    """As OpenAI and TRL write them; a template that needs a text says so in a line, and other messages need one."""
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look_up", "arguments": {}}}]}
+    talks = [
+        [MESSAGES[1][0], {**call, **content}, {"role": "tool", "content": "7"}, MESSAGES[1][1]]
+        for content in ({"content": None}, {}, {"content": ""})
+    ]
+    _, prefix = write(tmp_path, [{"messages": talk} for talk in talks], WITH_CALLS)
+    store = IndexedDataset(prefix)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    for number, talk in enumerate(talks):
+        assert store.get(number).tolist() == theirs.apply_chat_template(talk, tokenize=True, return_dict=False)
+    with pytest.raises(DataError, match="talks.jsonl:1: the chat template refuses it .*content"):
+        write(tmp_path, [{"messages": talks[0]}], CHATML)
+    for broken in ({**call, "role": "user"}, {**call, "tool_calls": []}, {**call, "content": 3}):
+        with pytest.raises(DataError, match="message 2 is not an object with a role and a content that are texts"):
+            write(tmp_path, [{"messages": [MESSAGES[1][0], broken]}], WITH_CALLS)
+
+
 @pytest.mark.parametrize("name", ["talks.parquet", "saved", "hf:some/talks"])
 def test_other_forms_than_json_lines_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
