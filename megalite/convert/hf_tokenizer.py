@@ -39,7 +39,8 @@ def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
         tokenizer = make_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory), flag=f"`load`={directory}")
     else:
         logger.warning("%s: holds no tokenizer; the checkpoint takes token numbers for text", directory)
-        return NullTokenizer(max(2, vocab_size))
+        fix = "it holds no tokenizer: copy the model's tokenizer.json there"
+        return NullTokenizer(max(2, vocab_size), asked=f"`load`={directory}", fix=fix)
     if tokenizer.vocab_size > vocab_size:
         raise DataError(f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
     return tokenizer

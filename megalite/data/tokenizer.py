@@ -185,23 +185,27 @@ class CharTokenizer(Tokenizer):
 
 
 class NullTokenizer(Tokenizer):
-    """Text is already numbers: `"12 7 3"` is three ids below `vocab_size`; the last id ends a document."""
+    """Text is already numbers: `"12 7 3"` is three ids below `vocab_size`; the last id ends a document.
+
+    asked: what led to it, and fix: what leads to another, for the error about text.
+    """
 
     kind = "NullTokenizer"
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self, vocab_size: int, *, asked: str = "`tokenizer_type`=NullTokenizer", fix: str = "name another tokenizer"
+    ) -> None:
         if vocab_size < 2:
             raise DataError(f"`vocab_size`={vocab_size}: NullTokenizer needs at least 2 ids (one is end of document)")
         self.vocab_size = vocab_size
         self.eod_id = vocab_size - 1
+        self._asked, self._fix = asked, fix
 
     def encode(self, text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise DataError(
-                f"`tokenizer_type`=NullTokenizer: text must be numbers ({error}); name another tokenizer"
-            ) from error
+            raise DataError(f"{self._asked}: text must be numbers ({error}); {self._fix}") from error
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise DataError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def test_an_id_that_is_none_is_refused(tmp_path: Path) -> None:
     with_processor(tmp_path, ROBERTA | {"type": "BertProcessing", "cls": ["x", 301]})
     with pytest.raises(DataError, match="puts id 301 in front of texts; its ids end at 300"):
         make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_says_what_to_copy(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    flags = ["--load", str(tmp_path / "model"), "--device", "cpu", "--max-new-tokens", "1"]
+    assert run_tool(generate, [*flags, "--prompt", "a"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: --load={tmp_path / 'model'}: text must be numbers (")
+    assert error.endswith("; it holds no tokenizer: copy the model's tokenizer.json there")
+    assert run_tool(generate, [*flags, "--prompt", "1 2"]) == 0
 
 
 @pytest.mark.parametrize("prompt", ["the quick", ""])
