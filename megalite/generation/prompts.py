@@ -72,7 +72,7 @@ def _talk(line: str | bytes, where: str, begin: Sequence[dict[str, Any]]) -> Mes
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: ends with the assistant's message, so nothing waits for an answer; drop that")
     if begin and any(message["role"] == "system" for message in messages):
-        raise DataError(f"{where}: has a system message of its own, and --system gives another; drop one of the two")
+        raise DataError(f"{where}: has a system message of its own, and `system` gives another; drop one of the two")
     return [*begin, *messages]
 
 
