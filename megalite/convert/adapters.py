@@ -48,7 +48,7 @@ class BaseModel:
     def at(cls, path: Path, world: Axis) -> BaseModel:
         """The model that lies there now. Collective over `world`, whose ranks share the reading. Raises
         CheckpointError, on all ranks."""
-        return cls(path.resolve(), _digest(path, world), hub_id=_hub_id(path))
+        return cls(path.resolve(), digest_of(path, world), hub_id=_hub_id(path))
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], where: str) -> BaseModel:
@@ -80,7 +80,7 @@ class BaseModel:
                 f"{where}: adapters of the model {path}, which is not there; bring it back, or name its place: `load` "
                 "to train (beside `auto_resume`), `base` to convert, generate and evaluate"
             )
-        if (now := _digest(path, world)) != self.digest:
+        if (now := digest_of(path, world)) != self.digest:
             raise CheckpointError(
                 f"{where}: adapters of another model than {path} (digest {self.digest}, there {now}); give that"
             )
@@ -101,7 +101,7 @@ def _hub_id(path: Path) -> str | None:
     return None if "progress" in meta else Origin.from_meta(meta.get(ORIGIN_META)).hub_id
 
 
-def _digest(path: Path, world: Axis) -> str:
+def digest_of(path: Path, world: Axis) -> str:
     """Checksum of a model's content: a checkpoint's COMMITTED proves all of it; of a Hugging Face model the ranks read
     every byte of weights and configuration, each its share of the files."""
     own: dict[str, str] = {}

@@ -8,6 +8,7 @@ Only plain LoRA of linear layers; what else peft can do is refused, never left o
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from pathlib import Path
@@ -17,14 +18,17 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import COMMITTED, committed, is_huggingface
+from megalite.comm import Axis
+from megalite.convert.adapters import digest_of
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, read_json, safetensors
 from megalite.convert.hf_tokenizer import read_tokenizer
-from megalite.convert.peft_writing import OUTER, PEFT_CONFIG, PEFT_WEIGHTS
+from megalite.convert.peft_writing import DIGEST, OUTER, PEFT_CONFIG, PEFT_WEIGHTS
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from megalite.files import hub_advice
 from megalite.stores import Place
 
+logger = logging.getLogger(__name__)
 UNSET: tuple[Any, ...] = (None, False, [], {})
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -77,6 +81,7 @@ class PeftSource(HuggingFaceSource):
         self._alpha, self._root = float(alpha), bool(settings.get("use_rslora"))
         self._transposed = bool(settings.get("fan_in_fan_out"))
         self._pairs_of_layers = self._read_adapters()
+        self._check_digest(base)
         super().__init__(base)
         changed = {f"{layer}.weight" for layer in self._pairs_of_layers}
         if strange := sorted(changed - {name for pair in self._pairs.values() for name in pair.theirs}):
@@ -88,6 +93,18 @@ class PeftSource(HuggingFaceSource):
         """The one beside the adapters, if there is one: a template may have come with the training."""
         own = (self._adapters / "tokenizer.json").is_file()
         return read_tokenizer(self._adapters, self.model.vocab_size) if own else super().tokenizer
+
+    def _check_digest(self, base: Path) -> None:
+        """Raises CheckpointError where the adapters say that they were trained beside another model."""
+        with safetensors(self._adapters / PEFT_WEIGHTS) as opened:
+            theirs = (opened.metadata() or {}).get(DIGEST)
+        if theirs is None:
+            logger.warning("%s: no digest of its model, so whether %s is that one is not known", self._adapters, base)
+        elif (now := digest_of(base, Axis.single("world"))) != theirs:
+            raise CheckpointError(
+                f"{self._adapters}: adapters of another model than {base} (digest {ascii(theirs[:16])[1:-1]}, there "
+                f"{now}); give that"
+            )
 
     def _read_adapters(self) -> dict[str, dict[str, Tensor]]:
         """Layer -> A and B."""

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megalite.checkpoint import is_huggingface
 from megalite.config import ModelConfig
 from megalite.convert.adapters import AdaptedSource
 from megalite.convert.family import GROUPED_TRANSPOSED, STACKED, TRANSPOSED, HuggingFaceFamily, LayerRule
@@ -28,6 +29,8 @@ from megalite.inventory import Adapter
 PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 OUTER = "base_model.model."
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+DIGEST = "megalite_base_digest"
+"""In the weights' metadata: the checksum of the Hugging Face folder that they were trained beside."""
 
 
 def write_peft(
@@ -48,12 +51,18 @@ def write_peft(
     config = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, **settings}
     with staged(directory, model=model, dtype=None) as staging:
         stored = {name: (v if dtype is None else v.to(dtype)).clone() for name, v in tensors.items()}
-        save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt"})
+        save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt", **_digest_of_base(source)})
         write_json(staging / PEFT_CONFIG, config)
         write_tokenizer(source.tokenizer, staging)
         card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
         (staging / CARD).write_text(card, encoding="utf-8")
     return directory
+
+
+def _digest_of_base(source: AdaptedSource) -> dict[str, str]:
+    """None of a run: whose exports have other files."""
+    base = source.base_model
+    return {} if base.path is None or not is_huggingface(base.path) else {DIGEST: base.digest}
 
 
 def _prefixes(source: AdaptedSource) -> tuple[dict[str, Tensor], dict[str, object]]:

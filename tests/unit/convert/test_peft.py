@@ -29,6 +29,7 @@ from megalite.convert import (
     write_peft,
 )
 from megalite.convert.llama import LLAMA
+from megalite.convert.peft_writing import PEFT_WEIGHTS
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inference import load_for_inference
 from megalite.train import offer_of
@@ -278,6 +279,22 @@ def test_a_prefix_is_that_of_peft(case: str, tmp_path: Path, monkeypatch: pytest
     assert (plain - expected).abs().max() > 1e-3, "the prefix changes what the model says"
     with pytest.raises(ConfigError, match="merges into no matrix, .*export it --to peft, or use the run itself"):
         write_huggingface(source, tmp_path / "merged")
+
+
+def test_exported_adapters_know_their_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One weight of the model is another: refused. Saved again without the digest, they are read with a note."""
+    model = peer("llama")
+    model.save_pretrained(tmp_path / "base")
+    write_peft(fine_tune(tmp_path / "base", "llama", tmp_path / "run"), tmp_path / "adapter")
+    model.lm_head.weight.data[0, 0] += 1
+    model.save_pretrained(tmp_path / "other")
+    PeftSource(tmp_path / "adapter", tmp_path / "base")
+    assert "no digest" not in caplog.text
+    with pytest.raises(CheckpointError, match=r"adapters of another model than .*other \(digest .*; give that"):
+        PeftSource(tmp_path / "adapter", tmp_path / "other")
+    save_file(load_file(tmp_path / "adapter" / PEFT_WEIGHTS), tmp_path / "adapter" / PEFT_WEIGHTS)
+    PeftSource(tmp_path / "adapter", tmp_path / "other")
+    assert "other is that one is not known" in caplog.text
 
 
 def test_a_bottleneck_stays_in_its_run(tmp_path: Path) -> None:
