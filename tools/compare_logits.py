@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -11,6 +13,7 @@ from megalite.strangers import load_causal_model
 if TYPE_CHECKING:  # torch comes with what the functions import
     import torch
 
+    from megalite.config import Config
     from megalite.convert import ModelSource
 
 # A difference above this share of the largest logit is no rounding: both sides compute in fp32 or wider.
@@ -41,7 +44,8 @@ def verify(
     from megalite.microbatch import Microbatch
     from megalite.nn import Head
 
-    loaded = load_for_inference(ours, ckpt_step=ckpt_step, use_ema=use_ema, base=base, device="cpu")
+    opened = partial(load_for_inference, ours, ckpt_step=ckpt_step, use_ema=use_ema, base=base, device="cpu")
+    loaded = opened()
     model = loaded.config.model
     length = min(TOKENS, model.max_positions)
     tokens = torch.randint(0, model.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
@@ -52,9 +56,9 @@ def verify(
         loss_mask=torch.ones(1, length),
         sample_ids=torch.zeros(1, dtype=torch.int64),
     )
-    head = cast(Head, loaded.model.get_submodule("head"))
 
     def our_logits() -> torch.Tensor:
+        head = cast(Head, loaded.model.get_submodule("head"))
         return head.logits(loaded.model.body(None, microbatch)).transpose(0, 1)
 
     with torch.no_grad():
@@ -62,6 +66,8 @@ def verify(
         peer = load_causal_model(theirs, HuggingFaceSource(theirs).family.architecture, dtype, "--verify").eval()
         if isinstance(source, AdaptedSource):
             apart = our_logits()
+            if model.lora.frozen_weights_int8:  # codes take no merged weights
+                loaded = opened(changed=_without_int8)
             named = dict(loaded.model.logical_parameters())
             for name, parameter in named.items():
                 parameter.copy_(source.merged(name)) if ".adapters." not in name else parameter.zero_()
@@ -72,6 +78,11 @@ def verify(
         for parameter in [*loaded.model.parameters(), *peer.parameters()] if written else []:
             parameter.copy_(parameter.to(written))
         _compare(f"{dtype}", our_logits(), peer(input_ids=tokens).logits)
+
+
+def _without_int8(config: Config) -> Config:
+    lora = replace(config.model.lora, frozen_weights_int8=False)
+    return replace(config, model=replace(config.model, lora=lora))
 
 
 def _compare(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -205,6 +205,24 @@ def test_adapters_of_a_bf16_model_are_merged_and_rounded_once(convert: Convert, 
     assert status == 1 and "adapters merged and beside the base" in error, "a wrong merge is not taken for rounding"
 
 
+def test_verify_of_adapters_beside_8_bits(convert: Convert, tmp_path: Path) -> None:
+    """The merged weights are the dequantised ones with the adapters, and no codes take their place."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    save_model(tmp_path / "base", num_hidden_layers=1)
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    flags = [
+        *"--use-checkpoint-args --seq-length 16 --device cpu --num-workers 0 --lora rank=4 int8".split(),
+        *RUN_FLAGS.split(), "--data-path", str(tmp_path / "text.txt"),
+        "--data-cache-path", str(tmp_path / "cache"), "--load", str(tmp_path / "base"), "--save", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert pretrain(flags) == 0
+    sides = "--from", "megalite", "--to", "hf", "--load", tmp_path / "run", "--verify"
+    status, out, error = convert(*sides, "--save", tmp_path / "merged")
+    assert status == 0, error
+    found = [float(part.split(",")[0]) for part in out.split("largest difference of logits ")[1:]]
+    assert len(found) == 2 and max(found) < 1e-5
+
+
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 @pytest.mark.parametrize("kind", ["bytes", "numbers"])
 def test_megatron_gets_the_tokenizer_or_is_told_of_none(kind: str, form: str, convert: Convert, tmp_path: Path) -> None:
