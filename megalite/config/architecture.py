@@ -165,7 +165,10 @@ def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architectu
     if architecture and offer.model.is_foreign:
         values["seq_length"] = offer.model.seq_length
     elif architecture:
-        values = {name: flat(offer.model)[name] for name in (*effective(offer.model), *TAKEN_FREELY)}
+        kind = given.get("moe_router_load_balancing_type")
+        dense = offer.model.experts.num_experts is None or (kind is not None and kind.value == "none")
+        balance = () if dense else ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+        values = {name: flat(offer.model)[name] for name in (*effective(offer.model), *TAKEN_FREELY, *balance)}
         values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
         values["max_position_embeddings"] = offer.model.max_positions
     if not any(name in given and given[name].value is not None for name in TOKENIZER):

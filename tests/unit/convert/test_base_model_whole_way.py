@@ -13,6 +13,7 @@ import torch
 from megalite.comm.world import World
 from megalite.config import Sampling, parse
 from megalite.convert import AdaptedSource, CheckpointSource, open_checkpoint, write_huggingface, write_peft
+from megalite.convert.registry import family_of
 from megalite.inference import generate, load_for_inference
 from megalite.train.run import open_run
 from megalite.train.starting_point import offer_of
@@ -52,6 +53,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_huggingface(adapted, home / "merged")
     write_peft(adapted, home / "adapter")
     return home
+
+
+def test_the_balance_of_experts_is_that_of_the_model(tmp_path: Path) -> None:
+    """c k / L of `router_aux_loss_coef` c is what `--use-checkpoint-args` trains with, unless flags say otherwise, and
+    what the run's export says."""
+    given = transformers.GptOssConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=8, num_hidden_layers=4, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.003,
+    )  # fmt: skip
+    transformers.GptOssForCausalLM(given).save_pretrained(tmp_path / "oss")
+    flags = [*FLAGS, "--mock-data", "--vocab-size", "64", "--load", str(tmp_path / "oss")]
+    found = parse(flags, world_size=1, read_offer=offer_of).model
+    assert found.experts.moe_aux_loss_coeff == pytest.approx(0.003 * 2 / 4, rel=1e-12)
+    for words, expected in (("--moe-aux-loss-coeff 0.2", 0.2), ("--moe-router-load-balancing-type none", 0.0)):
+        own = parse([*flags, *words.split()], world_size=1, read_offer=offer_of).model
+        assert own.experts.moe_aux_loss_coeff == expected
+    assert family_of(found, "gpt_oss").config(found)["router_aux_loss_coef"] == 0.003
 
 
 def load(where: Path) -> Any:
