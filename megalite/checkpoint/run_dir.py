@@ -143,6 +143,8 @@ def _check_folder(root: Path, load: Place | str, flag: str, advice: str) -> None
         raise CheckpointError(f"{flag}{load}: no such directory; {what}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{flag}{load}: cannot be read ({getattr(error, 'strerror', error)})") from None
+    if not is_folder and (is_huggingface(root.parent) or (root.parent / COMMITTED).is_file()):
+        raise CheckpointError(f"{flag}{load}: is a file; give its folder, {root.parent}")
     if not is_folder:
         raise CheckpointError(f"{flag}{load}: is a file{_what_file(root)}; {advice}")
 

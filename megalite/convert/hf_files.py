@@ -178,9 +178,14 @@ class HuggingFaceSource:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, Mapping) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CheckpointError(f"{index}: weight_map is not a table of file names")
-            return [check_file_name(file, str(index)) for file in sorted(set(weight_map.values()))]
+            files = [check_file_name(file, str(index)) for file in sorted(set(weight_map.values()))]
+            if gone := [file for file in files if not (self.directory / file).exists()]:
+                raise CheckpointError(f"{self.directory}: {INDEX} names {_some(gone)}, missing there; copy all files")
+            return files
         if (self.directory / SINGLE).is_file():
             return [SINGLE]
+        if shards := sorted(path.name for path in self.directory.glob("model-*-of-*.safetensors")):
+            raise CheckpointError(f"{self.directory}: holds {_some(shards)}, but no {INDEX}; copy it there")
         pickled = sorted(path.name for path in self.directory.glob("*.bin"))
         hint = f" ({pickled[0]} is a pickle, which is not read; save the model as safetensors)" if pickled else ""
         raise CheckpointError(f"{self.directory}: neither {SINGLE} nor {INDEX} found{hint}")

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,7 +197,7 @@ def _offer_of(root: Place, ckpt_step: int | None) -> Offer | None:
             f"`load`={root}: adapters of peft, no model; name the run that trained them, or a model that they are "
             "merged into (merge_and_unload of peft)"
         )
-    other = is_distributed(root) or torn_shards(root)
+    other = is_distributed(root) or torn_shards(root) or (isinstance(root, Path) and os.path.isfile(root))
     if not other and ckpt_step is None and not (root / COMMITTED).is_file() and not committed(root):
         return None
     path = resolve_checkpoint(root, ckpt_step)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megalite.convert import CheckpointSource, write_huggingface
 from megalite.errors import MegaliteError
 from megalite.inference import load_for_inference
+from megalite.train import offer_of
 from tests.unit.inference.tiny_checkpoint import all_logits, write_checkpoint
 
 IDS = list(b"The quick")
@@ -124,6 +125,14 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         "pytorch_model.bin is a pickle",
     ),
     "no weights": (without("model.safetensors"), "neither model.safetensors nor"),
+    "a file less than the index names": (
+        lambda folder: (in_two_files(folder), without("model-00002-of-00002.safetensors")(folder)),
+        "model: model.safetensors.index.json names model-00002-of-00002.safetensors, missing there; copy all files",
+    ),
+    "several files without an index": (
+        lambda folder: (in_two_files(folder), without("model.safetensors.index.json")(folder)),
+        "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, but no model.safetensors.index.json; copy",
+    ),
     "a family that we do not have": (says(model_type="bert"), "model_type 'bert' not supported"),
     "quantised": (says(quantization_config={"bits": 4}), "quantised weights are not supported"),
     "a smaller vocabulary": (says(vocab_size=200), "the tokenizer has 257 tokens, the model 200"),
@@ -148,3 +157,17 @@ def test_what_it_is_not_is_said_in_one_line(case: str, made: tuple[Path, torch.T
     with pytest.raises(MegaliteError) as caught:
         load_for_inference(folder, device="cpu")
     assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_in_place_of_its_folder_names_the_folder(
+    name: str, made: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    """By the tools, and by a training that takes the architecture from there."""
+    for read in (lambda path: load_for_inference(path, device="cpu"), lambda path: offer_of(str(path), None)):
+        with pytest.raises(MegaliteError) as caught:
+            read(made[0] / name)
+        assert str(caught.value) == f"--load={made[0] / name}: is a file; give its folder, {made[0]}"
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(MegaliteError, match="is a file; give a run's"):
+        offer_of(str(tmp_path / "notes.txt"), None)
