@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megalite.config.architecture import (
@@ -135,7 +135,7 @@ def parse_with_origins(
     other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
     other += without_a_checkpoint(config, merged)
     other += new_positions(None if offered is None else offered.offer, config.model)
-    warned = [*config_warnings(config, world), *elastic_warnings(config, world), *other]
+    warned = [*_not_offered(config_warnings(config, world), merged, offered), *elastic_warnings(config, world), *other]
     doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 
@@ -224,6 +224,15 @@ def _with_offer(
     above = [[each for each in level if not (each.name in below and is_left_open(each))] for level in levels]
     given = {each.name: each for level in above for each in level}
     return _Offered(offer, given, asked), [list(below.values()), *above]
+
+
+def _not_offered(lines: Iterable[str], merged: Mapping[str, GivenOption], offered: _Offered | None) -> Iterator[str]:
+    """Of values that came with the model nobody can drop one."""
+    taken = {name for name, each in merged.items() if offered is not None and each.where == offered.offer.where}
+    for line in lines:
+        name, _, said = line.removeprefix("`").partition("`")
+        if name not in taken or ": has no effect" not in said:
+            yield line
 
 
 def _required(option: Option, offered: _Offered | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_arguments import argv, problems_of
 
-from megalite.config import parse, parse_with_origins
+from megalite.config import Offer, parse, parse_with_origins
 from megalite.config.rules.lora import adapted_sizes
 from megalite.inventory import adapters_of
 
@@ -201,3 +201,22 @@ def test_the_sizes_of_adapted_matrices_are_those_of_their_adapters(family: str) 
         for adapter in adapters_of(model, linear)
     }
     assert adapted_sizes(model) == found and len(found) == len(model.adapted_parts)
+
+
+def test_nothing_is_said_of_a_value_that_came_with_the_model() -> None:
+    """gpt-oss has the size of MLPs that it has none of."""
+    model = parse(argv(f"{MOE} --moe-ffn-hidden-size 64 --ffn-hidden-size 128")).model
+    flags = (
+        "--load here --use-checkpoint-args --micro-batch-size 1 --lr 1e-3 --train-iters 2 --seq-length 64 --mock-data"
+    )
+
+    def doubts(more: str = "") -> list[str]:
+        read = parse_with_origins([*flags.split(), *more.split()], check_files=False, read_offer=lambda *_: offer)
+        return [line for line in read.warnings if "has no effect" in line]
+
+    offer = Offer("here/config.json", model, {"tokenizer_type": "NullTokenizer"})
+    assert doubts() == []
+    (line,) = doubts("--ffn-hidden-size 128")
+    assert line.startswith("--ffn-hidden-size=128: has no effect where every block has experts")
+    (line,) = doubts("--exit-signal-handler --lr-warmup-init 1e-5")
+    assert line.startswith("--lr-warmup-init=1e-05: has no effect")
