@@ -44,7 +44,7 @@ from megalite.data.tokenizer_io import (
     resolve_vocab_size,
     tokenizer_files,
 )
-from megalite.data.written_by import check_joined, note_joined
+from megalite.data.written_by import check_joined, note_joined, same_ids
 
 if TYPE_CHECKING:
     from megalite.data.loader import BatchLoader, DocumentMasks

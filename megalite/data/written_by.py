@@ -73,6 +73,12 @@ def check_tokenizer(store: IndexedDataset, tokenizer: Tokenizer, source: str) ->
         )
 
 
+def same_ids(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers give the same ids to a text; further ids at the end are no difference."""
+    known = _probe(one)
+    return tokenizer_fingerprint(one) == tokenizer_fingerprint(other) or (known is not None and known == _probe(other))
+
+
 def _probe(tokenizer: Tokenizer) -> list[int] | None:
     """The ids of a text; None of a tokenizer that does not know all of its characters."""
     try:

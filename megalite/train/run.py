@@ -46,7 +46,7 @@ from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
 from megalite.train.samples import Measures, ModelInUse, SampleWriter, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
-from megalite.train.starting_point import open_start
+from megalite.train.starting_point import open_start, tell_other_ids
 from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.uploads_hook import upload_hooks
 from megalite.train.validation import Validator
@@ -98,9 +98,9 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:
         check_shared_disks(resolved, world, mesh.world)
         start = directory.start()
+        tell_other_ids(start if world.is_first else None, tokenizer)
         settled = resolve_schedules(directory.config, world.size, start)
-        config = settled.config
-        directory.config = config
+        config = directory.config = settled.config
         # What the checkpoint says about the run that is continued; nothing where only its weights are taken.
         earlier = start.meta if start is not None and not start.weights_only else {}
         matmul = set_matmul_precision(config, world.device, mesh.world, earlier=earlier.get(matmul_precision.META))

@@ -55,7 +55,7 @@ from megalite.convert import (
     state_of,
     state_of_dcp,
 )
-from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, read_description
+from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, Tokenizer, read_description, same_ids
 from megalite.errors import CheckpointError, MegaliteError
 from megalite.files import served_url, staging_folder
 from megalite.progress import amount
@@ -166,6 +166,19 @@ def _as_flags_say(start: StartingPoint, meta: Mapping[str, Any], samples_after: 
         start.path, f"{done:,}", f"{samples:,}",
     )  # fmt: skip
     return replace(start, meta={**meta, "progress": progress, "loss_scaler": {}}, weights_only=False)
+
+
+def tell_other_ids(start: StartingPoint | None, tokenizer: Tokenizer) -> None:
+    """One line where a Hugging Face model comes with a tokenizer that gives a text other ids than the run's does."""
+    source = start.source if start is not None else None
+    if start is None or not isinstance(source, HuggingFaceSource) or source.origin.has_tokens_of(tokenizer):
+        return
+    if not same_ids(source.tokenizer, tokenizer):
+        logger.warning(
+            "`load`=%s: its own tokenizer gives a text other ids than the one of this run (%s); "
+            "leave out `tokenizer_type` and `tokenizer_model` to train with the model's own",
+            start.path, tokenizer.describe(),
+        )  # fmt: skip
 
 
 def offer_of(
