@@ -66,6 +66,8 @@ class HuggingFaceSource:
         self.directory = Path(directory)
         if not self.directory.exists() and (advice := hub_advice(str(directory))):
             raise CheckpointError(f"{directory}: no such directory; {advice}")
+        if self.directory.is_file():
+            raise CheckpointError(f"`load`={directory}: is a file; give its folder, {self.directory.parent}")
         raw = read_json(self.directory / CONFIG)
         self.family, self.model = read_model(raw, CONFIG)
         generation = self.directory / GENERATION

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.convert import CheckpointSource, write_huggingface
+from megalite.convert import CheckpointSource, HuggingFaceSource, write_huggingface
 from megalite.errors import MegaliteError
 from megalite.inference import load_for_inference
 from megalite.train import offer_of
@@ -163,8 +163,8 @@ def test_what_it_is_not_is_said_in_one_line(case: str, made: tuple[Path, torch.T
 def test_a_file_in_place_of_its_folder_names_the_folder(
     name: str, made: tuple[Path, torch.Tensor], tmp_path: Path
 ) -> None:
-    """By the tools, and by a training that takes the architecture from there."""
-    for read in (lambda path: load_for_inference(path, device="cpu"), lambda path: offer_of(str(path), None)):
+    """By the tools, by a training that takes the architecture from there, and by a conversion."""
+    for read in (lambda p: load_for_inference(p, device="cpu"), lambda p: offer_of(str(p), None), HuggingFaceSource):
         with pytest.raises(MegaliteError) as caught:
             read(made[0] / name)
         assert str(caught.value) == f"--load={made[0] / name}: is a file; give its folder, {made[0]}"
