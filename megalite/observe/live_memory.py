@@ -73,7 +73,9 @@ class LiveBytes(TorchDispatchMode):
         """Takes note of the tensors that exist already, as far as Python knows them."""
         gc.collect()
         # `type` and not `isinstance`: asking some modules' objects for their class imports half a library
-        self._note(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+        everything = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        # masks of flex attention are made by vmap, whose tensors have no memory of their own
+        self._note(tensor for tensor in everything if not torch._C._functorch.is_batchedtensor(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -184,7 +184,7 @@ def test_a_margin_of_memory_is_kept_where_anything_leaves_it(
     """80 GB of an H100 are for tensors: nothing that is offered needs more than 72 of them, as long as anything else
     fits. The configuration has its vocabulary, and names no tokenizer's file."""
     fixed = f"--config {ROOT}/configs/llama_7b.yaml --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-    fixed += "--micro-batch-size 2 --num-devices 512 --hardware h100"
+    fixed += "--micro-batch-size 2 --num-devices 512 --hardware h100 --no-compile"
     path = tmp_path / "plan.yaml"
     for more, text in (
         ("--free zero-stage", "of 80.0 GB that tensors may use, 10% of them kept free (--memory-margin). "),
@@ -193,7 +193,7 @@ def test_a_margin_of_memory_is_kept_where_anything_leaves_it(
     ):
         assert main([*fixed.split(), *more.split(), "--write-config", str(path)]) == 0
         told = capsys.readouterr().out
-        assert text in told and ("96% full" in told) == (more != "--free zero-stage")
+        assert text in told and ("95% full" in told) == (more != "--free zero-stage")
         assert "2 T tokens take " in told
         assert "% of it behind computation: an assumption; a step takes " in told
     # the tokenizer's file is asked for by the run, not by its memory

@@ -40,6 +40,15 @@ def test_live_bytes_are_those_of_the_storages() -> None:
     assert (counter.now, counter.peak) == (0, 6800)
 
 
+def test_a_tensor_of_vmap_counts_as_nothing() -> None:
+    """It has no memory of its own, and whoever keeps one, as flex attention's masks do, does not end a run."""
+    kept: list[torch.Tensor] = []
+    torch.vmap(lambda x: kept.append(x) or x + 1)(torch.zeros(3))
+    with LiveBytes() as counter:
+        counter.add_everything()
+    assert len(kept) == 1
+
+
 def test_a_storage_counts_as_what_it_is_resized_to() -> None:
     """As weights of ZeRO-3 do: nothing but the storage is touched between the uses."""
     a = torch.zeros(1000)
