@@ -66,7 +66,12 @@ PLANTED = {
         "embedding on the compute stream",
         "on the stream that tiers/mover.py",
     ),
-    "rows": (ZERO_1, rows_that_have_not_arrived, "clone on the host at tiers/mover.py", "zero/host_exchange.py"),
+    "rows": (
+        ZERO_1,
+        rows_that_have_not_arrived,
+        "READ BEFORE WRITTEN: copy_ on the host at tiers/mover.py",
+        "to_host < zero/host_gradient.py",
+    ),
 }
 
 

@@ -62,3 +62,14 @@ def test_what_goes_there_and_back_at_once_is_staged_in_the_same_memory() -> None
             one.upload(own)  # where it is
         assert gpu.races == [] and pinned == []
     assert len(sizes) <= 4, "the caller's, and what copies that the host has not yet seen end hold"
+
+
+def test_a_block_is_not_lent_again_while_a_copy_reads_it() -> None:
+    """Uploads that nobody waits for: the host fills the next block while the device still reads the last."""
+    numbers = torch.arange(3000.0)
+    with watched_gpu() as gpu:
+        one = Mover(DEVICE)
+        there = [one.upload(numbers + turn) for turn in range(4)]
+        for turn, x in enumerate(there):
+            assert torch.equal(one.download(x), numbers + turn)
+    assert gpu.races == []
