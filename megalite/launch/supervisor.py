@@ -97,9 +97,9 @@ class Outcome:
         """0 (130 after Ctrl-C); the code that the culprit's exception or exit asks for; 1 for everything else."""
         if self.culprit is None:
             return INTERRUPTED if signal.SIGINT in self.signals else 0
-        if self.culprit.error is not None:
-            return self.culprit.error.exit_code
-        return max(1, self.culprit.status) if self.ended_by is None else 128 + self.ended_by
+        if self.ended_by is not None:  # a rank that lost another one first has an error of its own
+            return 128 + self.ended_by
+        return max(1, self.culprit.status) if self.culprit.error is None else self.culprit.error.exit_code
 
     def describe(self) -> str:
         """The culprit's line, then one line for every other rank that did not end well."""
