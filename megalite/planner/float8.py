@@ -3,7 +3,7 @@ take in 8 bits.
 
 x is looked at (2 bytes an element, as `tests/unit/nn/test_float8_operands.py` counts them of the compiled kernels), and
 rounded along each of the two dimensions that are contracted (3 each); dy likewise, its transpose made of bytes (2).
-These passes are slower than others of as many bytes, so what counts is measured on an H100 (docs/performance.md). The
+These passes are slower than others of as many bytes, so what counts is measured on an H100 (docs/gpus.md). The
 weights' gradients are added by a pass of their own.
 """
 
