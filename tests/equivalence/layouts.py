@@ -221,6 +221,12 @@ def _with_arrivals(case: Layout) -> Layout:
     return found if is_legal(found) else case
 
 
+def _with_partition(case: Layout) -> Layout:
+    """Now and then weights under ZeRO-3 are gathered in partitions. By a coin of its own."""
+    found = replace(case, layout=(*case.layout, "--zero-plus-plus", "partition=2"))
+    return found if random.Random(f"partition of {case.command}").random() < 0.3 and is_legal(found) else case
+
+
 def draw(
     rng: random.Random,
     optimizer: str | None = None,
@@ -234,7 +240,7 @@ def draw(
         case = with_stage_meshes(case, random.Random(case.command))
         case = with_grid(case, random.Random(f"grid of {case.command}"))
         case = replace(case, model=(*case.model, *_draw_aids(case), *more))
-        case = _with_arrivals(_with_other_adapters(_with_others(case)))
+        case = _with_partition(_with_arrivals(_with_other_adapters(_with_others(case))))
         if want(case) and is_legal(case):
             return case
 

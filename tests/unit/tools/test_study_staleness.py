@@ -66,3 +66,10 @@ def test_first_iterations_may_have_no_delay() -> None:
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert given["--pipeline-flush-steps"] == "60" and given["--train-iters"] == "165"
     assert given["--staleness-correction"] == "predict" and given["--staleness-lookahead"] == "2"
+
+
+def test_eight_stages_take_a_sample_for_each_update() -> None:
+    flags = " ".join(Run("deep", "adam", "pipedream8 predict 2", 1, 1e-3).flags())
+    assert "--nprocs 8 --pipeline-model-parallel-size 8" in flags and "--pipeline-schedule pipedream " in flags
+    assert flags.rindex("--micro-batch-size 1") > flags.index("--micro-batch-size 8") and "--num-layers 8" in flags
+    assert "--nprocs 4" in " ".join(Run("character", "muon", "pipedream none", 1, 1e-3).flags())

@@ -33,6 +33,11 @@ STEPS = {
 }
 FENCED = {
     "adapters": r"parallel/tensor/adapters|nn/expert_adapters|inventory/adapters|parallel/zero/frozen",
+    "layers as adapters": r"nn/further_adapters",
+    "frozen 8 bits": r"parallel/tensor/int8",
+    "grids": r"parallel/grid/|nn/grid|config/tensor_grid|inventory/grid_traffic",
+    "partial backpropagation": r"train/partial_backprop|microbatch_notes",
+    "ZeRO++": r"parallel/zero/plus_plus|config/zero_plus_plus",
     "experts": r"nn/(experts|router)|parallel/expert/|engine/expert_bias|train/expert_report|microbatch_notes",
     "second order": r"optim/(matrix_rule|soap|shampoo|kfac)|parallel/tensor/products.py TappedProducts",
     "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
@@ -98,6 +103,11 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
 
 @pytest.mark.parametrize("feature, ranks, flags", [
     ("adapters", 1, "--lora-rank 2"),
+    ("layers as adapters", 1, "--lora rank=2 kind=bottleneck"),
+    ("frozen 8 bits", 1, "--lora rank=2 int8"),
+    ("grids", 4, "--tensor-model-parallel-size 4 --tensor-parallel-mode 2d --micro-batch-size 2"),
+    ("partial backpropagation", 1, "--partial-backprop-groups 2"),
+    ("ZeRO++", 2, "--zero-stage 3 --zero-plus-plus weights"),
     ("experts", 1, "--num-experts 2"),
     ("second order", 1, "--optimizer kfac"),
     ("rows", 1, "--embedding-offload cpu --untie-embeddings-and-output-weights"),
