@@ -7,11 +7,14 @@
 
 A run is `configs/shakespeare_char.yaml` (0.8 million parameters, 2,000 iterations of 12 x 64 characters) or, with
 `--recipe quickstart`, `configs/quickstart.yaml`, in one process: 2BW's update is the same at every number of stages,
-one included. A JSON line a run is appended to the results when it ends; a run that has its line is not run again.
+one included. `--recipe short` is 200 iterations of 8 x 64 characters of four layers of width 64, `deep` of eight, so
+that there may be eight stages. A JSON line a run is appended to the results when it ends; a run that has its line is
+not run again.
 
     flush            synchronous                     flush ahead N    synchronous, on weights N steps ahead
     2bw              delay 1, nothing done           2bw METHOD [N..] delay 1 with a correction [N steps ahead]
     pipedream ...    the same on four stages of one machine (`--nprocs 4`), delay 3, 2, 1, 0; an update of 3 samples
+    pipedream8 ...   on eight, which takes `--recipe deep`
     2bw ... after N  the first N iterations without delay (`--pipeline-flush-steps`)
 
 A variant may end in `@ 0.87`: so much shorter, with its learning-rate decay, for a comparison at equal time. The
@@ -50,13 +53,17 @@ AHEAD = "--ahead"
 @dataclass(frozen=True)
 class Recipe:
     """config: the file. iterations: of a whole run. rates: of each optimizer, for the synchronous run, the best of
-    those a factor of two apart."""
+    those a factor of two apart. flags: beside the file. samples, batch: of a PipeDream's update, of an iteration."""
 
     config: str
     iterations: int
     rates: dict[str, float]
+    flags: str = ""
+    samples: int = 3
+    batch: int = 12
 
 
+SMALL = "--hidden-size 64 --num-attention-heads 2 --lr-warmup iters=20 --micro-batch-size 8 --split 97,3,0"
 RECIPES = {
     "character": Recipe(
         "configs/shakespeare_char.yaml",
@@ -67,6 +74,22 @@ RECIPES = {
         "configs/quickstart.yaml",
         330,
         {"adam": 7.5e-4, "muon": 1e-2, "lion": 3e-4, "sgd": 1e-1, "adafactor": 7.5e-4, "soap": 6e-3, "shampoo": 6e-3},
+    ),
+    "short": Recipe(
+        "configs/shakespeare_char.yaml",
+        200,
+        {"adam": 8e-3, "muon": 16e-3, "soap": 8e-3, "shampoo": 8e-3, "kfac": 16e-3},
+        f"--num-layers 4 {SMALL}",
+        samples=2,
+        batch=8,
+    ),
+    "deep": Recipe(
+        "configs/shakespeare_char.yaml",
+        200,
+        {"adam": 8e-3, "muon": 16e-3},
+        f"--num-layers 8 {SMALL}",
+        samples=1,
+        batch=8,
     ),
 }
 FIRST = ("adam: 2bw predict 2", "adam: flush", "adam: 2bw", "muon: flush", "muon: 2bw", "muon: 2bw predict 1 2")
@@ -82,7 +105,7 @@ REST = tuple(
 SEEDS = (1337, 1, 2)
 NUMBER = r"\d+(\.\d+)?"
 METHOD = rf" (none|error-feedback|nesterov|predict( {NUMBER}){{0,2}})"
-VARIANT = re.compile(rf"(flush( ahead {NUMBER})?|pipedream({METHOD})?|2bw({METHOD})?( after \d+)?)( @ 0?\.\d+)?")
+VARIANT = re.compile(rf"(flush( ahead {NUMBER})?|pipedream8?({METHOD})?|2bw({METHOD})?( after \d+)?)( @ 0?\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -104,7 +127,7 @@ class Run:
         recipe, (words, part) = RECIPES[self.recipe], self._words()
         iterations = round(recipe.iterations * part)
         flags = ["--config", str(ROOT / recipe.config), "--optimizer", self.optimizer, "--seed", str(self.seed)]
-        flags += ["--lr", str(self.lr), "--train-iters", str(iterations)]
+        flags += ["--lr", str(self.lr), "--train-iters", str(iterations), *recipe.flags.split()]
         if words[0] == "flush":
             if len(words) == 1:
                 return flags
@@ -112,10 +135,12 @@ class Run:
             return [AHEAD, *flags, *ahead, *_correction("predict", words[2])]
         flags += ["--pipeline-flush-steps", words.pop() if "after" in words else "0"]
         words = [word for word in words if word != "after"]
-        flags += ["--pipeline-schedule", words[0], *_correction(*(words[1:] or ["none"]))]
-        if words[0] == "pipedream":
-            flags += ["--nprocs", "4", "--pipeline-model-parallel-size", "4", "--micro-batch-size", "3"]
-            flags += ["--global-batch-size", "12", "--clip-grad", "0", "--untie-embeddings-and-output-weights"]
+        schedule, stages = words[0].rstrip("8"), "8" if words[0].endswith("8") else "4"
+        flags += ["--pipeline-schedule", schedule, *_correction(*(words[1:] or ["none"]))]
+        if schedule == "pipedream":
+            flags += ["--nprocs", stages, "--pipeline-model-parallel-size", stages, "--clip-grad", "0"]
+            flags += ["--micro-batch-size", str(recipe.samples), "--global-batch-size", str(recipe.batch)]
+            flags += ["--untie-embeddings-and-output-weights"]
         return flags
 
     def _words(self) -> tuple[list[str], float]:
