@@ -8,7 +8,7 @@ from typing import Any
 from megalite.comm import Axis
 from megalite.config import Correction, OptimizerConfig
 from megalite.engine.weights import MakeSharded
-from megalite.optim import CORRECTIONS, OPTIMIZERS, Averaged, Delay, UpdateRule
+from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
 from megalite.parallel.zero import DelayedOptimizer, MakeOptimizer, ParameterBuffers, ParamGroup, ShardedOptimizer
 
 
@@ -20,7 +20,8 @@ def rule_maker(settings: OptimizerConfig, correction: Correction, delay: Delay |
         if not isinstance(rule, UpdateRule):
             return rule
         corrected = rule if delay is None else CORRECTIONS[correction.method](rule, delay, correction.lookahead)
-        return corrected if settings.ema_decay is None else Averaged(corrected, settings.ema_decay)
+        corrected.ema_decay = settings.ema_decay
+        return corrected
 
     return make
 

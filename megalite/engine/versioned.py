@@ -8,7 +8,7 @@ given its stages. One that also changes what the optimizer keeps is given it aft
 
 Other state lies elsewhere: numbers for each element of a parameter are of the update rule (`megalite/optim/`); numbers
 that the host decides by, like the window of `SpikeGuard`, are in a checkpoint's meta (`train/run_state.py`); averages
-of the weights are `optim/averaged.py`. A pipeline of a user's module has no state of this kind.
+of the weights are `UpdateRule.average`. A pipeline of a user's module has no state of this kind.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule` (pure functions of consumed samples),
 `LossScaler`, `DynamicLossScaler`, `build_scaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients:
-`staleness.py`), `Averaged` (a rule that keeps an average of its tensors). Rules for whole matrices derive from
-`MatrixRule` (`matrix_rule.py`).
+`staleness.py`). Rules for whole matrices derive from `MatrixRule` (`matrix_rule.py`).
 
 To add one: a class beside these, a line of the table in `optimizers.py`, and what it keeps in `config/update_rules.py`
 (CONTRIBUTING, "Adding an optimizer").
@@ -12,9 +11,8 @@ Nothing here knows about ranks: `parallel/zero` shards, and gives an update rule
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """
 
-from megalite.optim.averaged import EMA, Averaged
 from megalite.optim.loss_scaler import DynamicLossScaler, LossScaler, build_scaler
 from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.optim.optimizers import OPTIMIZERS
-from megalite.optim.rule import UpdateRule, pieces
+from megalite.optim.rule import EMA, UpdateRule, pieces
 from megalite.optim.staleness import CORRECTIONS, LAST_STEP, Delay

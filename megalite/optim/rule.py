@@ -19,6 +19,8 @@ from torch import Tensor
 from megalite.config import Rates
 from megalite.inventory import STEP_PIECE
 
+EMA = "ema"
+"""The state that holds the average of a tensor (`--ema-decay`), in the master's dtype."""
 ParamGroup = dict[str, Any]
 """Tensors and their metadata (`parallel.zero.param_groups`), with `lr` and `weight_decay` of the next step."""
 
@@ -32,7 +34,8 @@ def pieces(p: Tensor) -> Iterator[slice]:
 class UpdateRule:
     """Groups with `defaults` filled in, and an empty state. Subclasses define `step`.
 
-    talks: whether a step exchanges messages with other ranks.
+    talks: whether a step exchanges messages with other ranks. ema_decay: of the averages of the tensors, which a
+    checkpoint holds as `optimizer/ema/<name>`; None: it keeps none.
 
     Set before each step:
 
@@ -45,6 +48,7 @@ class UpdateRule:
     _step_supports_amp_scaling = True  # the name by which torch's fused optimizers say that they know `found_inf`
     divides = False
     talks = False
+    ema_decay: float | None = None
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
     steps = 0
@@ -59,6 +63,21 @@ class UpdateRule:
     def step(self) -> None:
         """Updates every tensor that has a `.grad`."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def average(self, steps: int) -> None:
+        """After a step, `steps` of which were taken before:  average += (1 - d) (tensor - average), of the n-th step
+        with d = min(ema_decay, n / (n + 9)). It begins as a copy and first forgets faster, so that the first values do
+        not weigh on it for long (as TensorFlow's ExponentialMovingAverage)."""
+        if self.ema_decay is None:
+            return
+        weight = 1.0 - min(self.ema_decay, (steps + 1) / (steps + 10))
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if steps < 0:
+                self.state[p][EMA] = p.clone()
+                continue
+            taken = weight if self.found_inf is None else (1 - self.found_inf).to(p.dtype) * weight
+            self.state[p][EMA].lerp_(p, taken)  # a tensor that was not stepped is finite, so that 0 times it is 0
 
     def write(self, target: Tensor, new: Tensor) -> None:
         """target = new, unless the step is skipped."""

@@ -208,6 +208,8 @@ class ShardedOptimizer:
             sub.begin_step(**numbers)
             if sub.takes_step():
                 sub.rule.step()
+                if hasattr(sub.rule, "average"):
+                    sub.rule.average(numbers["steps"])
             sub.end_step()
             if version is not None:
                 sub.write_weights(version)
