@@ -2,11 +2,10 @@
 
     stats           measurements of a step, and the record of a log interval: the columns of metrics.jsonl
     hooks           the events of a run, for hooks that the trainer does not know
-    observers       metrics.jsonl, samples, the profiler; which rank has which hooks
+    observers       pace, metrics.jsonl, samples, the profiler; which rank has which hooks
     slow_ranks      the search for a rank that is slower than its stage, and for uneven stages
     loggers         the console, TensorBoard and Weights & Biases
     alerts          Prometheus, and `--on-event`
-    pace            time left and device hours
     curves          curves as SVG: the picture of the loss, the report
     live_memory     the measured peak next to the predicted one
 

@@ -1,4 +1,4 @@
-"""Observers every run can have: metrics.jsonl, samples, the profiler; and who watches what where.
+"""Observers every run can have: its pace, metrics.jsonl, samples, the profiler; and who watches what where.
 
 `make_hooks` is the one place that decides which rank writes. Losses and norms are the same on all ranks, so rank 0
 writes for everyone; the profiler writes a file for each rank that it was asked for.
@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import NoneType
@@ -28,7 +31,6 @@ from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.live_memory import MemoryCheckHook
 from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
-from megalite.observe.pace import PaceHook
 from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
 from megalite.parallel.pipeline import Executor
@@ -40,6 +42,7 @@ PICTURE_FILE = "loss.svg"
 LOG_FILE = "train.log"
 RUN_FILES = (METRICS_FILE, SAMPLES_FILE, PICTURE_FILE, LOG_FILE)
 """What observers write into `save`."""
+RECENT = 20
 
 
 def make_hooks(
@@ -85,6 +88,36 @@ def make_hooks(
         profiler = ProfileHook(Path(save or logging.tensorboard_dir or ".") / "profile", executor)
         hooks.append(guarded(profiler, "the profiler"))
     return Hooks(hooks, flops_per_sample=flops_per_sample)
+
+
+class PaceHook(Hook):
+    """Adds `eta_s` and `device_hours` to `"train"` records; comes before the hooks that write them.
+
+    The time left is that of the samples that are left, at the rate of the latest `RECENT` log intervals by the clock on
+    the wall, evaluations and checkpoints included. Device hours are devices times hours since the first start, of which
+    metrics.jsonl tells a run that is resumed. metrics: None: there is none. clock: seconds, monotonic.
+    """
+
+    def __init__(self, metrics: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)
+        self._began = self._hours_before = 0.0
+
+    def on_start(self, trainer: TrainerView) -> None:
+        self._began = self._clock()
+        self._marks.append((self._began, trainer.consumed_samples))
+        if trainer.iteration > 0 and self._metrics is not None and self._metrics.is_file():
+            told = re.findall(r'"device_hours": ([\d.]+(?:e[+-]?\d+)?)', self._metrics.read_text(errors="replace"))
+            self._hours_before = float(told[-1]) if told else 0.0
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        now, samples, world = self._clock(), trainer.consumed_samples, trainer.mesh.size("world")
+        self._marks.append((now, samples))
+        before, first = self._marks[0]
+        left = max(0, trainer.config.total_train_samples(world) - samples)
+        if samples > first:
+            record["eta_s"] = left * (now - before) / (samples - first)
+        record["device_hours"] = self._hours_before + world * (now - self._began) / 3600
 
 
 class JsonlHook(Hook):

@@ -12,8 +12,7 @@ import pytest
 from megalite.observe.curves import series
 from megalite.observe.hooks import Hook, Hooks
 from megalite.observe.loggers import COLUMNS, ConsoleHook, progress_line
-from megalite.observe.observers import JsonlHook, PictureHook, make_hooks, read_metrics
-from megalite.observe.pace import PaceHook
+from megalite.observe.observers import JsonlHook, PaceHook, PictureHook, make_hooks, read_metrics
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
 
