@@ -1,9 +1,9 @@
 """`--on-event`: a command that is told what happens to a run, by JSON on its standard input.
 
-    any room --tell_event--> a logger of their own --> EventHandler --Popen--> the command, never waited for
+    any room --tell_event--> EventHandler, on a logger of its own --Popen--> the command, never waited for
 
 The entry script listens, from before the ranks start to the end of the process: ranks inherit it, and the process that
-supervises them tells who was killed. Where nobody listens, the logger is off.
+supervises them tells who was killed. Where nobody listens, nothing happens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _told = logging.getLogger("megalite.events.told")
 
 def tell_event(event: str, **facts: Any) -> None:
     """Tells whoever listens on this rank."""
-    _told.debug(event, extra={"facts": facts})
+    for handler in _told.handlers:
+        handler.handle(logging.makeLogRecord({"msg": event, "facts": facts}))
 
 
 def share_facts(**facts: Any) -> None:
@@ -43,26 +44,21 @@ class EventHandler(logging.Handler):
         self._command, self.facts, self._seconds, self._warned = shlex.split(command), dict(facts), seconds, False
 
     def __enter__(self) -> EventHandler:
-        _told.setLevel(logging.DEBUG)
-        _told.propagate = False
         _told.addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         _told.removeHandler(self)
-        _told.setLevel(logging.NOTSET)
-        _told.propagate = True
 
     def emit(self, record: logging.LogRecord) -> None:
         time = datetime.now().astimezone().isoformat(timespec="microseconds")
-        event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self.facts}
-        text = json.dumps(event | getattr(record, "facts", {}), default=str)
+        event = {"event": record.msg, "time": time, "host": socket.gethostname(), **self.facts, **vars(record)["facts"]}
         try:
             # In a session of its own: signals to the run are not meant for it.
             started = Popen(self._command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
             assert started.stdin is not None
-            started.stdin.write(text.encode() + b"\n")  # it fits into the pipe, whether it is read or not
-            started.stdin.close()
+            with started.stdin as told:
+                told.write(json.dumps(event, default=str).encode() + b"\n")  # it fits into the pipe, read or not
         except OSError as error:
             self._warn(f"{error.strerror}")
         else:
