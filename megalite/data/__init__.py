@@ -19,7 +19,7 @@ The loader is imported at its first use: nothing else here needs torch, so the t
 from typing import TYPE_CHECKING, Any
 
 from megalite.data.beside import as_hugging_face
-from megalite.data.blend import BlendParts
+from megalite.data.blend import BlendParts, PhasedDataset
 from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.chat import ChatTemplate, Messages, parse_messages, preprocess_chat
@@ -30,11 +30,10 @@ from megalite.data.gpt_dataset import GPTDataset, SampleSource, marks_of
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import MARKS, IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
-from megalite.data.phases import PhasedDataset, begun_phases, phase_differences
 from megalite.data.preprocess import preprocess
 from megalite.data.splits import UnusableSplit
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
-from megalite.data.survey import Survey, survey_differences, surveys_to_meta
+from megalite.data.survey import Survey, begun_phases, phase_differences, survey_differences, surveys_to_meta
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 from megalite.data.tokenizer_io import (
     DESCRIPTION_FILE,

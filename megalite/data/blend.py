@@ -1,8 +1,9 @@
-"""Several corpora as one: weights, and whose sample comes next."""
+"""Several corpora as one: weights, and whose sample comes next; one after the other, in phases."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -146,6 +147,35 @@ def _cached_order(weights: Sequence[float], size: int, cache_dir: Path | None) -
         return blend_order(weights, size)
     key = digest_of("blend", 1, [float(w) for w in weights], size)
     return cached_arrays(cache_dir / "index", key, ("part", "sample"), lambda: blend_order(weights, size), match)
+
+
+class PhasedDataset(Composed):
+    """Data that change on the way (`--data-schedule`). phases: (first sample, data set) in order, the first from 0 on.
+    Phase and place of a sample are functions of its number alone; a batch may begin in one and end in the next."""
+
+    SEED_STEP = 1_000_003
+    """Between the seeds of two phases: data that occur in both come in different orders."""
+
+    def __init__(self, phases: Sequence[tuple[int, GPTDataset | BlendedDataset]]) -> None:
+        self._firsts = [first for first, _ in phases]
+        self.parts: list[GPTDataset | BlendedDataset] = [dataset for _, dataset in phases]
+        self.seq_length = self.parts[0].seq_length
+
+    def __len__(self) -> int:
+        return self._firsts[-1] + len(self.parts[-1])
+
+    def source_of(self, sample: int) -> tuple[GPTDataset, int]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        phase = bisect_right(self._firsts, sample) - 1
+        part, number = self.parts[phase], sample - self._firsts[phase]
+        return (part, number) if isinstance(part, GPTDataset) else part.source_of(number)
+
+    @staticmethod
+    def asked_of(steps: Sequence[tuple[int, str]], total: int) -> list[int]:
+        """Samples of each phase in a training of `total`; 1 of those that it does not reach, so that they are looked at."""
+        ends = [first for first, _ in steps[1:]] + [total]
+        return [max(1, min(end, total) - first) for (first, _), end in zip(steps, ends, strict=True)]
 
 
 class BlendParts:

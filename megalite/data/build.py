@@ -12,19 +12,18 @@ from pathlib import Path
 import numpy as np
 
 from megalite.config import DataConfig
-from megalite.data.blend import BlendedDataset, BlendParts, normalise, parse_blend, samples_per_part
+from megalite.data.blend import BlendedDataset, BlendParts, PhasedDataset, normalise, parse_blend, samples_per_part
 from megalite.data.cache import cache_directory, cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.file_chunks import document_units, utf8_length
 from megalite.data.gpt_dataset import GPTDataset, marks_of
 from megalite.data.indexed import IndexedDataset, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
-from megalite.data.phases import SEED_STEP, Phase, PhasedDataset, asked_of
 from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.remote_tokens import AT_ONCE, RemoteIndexedDataset
 from megalite.data.sources import Source, apart, phase_sources, sources_of
 from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
-from megalite.data.survey import WHOLE, Survey, check_answers, check_vocabulary, survey, unanswered
+from megalite.data.survey import WHOLE, Phase, Survey, check_answers, check_vocabulary, survey, unanswered
 from megalite.data.token_store import TokenStore
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
@@ -197,7 +196,7 @@ class _Opener:
     def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
         """Training data of `--data-schedule` for `samples` samples. earlier: requests of the phases that have begun."""
         steps, made, phases = self.cfg.phases(self.seq_length), [], []
-        planned = zip(steps, asked_of(steps, samples), phase_sources(self.cfg), strict=True)
+        planned = zip(steps, PhasedDataset.asked_of(steps, samples), phase_sources(self.cfg), strict=True)
         for self._phase, ((first, name), asked, source) in enumerate(planned):
             requests = _with_request(earlier[self._phase] if self._phase < len(earlier) else (), asked)
             made.append((first, self.split("train", requests, source)))
@@ -295,7 +294,7 @@ class _Opener:
                 *bounds,
                 seq_length=self.seq_length,
                 requests=requests,
-                seed=(self.seed + SEED_STEP * self._phase) % 2**32,
+                seed=(self.seed + PhasedDataset.SEED_STEP * self._phase) % 2**32,
                 split=split,
                 cache_dir=self.cache_dir,
                 vocab_size=self.vocab_size,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -168,3 +169,58 @@ def _parse(meta: Any) -> dict[str, list[Survey]]:
 def _is_survey(one: Survey) -> bool:
     texts = (one.source, one.lengths, one.content)
     return type(one.sequences) is type(one.tokens) is int and all(isinstance(text, str) for text in texts)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of `--data-schedule`, as a checkpoint keeps it. It has begun once its first sample was consumed: data,
+    weights and beginning then belong to the run; what has not begun may be edited.
+
+    first: its first sample. name: the file that names its data. weights: of the blend; empty: by size.
+    requests: totals of its samples asked for so far, as `Datasets.train_requests`. surveys: of its data.
+    """
+
+    first: int
+    name: str
+    weights: tuple[float, ...]
+    requests: tuple[int, ...]
+    surveys: tuple[Survey, ...]
+
+
+def begun_phases(meta: Mapping[str, Any]) -> list[Phase]:
+    """The phases of a checkpoint's run that have begun; empty where it had none. Raises DataError."""
+    try:
+        phases = [_phase(**one) for one in meta.get("data_phases", ())]
+        return [phase for number, phase in enumerate(phases) if not number or phase.first < meta["consumed_samples"]]
+    except (TypeError, ValueError, KeyError):
+        raise DataError("`load`: the checkpoint's account of its phases is damaged; load an older one") from None
+
+
+def _phase(first: int, name: str, weights: list[float], requests: list[int], surveys: list[dict[str, Any]]) -> Phase:
+    if not all(type(number) is int and number >= 0 for number in (first, *requests)) or type(name) is not str:
+        raise ValueError
+    return Phase(first, name, tuple(map(float, weights)), tuple(requests), tuple(Survey(**one) for one in surveys))
+
+
+def phase_differences(meta: Mapping[str, Any], now: Sequence[Phase]) -> list[str]:
+    """How phases that have begun differ from those of the checkpoint. Raises DataError where its account is damaged."""
+    then, consumed = begun_phases(meta), meta.get("consumed_samples", 0)
+    if not now:
+        return [f"`data_schedule`: not given, and {len(then)} of its phases have begun"] if len(then) > 1 else []
+    found: list[str] = []
+    for number, (was, phase) in enumerate(zip_longest(then, now)):
+        named = f"`data_schedule`: phase {number + 1} ({(phase or was).name})"
+        if phase is None:
+            return [*found, f"{named} has begun and is gone"]
+        if was is None:
+            if number and phase.first < consumed:
+                found.append(f"{named} would begin before the {consumed:,} samples that are consumed")
+            continue
+        if was.first != phase.first:
+            return [*found, f"{named} has begun and is now from sample {phase.first:,} (checkpoint {was.first:,})"]
+        if was.weights != phase.weights:
+            found.append(f"{named} has begun and its weights differ")
+        then_had = {"train": [asdict(one) for one in was.surveys]}
+        if number and (other := survey_differences(then_had, {"train": phase.surveys})):  # of the first others tell
+            found.append(f"{named} has begun: {'; '.join(other)}")
+    return found

@@ -13,9 +13,9 @@ from equivalence.layouts import TINY, assert_close, saved_tensors, train_body
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.config.data import DataConfig
+from megalite.data.blend import PhasedDataset
 from megalite.data.build import build_datasets
 from megalite.data.indexed import IndexedWriter
-from megalite.data.phases import SEED_STEP
 from megalite.data.tokenizer import NullTokenizer
 from megalite.testing import run_ranks, try_ranks
 from megalite.train.run import open_run, run_training
@@ -65,7 +65,7 @@ def test_the_samples_of_a_run_are_those_of_its_lists(files: Path) -> None:
     expected = []
     for number, (name, samples) in enumerate((("web", 11), ("code", 14), ("both", 375))):
         alone = build_datasets(
-            DataConfig(data_args_path=f"{files}/{name}.txt", split="1"), seq_length=16, seed=1234 + SEED_STEP * number,
+            DataConfig(data_args_path=f"{files}/{name}.txt", split="1"), seq_length=16, seed=1234 + PhasedDataset.SEED_STEP * number,
             train_samples=samples, valid_samples=0, test_samples=0, tokenizer=NullTokenizer(64), cache_dir=None,
         ).train  # fmt: skip
         out = np.empty(17, np.int64)

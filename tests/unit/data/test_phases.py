@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megalite.data.blend import PhasedDataset
 from megalite.data.build import Datasets, build_datasets
-from megalite.data.phases import SEED_STEP, Phase, asked_of, phase_differences
-from megalite.data.survey import surveys_to_meta
+from megalite.data.survey import Phase, phase_differences, surveys_to_meta
 from megalite.data.tokenizer import NullTokenizer
 from megalite.errors import DataError
 from tests.unit.data.data_inputs import config, tokens_of, write_documents
@@ -49,7 +49,7 @@ def to_meta(phases: tuple[Phase, ...]) -> list[dict]:
 def alone(files: Path, name: str, samples: int, number: int) -> list[list[int]]:
     """The samples of a run that reads one list only, with the seed of the phase of this number."""
     path = str(files / f"{name}.txt")
-    train = build(files, None, samples, seed=3 + SEED_STEP * number, data_args_path=path).train
+    train = build(files, None, samples, seed=3 + PhasedDataset.SEED_STEP * number, data_args_path=path).train
     return [tokens_of(train, sample) for sample in range(samples)]
 
 
@@ -82,9 +82,9 @@ def test_a_phase_that_gets_longer_keeps_its_order(files: Path) -> None:
 
 def test_samples_of_phases() -> None:
     steps = [(0, "a"), (10, "b"), (30, "c")]
-    assert asked_of(steps, 100) == [10, 20, 70]
-    assert asked_of(steps, 20) == [10, 10, 1], "a phase that is not reached is looked at all the same"
-    assert asked_of(steps, 1) == [1, 1, 1]
+    assert PhasedDataset.asked_of(steps, 100) == [10, 20, 70]
+    assert PhasedDataset.asked_of(steps, 20) == [10, 10, 1], "a phase that is not reached is looked at all the same"
+    assert PhasedDataset.asked_of(steps, 1) == [1, 1, 1]
 
 
 EDITS = {
