@@ -173,7 +173,7 @@ class PhasedDataset(Composed):
 
     @staticmethod
     def asked_of(steps: Sequence[tuple[int, str]], total: int) -> list[int]:
-        """Samples of each phase in a training of `total`; 1 of those that it does not reach, so that they are looked at."""
+        """Samples of each phase in a training of `total`; 1 of what it does not reach, so that that is looked at."""
         ends = [first for first, _ in steps[1:]] + [total]
         return [max(1, min(end, total) - first) for (first, _), end in zip(steps, ends, strict=True)]
 

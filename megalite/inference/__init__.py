@@ -5,15 +5,13 @@ generate        texts that follow prompts (megalite.generation)
 chat            answers in conversations: by the model's own template and sampling
 evaluation      loss, perplexity and bits per byte of any text
 tasks           WikiText's word perplexity and LAMBADA's last-word accuracy
-harness         the model in the terms of lm-evaluation-harness
-eval_tasks      its tasks during a training
+harness         the model in the terms of lm-evaluation-harness; its tasks during a training
 """
 
 from megalite.inference.chat import chat_prompts, chat_template, model_sampling
-from megalite.inference.eval_tasks import TaskEvaluator, measures_of
 from megalite.inference.evaluation import TextWindows, as_measured, how_scored, open_data_path, score_source, score_text
 from megalite.inference.generate import generate
-from megalite.inference.harness import harness_model
+from megalite.inference.harness import TaskEvaluator, harness_model, measures_of
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from megalite.inference.tasks import (
     detokenize_wikitext,
