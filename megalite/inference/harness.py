@@ -142,8 +142,8 @@ def harness_model(loaded: LoadedModel, *, micro_batch_size: int = 16) -> Any:
 
 
 class TaskEvaluator:
-    """`--eval-tasks`: measures the model of a run by the tasks of its files. Made and called by all ranks, which ask the
-    same questions and answer them together. The harness draws from seeds of its own: the training's bits do not change.
+    """`--eval-tasks`: measures the model of a run by the tasks of its files. Made and called by all ranks, which answer
+    the same questions together. The harness draws from seeds of its own: the training's bits do not change.
 
     Raises ConfigError where the package is missing, or a file holds no task that the harness can make.
     """

@@ -66,7 +66,8 @@ def test_the_samples_of_a_run_are_those_of_its_lists(files: Path) -> None:
     for number, (name, samples) in enumerate((("web", 11), ("code", 14), ("both", 375))):
         alone = build_datasets(
             DataConfig(data_args_path=f"{files}/{name}.txt", split="1"), seq_length=16, train_samples=samples,
-            seed=1234 + PhasedDataset.SEED_STEP * number, valid_samples=0, test_samples=0, tokenizer=NullTokenizer(64), cache_dir=None,
+            seed=1234 + PhasedDataset.SEED_STEP * number, valid_samples=0, test_samples=0, tokenizer=NullTokenizer(64),
+            cache_dir=None,
         ).train  # fmt: skip
         out = np.empty(17, np.int64)
         expected += [alone.fill(n, out) and out[:16].tolist() for n in range(min(samples, 15))]
