@@ -12,7 +12,6 @@
     hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
     hf_tokenizer.py     its tokenizer, special tokens and settings of generation; model_card.py: its README.md
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
-    merged.py           weighted means of checkpoints
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
     peft_files.py       such adapters of peft and their Hugging Face model, read as one
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
@@ -26,23 +25,22 @@
 To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
 (CONTRIBUTING, "Adding a converter").
 
-Invariants: no tensor is computed with (but in means, `merged.py`), only renamed, cut and put together, so every round
+Invariants: no tensor is computed with (but in means), only renamed, cut and put together, so every round
 trip is bit-equal; what the other side cannot represent is refused, never left out; nothing that is read is executed.
 Memory: one layer (megalite), one shard (Hugging Face) or one rank's file (Megatron-LM). Proved
 by tests/unit/convert/ against transformers.
 """
 
-from megalite.convert.adapters import BASE_META, AdaptedSource, BaseModel, open_checkpoint
+from megalite.convert.adapters import AdaptedSource, BaseModel, open_checkpoint
 from megalite.convert.dcp_model import CONTINUED, DcpSource, state_of_dcp, write_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
-from megalite.convert.megalite_files import CheckpointSource, write_checkpoint
+from megalite.convert.megalite_files import BASE_META, CheckpointSource, MergedSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_distributed, open_megatron
 from megalite.convert.megatron_dist_writing import write_torch_dist
 from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_state import KeptState, state_of
 from megalite.convert.megatron_writing import write_megatron
-from megalite.convert.merged import MergedSource
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
 from megalite.convert.peft_files import PeftSource, is_peft
 from megalite.convert.peft_writing import write_peft

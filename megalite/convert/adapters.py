@@ -21,7 +21,7 @@ from megalite.checkpoint import COMMITTED, CheckpointReader, Meta, is_huggingfac
 from megalite.comm import Axis, all_gather_json, patiently
 from megalite.config import ModelConfig, from_dict
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource
-from megalite.convert.megalite_files import CheckpointSource
+from megalite.convert.megalite_files import BASE_META, CheckpointSource
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import ORIGIN_META, Origin, hub_id_of, is_hub_id
 from megalite.convert.source import ModelSource, stored_shapes
@@ -30,7 +30,6 @@ from megalite.errors import CheckpointError, ConfigError, MegaliteError
 from megalite.inventory import Adapter, Parameter, adapters_of, block_models, held_in_8_bits, stage_parameters
 from megalite.parallel.tensor import dequantised, in_8_bits
 
-BASE_META = "base"
 LONGEST_PATH = 4096  # characters; systems allow no more
 
 

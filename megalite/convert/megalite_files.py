@@ -1,10 +1,10 @@
-"""A checkpoint of megalite's own on disk: read tensor by tensor, written layer by layer."""
+"""A checkpoint of megalite's own on disk: read tensor by tensor, written layer by layer; means of several."""
 
 from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +23,7 @@ from megalite.checkpoint import (
     write_tracker,
     write_whole,
 )
-from megalite.config import ModelConfig, from_dict, to_dict
+from megalite.config import ModelConfig, architecture_differences, from_dict, to_dict
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import ORIGIN_META, Origin
 from megalite.convert.registry import config_of_weights
@@ -32,6 +32,11 @@ from megalite.data import Tokenizer, load_tokenizer, tokenizer_files
 from megalite.errors import CheckpointError
 from megalite.inventory import layer_of
 from megalite.stores import Place
+
+BASE_META = "base"
+"""Where a checkpoint of adapters says which model they are beside."""
+MERGED = "merged"
+"""Where a checkpoint says what it was merged of."""
 
 
 class CheckpointSource:
@@ -78,6 +83,58 @@ class CheckpointSource:
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
+
+
+class MergedSource(CheckpointSource):
+    """The weighted mean of several checkpoints: a model and, behind its weights, a run that continues (model soups,
+    arXiv 2203.05482; checkpoint averaging of Llama 3, arXiv 2407.21783, section 3.4.3).
+
+        weight of the result = (sum of weight_i x W_i) / (sum of weight_i), in fp64, rounded once to the dtype it had
+
+    Biases of experts are averaged, too. Moments, progress, data order and configuration are those of the last one: a
+    mean of moments belongs to no weights that a gradient was taken at.
+
+    paths: of committed checkpoints. weights: one for each, above 0. parts: what is merged, as the result's meta says
+    it. continues: whether the mean is a `TrainedRun`, too; not where the last checkpoint is of weights alone.
+    Raises CheckpointError where models differ, or have adapters or layers that are not ours.
+    """
+
+    def __init__(self, paths: Sequence[Place], weights: Sequence[float], *, use_ema: bool = False) -> None:
+        super().__init__(paths[-1], use_ema=use_ema)
+        sources = [*(CheckpointSource(path, use_ema=use_ema) for path in paths[:-1]), self]
+        for source in sources:
+            if BASE_META in source._reader.manifest.meta or source.model.lora.lora_rank is not None:
+                raise CheckpointError(
+                    f"{source.path}: holds adapters, whose products have another mean than they; export each merged "
+                    "with its model (tools/convert_checkpoint.py --to hf) first"
+                )
+            if differing := architecture_differences(source.model, self.model):
+                listed = ", ".join(f"`{name}`={here} and {there}" for name, (there, here) in differing.items())
+                raise CheckpointError(
+                    f"{source.path} and {self.path}: different models ({listed}); name those of one model"
+                )
+        self._shares = {source._reader: weight / sum(weights) for source, weight in zip(sources, weights, strict=True)}
+        self.parts = [{"checkpoint": str(reader.path), "share": share} for reader, share in self._shares.items()]
+        self.iteration, self.continues = self._reader.manifest.step, "progress" in self._reader.manifest.meta
+
+    def read(self, name: str) -> Tensor:
+        """The mean of a weight in the dtype that the checkpoint named last has it in, or that one's optimizer state."""
+        if name.startswith("optimizer/"):
+            return self._reader.read(name)
+        total = torch.zeros((), dtype=torch.float64)
+        for reader, share in self._shares.items():
+            total = total + reader.read(name).to(torch.float64) * share
+        return total.to(self._reader.manifest.tensors[name].torch_dtype)
+
+    stored = read
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._reader.manifest.tensors
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        return {**self._reader.manifest.meta, MERGED: self.parts}
 
 
 def write_checkpoint(
