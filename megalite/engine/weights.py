@@ -123,6 +123,42 @@ class Weights:
         stages = [[t for made in stage for t in made.gradients.tied()] for _, stage in sorted(self.buffers.items())]
         return [self.shared.start_sum(copies) for copies in zip(*(tied for tied in stages if tied), strict=True)]
 
+    @torch.no_grad()
+    def begin_averages(self) -> None:
+        """Makes the averages (`--ema-decay`) copies of the masters, which were loaded. `after_load` of the optimizer
+        must follow."""
+        for master, average in self._averaged():
+            average.copy_(master)
+
+    @contextmanager
+    def averages_as_weights(self, version: int) -> Iterator[None]:
+        """Within the context, the compute weights of `version` are made of the averages, which have changed places with
+        the masters: nothing else is needed in memory. Collective."""
+        self._swap(version)
+        try:
+            yield
+        finally:
+            self._swap(version)
+
+    @torch.no_grad()
+    def _swap(self, version: int) -> None:
+        for master, average in self._averaged():
+            kept = master.clone()
+            master.copy_(average)
+            average.copy_(kept)
+        self.optimizer.write_weights(version)
+
+    def _averaged(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(Masters, their averages), flat and in pieces, once nothing reads or writes them."""
+        self.optimizer.finish_step()
+        self.optimizer.wait_for_weights()
+        for sub in self.optimizer.sub_optimizers:
+            for master in sub.masters:
+                master.join()
+                average = sub.moments(master)[EMA]
+                for piece in pieces(average):
+                    yield master.tensor.view(-1)[piece], average.view(-1)[piece]
+
 
 def norm_axis(mesh: ParallelMesh, program: Program, families: Iterable[str], *, sharded: bool) -> Axis:
     """The ranks that together hold one copy of the model and, where it is sharded, of the optimizer state: every axis
@@ -187,42 +223,3 @@ def build_weights(
         delay=delay,
         states=states,
     )
-
-
-def _pairs(optimizer: ShardedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(Masters, their average: `--ema-decay`), flat and in pieces, once nothing reads or writes them."""
-    optimizer.finish_step()
-    optimizer.wait_for_weights()
-    for sub in optimizer.sub_optimizers:
-        for master in sub.masters:
-            master.join()
-            average = sub.moments(master)[EMA]
-            for piece in pieces(average):
-                yield master.tensor.view(-1)[piece], average.view(-1)[piece]
-
-
-@torch.no_grad()
-def begin_averages(optimizer: ShardedOptimizer) -> None:
-    """Makes the averages copies of the masters, which were loaded. `after_load` of the optimizer must follow."""
-    for master, average in _pairs(optimizer):
-        average.copy_(master)
-
-
-@contextmanager
-def averages_as_weights(optimizer: ShardedOptimizer, version: int) -> Iterator[None]:
-    """Within the context, the compute weights of `version` are made of the averages, which have changed places with the
-    masters: nothing else is needed in memory. Collective."""
-    _swap(optimizer, version)
-    try:
-        yield
-    finally:
-        _swap(optimizer, version)
-
-
-@torch.no_grad()
-def _swap(optimizer: ShardedOptimizer, version: int) -> None:
-    for master, average in _pairs(optimizer):
-        kept = master.clone()
-        master.copy_(average)
-        average.copy_(kept)
-    optimizer.write_weights(version)

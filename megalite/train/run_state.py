@@ -29,7 +29,7 @@ from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.engine import OLDER, SpikeGuard, begin_averages, complete_older, older_shards, quantize_base
+from megalite.engine import OLDER, SpikeGuard, complete_older, older_shards, quantize_base
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -162,7 +162,7 @@ class RunState:
             self.checkpointer.load(start.path, shards, cast=not with_state)
         if anew:
             logger.info("`ema_decay`: the average of the weights begins with those that were loaded")
-            begin_averages(model.optimizer)
+            model.begin_averages()
         model.optimizer.after_load(version)
         for state in model.states:
             state.after_load(version)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megalite.comm import Channel, all_reduce_
 from megalite.data import Dataset
-from megalite.engine import averages_as_weights, run_forwards
+from megalite.engine import run_forwards
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
 from megalite.parallel.pipeline import ForwardOnly
@@ -59,7 +59,7 @@ class Validator:
                 continue
             record = self._evaluate(kind, iteration, dataset, length)
             if record and self._data.config.optimizer.ema_decay is not None:
-                with averages_as_weights(self._model.optimizer, self._newest_version()):
+                with self._model.averages_as_weights(self._newest_version()):
                     averaged = self._evaluate(kind, iteration, dataset, length)
                 record = averaged and record | {f"ema_{key}": averaged[key] for key in LOSSES if key in averaged}
             if record is None:
