@@ -21,8 +21,7 @@ from megalite.data.indexed import IndexedDataset, is_indexed, strip_suffix
 from megalite.data.mock import MockStore
 from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.remote_tokens import AT_ONCE, RemoteIndexedDataset
-from megalite.data.sources import Source, apart, phase_sources, sources_of
-from megalite.data.splits import SPLIT_NAMES, UnusableSplit, bounds_of, parse_split, without
+from megalite.data.splits import SPLIT_NAMES, Source, UnusableSplit, apart, bounds_of, parse_split, sources_of, without
 from megalite.data.survey import WHOLE, Phase, Survey, check_answers, check_vocabulary, survey, unanswered
 from megalite.data.token_store import TokenStore
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
@@ -72,8 +71,7 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
     stand_in = cfg.stand_in_ids(vocab_size or 0)
     if stand_in:
         return NullTokenizer(stand_in)
-    sources = [*sources_of(cfg).values(), *phase_sources(cfg)]
-    files = [path for source in sources for path in parse_blend(source.words, source.flag)[0]]
+    files = [path for source in sources_of(cfg).values() for path in parse_blend(source.words, source.flag)[0]]
     raw = [path for path in dict.fromkeys(files) if not is_indexed(strip_suffix(path))]
     named = cfg.tokenizer_type or cfg.tokenizer_model or cfg.vocab_file or cfg.merge_file
     if not named and files and len(raw) < len(set(files)):
@@ -196,12 +194,12 @@ class _Opener:
     def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
         """Training data of `--data-schedule` for `samples` samples. earlier: requests of the phases that have begun."""
         steps, made, phases = self.cfg.phases(self.seq_length), [], []
-        planned = zip(steps, PhasedDataset.asked_of(steps, samples), phase_sources(self.cfg), strict=True)
-        for self._phase, ((first, name), asked, source) in enumerate(planned):
+        planned = zip(steps, PhasedDataset.asked_of(steps, samples), strict=True)
+        for self._phase, ((first, name), asked) in enumerate(planned):
             requests = _with_request(earlier[self._phase] if self._phase < len(earlier) else (), asked)
-            made.append((first, self.split("train", requests, source)))
-            weights = parse_blend(source.words, source.flag)[1]
-            own = tuple(self.surveys()[f"train {self._phase}" if self._phase else "train"])
+            made.append((first, self.split("train", requests)))
+            source = self.sources[self._key("train")]
+            weights, own = parse_blend(source.words, source.flag)[1], tuple(self.surveys()[self._key("train")])
             phases.append(Phase(first, name, tuple(normalise(weights)) if weights else (), requests, own))
         self._phase = 0
         return PhasedDataset(made), tuple(phases)
@@ -224,7 +222,7 @@ class _Opener:
                 )  # fmt: skip
 
     def split(self, split: str, requests: Sequence[int | None], source: Source | None = None) -> Dataset:
-        """Data set of one split, by its totals of samples. source: of a phase; None: the split's own."""
+        """Data set of one split, by its totals of samples. source: None: the split's own."""
         if self.cfg.mock_data:
             mock = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
             parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
@@ -234,7 +232,7 @@ class _Opener:
             store = self._tokens("", (0.0, 1.0), split, "`data_path`")
             self._note(split, f"`data_path` ({store.name})", store)
             return self._dataset(store, (0, len(store)), split, requests)
-        source = source or self.sources.get(split)
+        source = source or self.sources.get(self._key(split))
         if source is None:
             raise UnusableSplit(f"`{split}_data_path`: not given; name data for it, or {without(split)}")
         if source.part is None:
@@ -308,7 +306,10 @@ class _Opener:
             raise UnusableSplit(str(error)) from None
 
     def _note(self, split: str, source: str, store: TokenStore) -> None:
-        self._used.setdefault(f"{split} {self._phase}" if self._phase else split, {})[source] = store
+        self._used.setdefault(self._key(split), {})[source] = store
+
+    def _key(self, split: str) -> str:
+        return f"{split} {self._phase}" if self._phase else split
 
     def _open(self, path: str, source: Source, split: str) -> tuple[TokenStore, tuple[int, int]]:
         if path.endswith((".bin", ".idx")) or is_indexed(path) or not os.path.isfile(path):
