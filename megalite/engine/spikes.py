@@ -2,10 +2,9 @@
 
     norm > mean + sigma x deviation of the window   ->  a spike: logged, skipped, the end of the run, or a rollback
 
-The window holds the norms of the latest updates. It is the same on all ranks, as the norm is, and so is the decision,
-which the device makes; the host reads it with the norm. A spike enters the window as the limit that it exceeded: one
-spike does not hide the next, and a new level soon is the usual one. The deviation counts as at least a quarter of the
-mean: norms of large batches hardly differ, and those of small ones sometimes double without harm.
+The window, of the latest norms, is the same on all ranks, and so is the device's decision; the host reads it with the
+norm. A spike enters as the limit that it exceeded: it does not hide the next, and a new level soon is the usual one.
+The deviation is at least a quarter of the mean: norms of large batches hardly differ, small ones double without harm.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ _LEAST_DEVIATION = 0.25
 
 
 class SpikeGuard:
-    """The window, and what is done about a spike.
-
-    max_skipped: spikes skipped in a row that end the run. speaks: whether this rank logs. withholds: whether the update
-    of a spike is left out. in_a_row: spikes skipped since the latest update that was none. rolls_back: the iteration of
-    the first spike that asks for a rollback, until that is done (`megalite/train/rollback.py`).
-    """
+    """The window, and what is done about a spike. max_skipped: how many `in_a_row` end the run. speaks: whether this
+    rank logs. withholds: whether the update of a spike is left out. rolls_back: the iteration of the first spike that
+    asks for a rollback, until that is done (`megalite/train/rollback.py`)."""
 
     def __init__(self, settings: Spikes, device: torch.device, *, max_skipped: int, speaks: bool) -> None:
         self.settings, self.speaks, self._max_skipped = settings, speaks, max_skipped
@@ -42,8 +38,8 @@ class SpikeGuard:
         self.rolls_back: int | None = None
 
     def limit(self, norm: Tensor) -> Tensor:
-        """What the norm of this update may be, infinite before half of the window is there; then takes the norm into
-        the window. norm: 0-dim fp64; one that is not finite does not enter."""
+        """What this update's norm (0-dim fp64) may be, infinite before half of the window is there; then takes it into
+        the window if it is finite."""
         mean = self._norms.nanmean()
         deviation = (self._norms - mean).square().nanmean().sqrt()
         limit = mean + self.settings.spike_sigma * torch.maximum(deviation, _LEAST_DEVIATION * mean)
@@ -53,8 +49,7 @@ class SpikeGuard:
         return limit
 
     def resolve(self, update: int, norm: float, limit: float, *, iteration: int = 0) -> bool:
-        """The host's part, once it knows both: whether the update, of this iteration, was a spike. Raises
-        RuntimeFailure where the run ends."""
+        """The host's part, once it knows both: was it a spike? Raises RuntimeFailure where the run ends."""
         if not limit < norm < math.inf:
             self.in_a_row = 0
             return False

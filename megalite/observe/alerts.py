@@ -16,9 +16,7 @@ from megalite.extras import optional_package
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
 
-COUNTED = ("skipped_iterations", "nan_iterations")
-"""Numbers of an interval that are counted over the run."""
-SAVED = "save_timestamp_seconds"
+COUNTED = ("skipped_iterations", "nan_iterations")  # numbers of an interval, of which the run has the sum
 
 
 class PrometheusHook(Hook):
@@ -37,9 +35,9 @@ class PrometheusHook(Hook):
             self.server, _ = self.client.start_http_server(self._port, "127.0.0.1", self.registry)
         for name in (*COUNTED, "saves", "rollbacks"):
             self._metric(name, "Counter")
-        now = time.time()  # what never comes is old, too: no first step, no first save
-        self._set(step_timestamp_seconds=now, **({} if trainer.config.checkpoint.save is None else {SAVED: now}))
         self._set(running=1, train_iters=trainer.train_iters, world_size=trainer.mesh.size("world"))
+        saved = {} if trainer.config.checkpoint.save is None else {"save_timestamp_seconds": time.time()}
+        self._set(step_timestamp_seconds=time.time(), **saved)  # what never comes is old, too
         self._write()
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:

@@ -6,11 +6,10 @@ action=rollback`; PaLM, arXiv 2204.02311, section 5.1).
                                 |<----- back -->|              |
                                 |<-------- pass_over --------->|
 
-The run loads the newest checkpoint c up to b = s - `back`, trains again from c to b, passes over the samples of
-b+1 .. e, and continues: a run that was told `--iterations-to-skip` b+1 .. e has the same weights. Checkpoints newer
-than c are put aside first. A run that is killed on the way comes to the same spike by the same window of norms, and
-decides the same. A spike less than `back` iterations behind a range that an earlier one made is no progress: the range
-grows, and is counted. Ranges are counted in samples, which a change of the batch size does not move.
+The run loads the newest checkpoint c up to b = s - `back`, puts newer ones aside, trains again from c to b and passes
+over the samples of b+1 .. e: a run that was told `--iterations-to-skip` b+1 .. e has the same weights. One that is
+killed on the way comes to the same spike by the same window of norms, and decides the same. A spike less than `back`
+iterations behind the range of an earlier one is no progress: the range grows. Samples do not move with the batch size.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Samples `first` to `last` (exclusive), those of iterations `after` + 1 to `until`. rollbacks: how many spikes
-    made and enlarged it; 0: a flag did."""
+    """Samples `first` to `last` (exclusive), of iterations `after` + 1 to `until`. rollbacks: of how many spikes; 0: a
+    flag's."""
 
     first: int
     last: int
@@ -77,11 +76,8 @@ class PassedOver(Container[int]):
 
 @dataclass(frozen=True)
 class Rollback:
-    """Goes back. Collective.
-
-    guard: finds the spikes. find: `Checkpointer.go_back`. load: takes up the state of what that has found; returns its
-    (iteration, samples consumed).
-    """
+    """Goes back. Collective. guard: finds the spikes. find: `Checkpointer.go_back`. load: takes up the state of what
+    that has found; returns its (iteration, samples consumed)."""
 
     guard: SpikeGuard
     sizes: BatchSizeSchedule
@@ -90,8 +86,8 @@ class Rollback:
     load: Callable[[Any], tuple[int, int]]
 
     def __call__(self, spike: int) -> Record | None:
-        """After a spike in this iteration: what was done, as a record; None where no checkpoint is that old. Raises
-        RuntimeFailure where there was no progress too many times."""
+        """After a spike in this iteration: a record of what was done; None where no checkpoint is that old. Raises
+        RuntimeFailure after too many rollbacks without progress."""
         self.guard.rolls_back, settings = None, self.guard.settings
         begin, rollbacks = max(0, spike - settings.rollback_iters), 1
         until = begin + settings.rollback_skip_iters
