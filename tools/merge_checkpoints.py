@@ -3,8 +3,7 @@
     python tools/merge_checkpoints.py --load runs/a --last 5 --save runs/a_mean
     python tools/merge_checkpoints.py --load runs/a/iter_0001000 runs/b --weights 1 3 --save runs/soup
 
-Weights are averaged in fp64, tensor by tensor. What is not averaged (moments, progress, configuration, tokenizer) is
-that of the checkpoint named last.
+What is not averaged (moments, progress, configuration, tokenizer) is that of the checkpoint named last.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from command_line import ToolParser, run_tool
 from megalite.errors import ConfigError
-from megalite.stores import Place
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -43,25 +41,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return flags
 
 
-def checkpoints_of(flags: argparse.Namespace) -> list[Place]:
-    """What is merged, in order. Raises MegaliteError."""
-    from megalite.checkpoint import committed, resolve_checkpoint  # torch comes with it
-
-    one, last = flags.load[0], flags.last
-    found = committed(one)[-last:] if last else [resolve_checkpoint(path) for path in flags.load]
-    if last and len(found) < last:
-        raise ConfigError(f"--last={last}: {one} holds {len(found)} committed checkpoints")
-    if flags.weights is not None and len(flags.weights) != len(found):
-        raise ConfigError(f"--weights: {len(flags.weights)} of them, for {len(found)} checkpoints; give one for each")
-    return found
-
-
 def main(argv: list[str]) -> None:
     """Raises MegaliteError."""
     flags = parse(argv)
-    paths = checkpoints_of(flags)
-    from megalite.convert import MergedSource, write_checkpoint  # torch comes with it
+    from megalite.checkpoint import committed, resolve_checkpoint  # torch comes with these
+    from megalite.convert import MergedSource, write_checkpoint
 
+    one, last = flags.load[0], flags.last
+    paths = committed(one)[-last:] if last else [resolve_checkpoint(path) for path in flags.load]
+    if last and len(paths) < last:
+        raise ConfigError(f"--last={last}: {one} holds {len(paths)} committed checkpoints")
+    if flags.weights is not None and len(flags.weights) != len(paths):
+        raise ConfigError(f"--weights: {len(flags.weights)} of them, for {len(paths)} checkpoints; give one for each")
     source = MergedSource(paths, flags.weights or [1.0] * len(paths), use_ema=flags.use_ema)
     run = source if source.continues and not flags.no_load_optim else None
     written = write_checkpoint(source, Path(flags.save), run=run)
