@@ -24,8 +24,7 @@ ALLOWED = {
     r"benchmarks/shared_lab\.py": r"\w+",
     # lm-evaluation-harness calls its models by these.
     r"megalite/inference/harness\.py": "loglikelihood(_rolling)?|generate_until",
-    # http.server and logging call these.
-    r"megalite/observe/alerts\.py": "do_GET|log_message",
+    # logging calls it.
     r"megalite/events\.py": "emit",
     # megalite/testing/inject.py calls it.
     r"megalite/proof/watch\.py": "reached",
