@@ -11,29 +11,21 @@ from megalite.config.rules.text import multiples_around
 
 def data(config: Config, world_size: int) -> Iterator[str]:
     source = config.data
-    yield from _data_schedule(config)
-    yield from _validation_sets(config)
-    for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
-        if path.endswith((".bin", ".idx")):
-            yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
-    yield from _split_weights(source.split)
-    yield from _tokenizer(config)
-
-
-def _data_schedule(config: Config) -> Iterator[str]:
     try:
-        config.data.phases(config.model.seq_length)
+        source.phases(config.model.seq_length)
     except ValueError as error:
-        yield f"`data_schedule`='{config.data.data_schedule}': {error}; write it like '0:web.txt 4T:anneal.txt'"
-
-
-def _validation_sets(config: Config) -> Iterator[str]:
-    names, paths = config.data.validation_set_names, config.data.valid_data_path
+        yield f"`data_schedule`='{source.data_schedule}': {error}; write it like '0:web.txt 4T:anneal.txt'"
+    names, paths = source.validation_set_names, source.valid_data_path
     flag = f"`validation_set_names`={' '.join(names)}"
     if names and paths and len(names) != len(paths):
         yield f"{flag}: {len(names)} names for {len(paths)} paths of `valid_data_path` (no weights); give one for each"
     if twice := next((name for name in names if names.count(name) > 1), None):
         yield f"{flag}: {twice} is there twice; give each set a name of its own"
+    for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
+        if path.endswith((".bin", ".idx")):
+            yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
+    yield from _split_weights(source.split)
+    yield from _tokenizer(config)
 
 
 def _split_weights(text: str) -> Iterator[str]:
