@@ -48,7 +48,8 @@ def main(argv: list[str]) -> None:
     from megalite.convert import MergedSource, write_checkpoint
 
     one, last = flags.load[0], flags.last
-    paths = committed(one)[-last:] if last else [resolve_checkpoint(path) for path in flags.load]
+    newest = [resolve_checkpoint(path) for path in flags.load]
+    paths = committed(one)[-last:] if last else newest
     if last and len(paths) < last:
         raise ConfigError(f"--last={last}: {one} holds {len(paths)} committed checkpoints")
     if flags.weights is not None and len(flags.weights) != len(paths):

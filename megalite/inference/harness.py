@@ -155,8 +155,9 @@ class TaskEvaluator:
         mesh.over("dp", "pp")  # communicators are made with the run
         self._names = {name_of(path): path for path in files}
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        first = patiently(self._made if mesh.world.is_first else None, mesh.world)  # it fills the caches of the data
-        self._tasks = patiently(self._made if first is None else None, mesh.world) or first
+        with redirect_stderr(StringIO()):  # bars of its data are not the run's
+            first = patiently(self._made if mesh.world.is_first else None, mesh.world)  # it fills the caches
+            self._tasks = patiently(self._made if first is None else None, mesh.world) or first
 
     def _made(self) -> dict[str, Any]:
         """The harness's tasks by name."""
