@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from equivalence.layouts import TINY, Layout, compare, saved_tensors
 from megalite.checkpoint import CheckpointReader, committed
@@ -20,6 +21,7 @@ from megalite.testing import run_ranks, run_single
 from megalite.train.run import run_training
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
+import convert_checkpoint  # noqa: E402
 import merge_checkpoints  # noqa: E402
 
 DECAY = "0.8"
@@ -141,6 +143,18 @@ def test_tools_read_the_average(trained: Path, tmp_path: Path) -> None:
     for loaded, prefix in ((averaged, "optimizer/ema/"), (plain, "")):
         for name, parameter in loaded.model.logical_parameters():
             assert torch.equal(parameter, stored[prefix + name]), name
+
+
+def test_an_export_holds_the_average(trained: Path, tmp_path: Path) -> None:
+    flags = ["--from", "megalite", "--to", "hf", "--dtype", "fp32", "--load", str(trained), "--use-ema"]
+    convert_checkpoint.main([*flags, "--save", str(tmp_path / "hf")])
+    found, stored = load_file(tmp_path / "hf" / "model.safetensors"), saved_tensors(trained)
+    names = {"ln_f.weight": "head.final_norm.weight", "ln_f.bias": "head.final_norm.bias"}
+    names |= {f"h.{n}.mlp.c_fc.weight": f"layers.{n}.mlp.fc1.weight" for n in range(2)}
+    for exported, ours in names.items():
+        average, value = stored[f"optimizer/ema/{ours}"].float(), found[f"transformer.{exported}"]
+        assert torch.equal(value if value.ndim == 1 else value.t(), average), exported
+        assert not torch.equal(average, stored[ours].float())
 
 
 @pytest.mark.parametrize(
