@@ -61,6 +61,9 @@ use_own_environment() {
         if [[ -z $why ]]; then
             return
         fi
+        # What a link leads to belongs to somebody else, too: clearing it would take their environment away.
+        [[ ! -L .venv ]] || fail "$PWD/.venv is a link to $(readlink .venv), and $why; remove the link, or activate an" \
+            "environment"
         echo "making .venv again: $why"
         deactivate 2>/dev/null || true
         hash -r

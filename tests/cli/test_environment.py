@@ -125,6 +125,18 @@ def test_an_environment_that_does_not_work_is_made_again(clone: Path, tmp_path: 
     assert subprocess.run([clone / ".venv" / "bin" / "python", "-c", ""]).returncode == 0
 
 
+def test_an_environment_behind_a_link_is_left_alone(clone: Path, tmp_path: Path) -> None:
+    """It may be another clone's: it is not cleared because pip is missing, or does not answer, at this moment."""
+    environment_with_pip(tmp_path / "shared", "", 0)
+    shutil.rmtree(next(tmp_path.glob("**/site-packages")) / "pip")
+    (clone / ".venv").symlink_to(tmp_path / "shared")
+    stand_in(clone, MAKES_ENVIRONMENTS)
+    status, output, error = use_environment(clone)
+    assert (status, output) == (1, "") and error.count("\n") == 1
+    assert ".venv is a link to" in error and "it has no pip; remove the link" in error
+    assert (tmp_path / "shared" / "bin" / "python").exists()
+
+
 def test_condas_base_counts_only_with_torch_in_it(clone: Path, tmp_path: Path) -> None:
     base = environment_with_pip(tmp_path / "conda", "", 1)
     del base["VIRTUAL_ENV"]
