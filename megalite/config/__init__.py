@@ -45,6 +45,7 @@ from megalite.config.files import (
     ids_of_files,
     meant_for_this_host,
     missing_data,
+    missing_tokenizer,
     missing_packages,
     schedule_file,
 )

@@ -59,7 +59,7 @@ def missing_packages(config: Config) -> list[str]:
 
 def missing_data(config: Config) -> list[str]:
     """Those of data and tokenizer."""
-    return [*_data_files(config), *_tokenizer_files(config)]
+    return [*_data_files(config), *missing_tokenizer(config)]
 
 
 def ids_of_files(data: DataConfig) -> int | None:
@@ -186,7 +186,8 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _tokenizer_files(config: Config) -> Iterator[str]:
+def missing_tokenizer(config: Config) -> Iterator[str]:
+    """What is not said of the tokenizer, and its files that are not on this host."""
     if config.data.stand_in_ids(config.model.vocab_size) is None:
         yield from config.data.tokenizer_lacks()
     for name in ("tokenizer_model", "vocab_file", "merge_file"):

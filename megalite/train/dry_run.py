@@ -22,6 +22,7 @@ from megalite.config import (
     meant_for_this_host,
     missing_data,
     missing_packages,
+    missing_tokenizer,
 )
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
@@ -151,11 +152,17 @@ def time_text(config: Config, world_size: int, device_name: str, *, here: bool =
     return f"{step} a step, {whole} in all (predicted for {hardware.name}, without evaluations{beside})"
 
 
+def tokenizer_is_elsewhere(config: Config) -> bool:
+    """Whether its files, or those of the data from which it is made or known, are not on this host."""
+    data = config.data
+    return any(missing_tokenizer(config) if data.tokenizer_model or data.vocab_file else missing_data(config))
+
+
 def without_files(config: Config) -> tuple[Config, Tokenizer]:
     """The tokenizer and its vocabulary; where its files, or those of the data, are on another host alone, as many
     numbers. Raises DataError for files that are no tokenizer."""
     data = config.data
-    if not missing_data(config):
+    if not tokenizer_is_elsewhere(config):
         return resolve_tokenizer(config)
     inferred = "GPT2BPETokenizer" if data.vocab_file or data.merge_file else "HuggingFaceTokenizer"
     kind = data.tokenizer_type or (inferred if data.vocab_file or data.merge_file or data.tokenizer_model else None)
@@ -175,7 +182,7 @@ def without_files(config: Config) -> tuple[Config, Tokenizer]:
 def tokenizer_text(config: Config, tokenizer: Tokenizer) -> str:
     """What the tokenizer is. tokenizer: numbers, where that of the run is on another host."""
     named = config.data.tokenizer_type
-    if tokenizer.kind == named or not missing_data(config):
+    if tokenizer.kind == named or not tokenizer_is_elsewhere(config):
         return tokenizer.describe()
     which = f"{named}, which is" if named else "that of its files, which are"
     return f"{which} not on this host; {config.model.vocab_size:,} tokens"

@@ -79,14 +79,19 @@ def test_a_later_tokenizer_leaves_the_files_of_an_earlier_one_unread(tmp_path: P
             parse([*base, "--tokenizer-type", kind])
 
 
+SMALL = (
+    "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 "
+    "--global-batch-size 64 --train-iters 9"
+).split()
+
+
 def test_a_script_of_another_host_needs_none_of_its_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A dry run for a cluster, whose data and tokenizer are there; on a host that may be meant, they must exist."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     words = ["--dry-run", "--data-path", "far_document", "--vocab-file", "v.json", "--merge-file", "m.txt"]
-    config = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3"
-    argv = [*config.split(), "--global-batch-size", "64", "--train-iters", "9", *words]
+    argv = [*SMALL, *words]
     parsed = parse_with_origins([*argv, "--nprocs", "16"])
     assert not parsed.warnings, "each is said once, below"
     text = dry_run(parsed.config, parsed.origins, 16)
@@ -120,6 +125,20 @@ def test_a_script_of_another_host_needs_none_of_its_files(
     caplog.clear()
     given = parse_with_origins([*argv[:-4], *llama2, "--vocab-size", "1000"])
     assert "vocabulary 1,000" in dry_run(given.config, given.origins, 16) and "assumed" not in caplog.text
+
+
+def test_a_tokenizer_that_is_here_is_named_though_the_data_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab.write_text('{"a": 0, "b": 1, "<|endoftext|>": 2}')
+    merges.write_text("#version: 0.2\n")
+    words = f"--dry-run --data-path far_document --vocab-file {vocab} --merge-file {merges} --nprocs 16"
+    parsed = parse_with_origins([*SMALL, *words.split()])
+    text = dry_run(parsed.config, parsed.origins, 16)
+    assert " GPT2BPETokenizer (3 ids" in text and "not on this host" not in text
+    assert text.count(" not here    ") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a host with GPUs is refused")
