@@ -53,10 +53,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--num-samples", type=int, default=1, help="continuations, with seeds --seed, --seed + 1, ...")
     parser.add_argument("--micro-batch-size", type=int, default=8, help="texts that go through the model together")
     parser.add_argument("--greedy", action="store_true", help="always the most likely token")
-    parser.add_argument("--temperature", type=float, help="below 1: safer, above 1: wilder, 0: --greedy; unset: 1")
-    parser.add_argument("--top-k", type=int, help="choose among the k most likely tokens; 0 or unset: among all")
     parser.add_argument(
-        "--top-p", type=float, help="choose among the tokens that reach this probability; unset: among all"
+        "--temperature",
+        type=float,
+        help="below 1: safer, above 1: wilder, 0: --greedy; unset: 1, or (--chat) the model's",
+    )
+    parser.add_argument(
+        "--top-k", type=int, help="choose among the k most likely tokens, 0: all; unset: all, or (--chat) the model's"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="choose among the tokens that reach this probability; unset: all, or (--chat) the model's",
     )
     parser.add_argument("--seed", type=int, default=1234, help="of the choices")
     add_layout_flags(parser)

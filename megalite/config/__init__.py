@@ -45,8 +45,8 @@ from megalite.config.files import (
     ids_of_files,
     meant_for_this_host,
     missing_data,
-    missing_tokenizer,
     missing_packages,
+    missing_tokenizer,
     schedule_file,
 )
 from megalite.config.latent import Latent

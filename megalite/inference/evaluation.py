@@ -218,7 +218,10 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     wanted = {part: None if part == name else 0 for part in PARTS}  # None: once, 0: not at all
     # conversations are cut below, so a split of few must not be refused for a window that is long
     marked = Path(f"{strip_suffix(path)}{MARKS}.idx").is_file()
-    unusable = f"`split`={split}: that part of {path} is empty or shorter than one sample; choose another"
+    part = {"train": "training", "valid": "validation"}.get(name, name) + " part"
+    which = part if split == name else f"{part} (its second weight, which is scored)"
+    empty = f"the {which} of {path} is empty or shorter than one sample"
+    unusable = f"`split`={split}: {empty}; without `split` the whole file is scored"
 
     def build() -> Datasets:
         return build_datasets(

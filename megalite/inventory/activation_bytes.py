@@ -13,8 +13,9 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
 
 Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU, attention dropout); blocked
 attention (a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
-gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix. Assumed: a CPU widens
-16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the library's fused ones.
+gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix, unless that is frozen.
+Assumed: a CPU widens 16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the
+library's fused ones.
 """
 
 from __future__ import annotations
@@ -314,7 +315,9 @@ def weight_only_bytes(config: Config, layer: Layer) -> float:
 
 
 def _output_bytes(config: Config, layer: Layer) -> float:
-    """Gradients of an output layer, one each time that it is used."""
+    """Gradients of an output layer, one each time that it is used; beside adapters it has none."""
+    if config.model.lora.lora_rank is not None:
+        return 0.0
     tp, halves = config.parallel.tensor_model_parallel_size, 2 if config.parallel.tp_comm_overlap else 1
     matrices = [product.local(tp) for product in layer.products if product.name.endswith("output")]
     return float(halves * ElementBytes.of(config).wide * sum(n * k for n, k in matrices))

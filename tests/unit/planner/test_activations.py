@@ -27,7 +27,7 @@ BASE = (
 LATENT = "--mla kv_lora_rank=24 qk_head_dim=20 qk_pos_emb_head_dim=12 v_head_dim=24"
 
 
-def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, float]:
+def _kept_by_autograd(flags: str, samples: int, items: range, frozen: bool = False) -> tuple[int, float]:
     """(Bytes of the storages that autograd saved, weights apart; the prediction)."""
     config = parse([*BASE, "--micro-batch-size", str(samples), *flags.split()])
     model = config.model
@@ -40,6 +40,7 @@ def _kept_by_autograd(flags: str, samples: int, items: range) -> tuple[int, floa
         weight_grads=WeightGradQueue(),
     )
     stack = build_stack(model, [layer_specs(model)[i] for i in items], context, init_seed=1)
+    stack.requires_grad_(not frozen)
     ids = torch.randint(0, 300, (samples, model.seq_length))
     positions = torch.arange(model.seq_length).expand_as(ids)
     mask = torch.ones(ids.shape)
@@ -104,6 +105,14 @@ def test_activations_are_within_five_per_cent(flags: str, samples: int, items: r
         pytest.skip("this CPU multiplies bf16 itself; the prediction is for those that widen it")
     found, predicted = _kept_by_autograd(flags, samples, items)
     assert predicted == pytest.approx(found, rel=0.05)
+
+
+def test_a_head_beside_adapters_keeps_no_gradient_of_its_matrix() -> None:
+    """--load stands for a run that has none: nothing is read here."""
+    found, predicted = _kept_by_autograd("--lora rank=2 --load . --finetune", 1, range(5, 6), frozen=True)
+    assert predicted == pytest.approx(found, rel=0.05)
+    trained, _ = _kept_by_autograd("", 1, range(5, 6))
+    assert trained > 2 * found
 
 
 def test_early_stages_hold_more_micro_batches() -> None:
