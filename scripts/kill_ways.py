@@ -243,8 +243,11 @@ class ThreeHosts:
             if how == "all":
                 self._counts.note(self.way, how)
             elif how == "rank":
-                ranks = sorted(children_of(agents.processes[on[name]].pid))
-                if ranks and kill_process(ranks[0]):
+                pid = agents.processes[on[name]].pid
+                while not (ranks := children_of(pid)) and not self._ended(agents, 0.5):
+                    pass  # it takes a while until all have met
+                time.sleep(self._rng.uniform(0, self._seconds))
+                if ranks and kill_process(min(ranks)):
                     self._counts.note(self.way, how)
             else:
                 agents.lose(on[name])
