@@ -31,7 +31,7 @@ class LaunchEnvironment:
     agent_store: the launcher itself serves `master_port` (torchrun does), so no rank may. attempt: how often the
     launcher has restarted the ranks. launch: names the launch, if its ranks are restarted after a failure.
     parent: the launcher is the parent of the ranks, which end with it. keeps_status: it is `megalite.launch.torchrun`,
-    which SIGUSR2 ends with status 2.
+    which SIGUSR2 ends with status 2. started_by: its process; 0: not known.
     """
 
     launcher: str = ""
@@ -46,6 +46,7 @@ class LaunchEnvironment:
     launch: str = ""
     parent: bool = False
     keeps_status: bool = False
+    started_by: int = 0
 
 
 def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:

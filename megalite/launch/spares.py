@@ -57,7 +57,7 @@ def wait_as_spare(place: LaunchEnvironment, host: str, seconds: float) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: os._exit(0))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    launcher = os.getppid()
+    launcher = place.started_by or os.getppid()
     try:
         store = open_store(place, host, seconds)
         while not store.check([DONE]):

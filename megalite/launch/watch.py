@@ -59,8 +59,8 @@ class RankWatch:
         self._answered: Patience | None = None
         self._leaving = threading.Event()
         faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
-        parent, launcher = os.getpid(), os.getppid()
-        self._launcher = launcher if place.parent else None
+        parent = os.getpid()
+        self._launcher = place.started_by or os.getppid() if place.parent else None
         page.beat()
         if os.fork() == 0:
             _guard(page, parent, self._me, hang_seconds)

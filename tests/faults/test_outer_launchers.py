@@ -19,7 +19,7 @@ from megalite.config import Config, parse
 from megalite.events import EventHandler
 from megalite.faults import fault_point
 from megalite.launch import watch
-from megalite.launch.launcher import LaunchEnvironment, launch
+from megalite.launch.launcher import LaunchEnvironment, launch, read_environment
 from megalite.launch.rank_page import RankPage
 from megalite.testing import run_single
 
@@ -102,6 +102,34 @@ def test_the_rank_that_failed_is_named(
     told = [json.loads(line) for line in (tmp_path / "null").read_text().splitlines()] if action == "kill" else []
     assert [event["event"] for event in told] == ["lost"] * (action == "kill")
     assert all(re.search(account, event["line"]) for event in told)
+
+
+def body_orphan(world: World) -> str:
+    """What a rank says whose launcher goes before the rank has imported torch."""
+    (reading, writing), (ready, begun) = os.pipe(), os.pipe()
+    if (agent := os.fork()) == 0:
+        if os.fork() == 0:
+            os.environ.update(
+                RANK="1", WORLD_SIZE="2", MASTER_PORT="1", MASTER_ADDR="127.0.0.1", TORCHELASTIC_RUN_ID=""
+            )
+            place, agent = read_environment(), os.getppid()
+            os.dup2(writing, 2)
+            os.write(begun, b".")
+            while os.getppid() == agent:
+                time.sleep(0.01)
+            os._exit(launch(parse(FLAGS), main_waits, place))
+        os.read(ready, 1)
+        os._exit(0)
+    os.waitpid(agent, 0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as said:
+        return said.read()
+
+
+def test_a_rank_whose_launcher_was_gone_early_ends() -> None:
+    """It would meet the others and train, beside those that are started in its place."""
+    line = r"error: rank 1 \(host [^)]*\) ends.*: its launcher \(torchrun\) is gone"
+    assert re.search(line, run_single(body_orphan))
 
 
 def test_no_stacks_bury_the_cause_where_it_is_known(capfd: pytest.CaptureFixture[str]) -> None:
