@@ -46,12 +46,12 @@ class Counts:
     def flags(self) -> list[str]:
         """Of all runs."""
         iterations: int = self.all["iterations"]
-        layout = "--tensor-model-parallel-size 2 --global-batch-size 2 --keep-last-n 2".split()
+        layout = "--tensor-model-parallel-size 2 --global-batch-size 1 --keep-last-n 2".split()
         return [*layout, "--train-iters", str(iterations), "--save-interval", str(max(1, iterations // 5))]
 
     @property
     def local(self) -> list[str]:
-        return ["--non-persistent-save-interval", str(max(1, self.all["iterations"] // 50))]
+        return ["--non-persistent-save-interval", str(max(1, self.all["iterations"] // 20))]
 
     def by_way(self) -> dict[str, dict[str, int]]:
         """How often what was done to runs that are compared; runs that went on side by side are added."""
