@@ -67,3 +67,4 @@ from megalite.checkpoint.run_dir import (
 )
 from megalite.checkpoint.saving import check_space, first_problem, without_gc, write_whole
 from megalite.checkpoint.storage import flat_bytes, fsync_directory
+from megalite.checkpoint.uploads import sweep_staging

@@ -158,6 +158,11 @@ class Uploads:
             upload.final = True
         return (waiting[-1].job, waiting[-1].report or {}) if waiting else None
 
+    def drop(self) -> None:
+        """What is staged is of no use any more: a newer save is kept. After `give_up`."""
+        for upload in self._waiting:
+            shutil.rmtree(upload.job.staging, ignore_errors=True)
+
     def wait_sent(self) -> str | None:
         """Waits until this rank's parts are in the store, giving each that fails one more attempt. Returns what is
         wrong."""
@@ -235,17 +240,21 @@ def settle(uploads: Uploads, problem: str | None, local: LocalSaves | None, worl
     staged = uploads.give_up()
     steps = {*all_gather_json(None if staged is None else staged[0].step, world)}
     if local is not None and staged is not None and len(steps) == 1 and local.keep(*staged):
+        uploads.drop()
         problem += f"; iteration {staged[0].step} is kept in {local.root}: `auto_resume` continues from it"
     raise CheckpointError(problem)
 
 
+def sweep_staging(folder: Path) -> None:
+    """Removes what earlier runs have staged and not sent. Only for a run that holds the lease."""
+    for path in folder.glob("iter_*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def staging_problem(folder: Path, needed: int) -> str | None:
-    """What is wrong with the folder in which saves wait. What earlier runs have staged there and not sent is removed:
-    only for a run that holds the lease. needed: bytes of a save, of all ranks that share the folder."""
+    """What is wrong with the folder in which saves wait. needed: bytes of a save, of all ranks that share it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("iter_*.tmp-*"):
-            shutil.rmtree(path, ignore_errors=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"`checkpoint_staging_path`={folder}: cannot be written ({error.strerror})"

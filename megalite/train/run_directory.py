@@ -23,6 +23,7 @@ from megalite.checkpoint import (
     send_along,
     set_aside_newer,
     step_of,
+    sweep_staging,
     take_up,
     write_small,
 )
@@ -98,15 +99,16 @@ class RunDirectory:
         Collective. Raises CheckpointError."""
         given, kept = self.config.checkpoint.local, self.checkpointer.uploads is not None
         asked = given.non_persistent_save_interval is not None
-        if not (asked or kept) or self._save is None or self.config.training.skip_train:
+        if not (asked or kept) or self._folder is None or self.config.training.skip_train:
             return None
+        if kept:
+            sweep_staging(self._folder)
         if asked:
             fewer = self.config.parallel.restarts.elastic is not None
             in_memory = given.non_persistent_ckpt_type == "in_memory"
             folder = Path(given.folder).absolute()
             settings = LocalSettings(folder, in_memory, given.copies, given.replication_jump, fewer)
         else:
-            assert self._folder is not None
             settings = LocalSettings(self._folder.absolute(), kept=True)
         local = LocalSaves(settings, self._world, self._host)
         self._token = str(all_gather_json(self._read_token() if self._world.is_first else "", self._world)[0])

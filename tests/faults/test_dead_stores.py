@@ -16,10 +16,12 @@ from store_server import FaultProxy, make_bucket, moto_server
 from torchrun_agents import TINY, environment
 
 from megalite.checkpoint import Checkpointer, CheckpointReader, LocalSaves, LocalSettings, resolve_checkpoint
-from megalite.comm import ParallelMesh, World
+from megalite.comm import Axis, ParallelMesh, World
+from megalite.config import parse
 from megalite.errors import CheckpointError
 from megalite.stores import store as store_module
-from megalite.testing import run_ranks
+from megalite.testing import run_ranks, run_single
+from megalite.train.run_directory import RunDirectory
 
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "checkpoint"))
 from checkpoint_layouts import holds, make_model  # noqa: E402
@@ -47,13 +49,14 @@ def saver_of(world: World, staging: str) -> Checkpointer:
 
 
 def save(world: World, staging: str, dead: bool) -> tuple[str, float]:
-    """Saves step 20 in a run that is to end; what was wrong, and how long that took."""
+    """Saves steps 10 and 20 in a run that is to end; what was wrong, and how long that took."""
     if dead:
         store_module.END_SECONDS, store_module.LAST_SECONDS = 0.5, 0.2
     saver, began = saver_of(world, staging), time.monotonic()
     saver.hasten()
     try:
-        saver.save(20, shards_of(20, world.rank), {"step": 20}, {"a.json": b"{}"})
+        for step in (10, 20):
+            saver.save(step, shards_of(step, world.rank), {"step": step}, {"a.json": b"{}"})
         saver.wait()
     except CheckpointError as error:
         return error.text, time.monotonic() - began
@@ -82,13 +85,28 @@ def alike(world: World, *runs: str) -> bool:
     ("fault", "part"), [("silent", ""), pytest.param("503", "rank_00000", marks=pytest.mark.landing)]
 )
 def test_what_cannot_be_sent_is_kept(tmp_path: Path, proxy: FaultProxy, fault: str, part: str) -> None:
-    """Also where some ranks' parts were sent: what is staged stays until all is committed."""
+    """Also where some ranks' parts were sent: what is staged stays until all is committed. Only the newest."""
     proxy.plan = lambda method, path: fault if part in path else None
     found = run_ranks(save, WORLD, str(tmp_path), True, env=proxy.environment)
     assert all("iteration 20 is kept in" in text and seconds < 20 for text, seconds in found), found
     proxy.plan = lambda method, path: None
     assert run_ranks(load, WORLD, str(tmp_path), env=proxy.environment) == [20] * WORLD
     assert [path.name for path in tmp_path.iterdir()] == ["token"], "nothing is staged twice"
+
+
+def begin(world: World, staging: str, *flags: str) -> int:
+    """How many saves are staged when a run has begun."""
+    saves = ["--save", "s3://dead/runs/a", "--checkpoint-staging-path", staging]
+    with RunDirectory(parse([*TINY, "--train-iters", "1", *saves, *flags]), Axis.single("world")):
+        return len([*Path(staging).glob("iter*")])
+
+
+def test_what_was_staged_before_is_removed_at_the_start(tmp_path: Path, proxy: FaultProxy) -> None:
+    """Also of a run that has nothing to train; not by one that only evaluates, which does not hold the lease."""
+    (tmp_path / "iter_0000010.tmp-0dbd2719644e-1").mkdir()
+    evaluates = "--skip-train", "--eval-iters", "1"
+    assert run_single(begin, str(tmp_path), *evaluates, env=proxy.environment) == 1
+    assert run_single(begin, str(tmp_path), env=proxy.environment) == 0
 
 
 @pytest.mark.landing
