@@ -86,6 +86,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=("host", "store", "hosts"), default=["host", "store", "hosts"])
     parser.add_argument("--seed", type=int, help="unset: another one each time")
     parser.add_argument("--seconds", type=float, default=8.0, help="a kill comes within this time of the ranks' start")
+    parser.add_argument("--store-seconds", type=float, default=25.0, help="the same with a store, whose requests fail")
     parser.add_argument("--host-seconds", type=float, default=20.0, help="the same of hosts, whose ranks import torch")
     parser.add_argument("--iterations", type=int, default=40, help="of each run; the first call's stays")
     given = parser.parse_args()
@@ -106,7 +107,8 @@ def main() -> int:
                     ways.append(ThreeHosts(name, folder, counts, given.host_seconds, rng))
                 else:
                     proxy = store() if way == "store" else None
-                    ways.append(OneHost(name, folder, counts, given.seconds, rng, proxy))
+                    seconds = given.store_seconds if way == "store" else given.seconds
+                    ways.append(OneHost(name, folder, counts, seconds, rng, proxy))
             at_once(ways, counts, given.kills)
         finally:
             for each in ways:

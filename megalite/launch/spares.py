@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -57,17 +58,24 @@ def wait_as_spare(place: LaunchEnvironment, host: str, seconds: float) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: os._exit(0))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    launcher = place.started_by or os.getppid()
+    threading.Thread(target=_end_with, args=(place.started_by or os.getppid(),), daemon=True).start()
     try:
         store = open_store(place, host, seconds)
         while not store.check([DONE]):
-            if store.check([OVER]) or os.getppid() != launcher:
+            if store.check([OVER]):
                 return 1
             time.sleep(ASK_SECONDS)
         store.add(LEFT, 1)
     except Exception:  # rank 0, which serves the store, has gone without a word
         return 1
     return 0
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this process when its launcher is gone; also while it looks for a store that has gone with it."""
+    while os.getppid() == launcher:
+        time.sleep(ASK_SECONDS)
+    os._exit(1)
 
 
 def release_spares(store: dist.Store, count: int) -> None:
