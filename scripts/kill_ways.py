@@ -102,6 +102,8 @@ class OneHost:
     ) -> None:
         self.way, self._counts, self._seconds, self._store = way, counts, seconds, store
         self._folder, self._rng = folder / way, rng
+        if store is not None:  # which is new, as its runs are
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(exist_ok=True)
         self._memory = Path("/dev/shm") / f"megalite-kills-{folder.name}-{way}"
         served = store.environment if store is not None else {}
