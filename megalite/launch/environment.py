@@ -31,7 +31,8 @@ class LaunchEnvironment:
     agent_store: the launcher itself serves `master_port` (torchrun does), so no rank may. attempt: how often the
     launcher has restarted the ranks. launch: names the launch, if its ranks are restarted after a failure.
     parent: the launcher is the parent of the ranks, which end with it. keeps_status: it is `megalite.launch.torchrun`,
-    which SIGUSR2 ends with status 2. started_by: its process; 0: not known.
+    which SIGUSR2 ends with status 2. started_by: its process, asked for before torch is imported: who was gone by then
+    would not be missed; 0: not known.
     """
 
     launcher: str = ""

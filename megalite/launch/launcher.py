@@ -88,7 +88,6 @@ def read_environment() -> LaunchEnvironment:
     place = environment.detect_environment(os.environ)
     if place.size > 1:  # torch reads it when it is imported; of its lines only NCCL's watchdog's are wanted
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if gpu_driver() else "FATAL")
-    # Asked now: a launcher that is gone when torch has been imported would not be missed.
     return replace(place, started_by=os.getppid())
 
 
