@@ -43,7 +43,7 @@ class WarmLauncher:
         self.pid = int(self._stream("stdout").readline())
 
     def wait(self, seconds: float) -> int | None:
-        """The status of the launch, as `subprocess` counts; None where it goes on after `seconds`."""
+        """The status of the launch, as `subprocess` counts; None where it has not ended within `seconds`."""
         if self._status is None:
             answers = self._stream("stdout")
             if select.select([answers], [], [], max(0.0, seconds))[0]:
