@@ -20,16 +20,17 @@ two matrices share their A.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, LocalParameter, Statistic, all_gather, all_reduce_
+from megalite.comm import Axis, LocalParameter, all_reduce_
 from megalite.config import OPTIMIZER_SPECS, OptimizerConfig
-from megalite.inventory import DEALT, ParameterPlacement
-from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
+from megalite.inventory import ParameterPlacement
+from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part, side_by_side
 from megalite.optim.rule import ParamGroup
 
 
@@ -44,21 +45,22 @@ class Factors:
         self.parts, self.rows = parameter.shape[:-2], 0
         (r, c), new = place.global_shape[-2:], like.new_zeros
         self.inputs, self.outputs = new(c, c), new(*self.parts, r, r)
+        self.sums = (self.inputs, self.outputs)
 
     def add(self, dy: Tensor, x: Tensor) -> None:
         """Adds the tokens of `[n, out]` and `[n, in]`."""
         self.rows += len(x)
-        dtype = self.inputs.dtype
-        x = _whole(x, self.cuts[1]).to(dtype)
-        dy = _whole(dy.reshape(len(dy), *self.parts, -1), self.cuts[0]).to(dtype).movedim(0, -2)
+        dtype, dy = self.inputs.dtype, dy.reshape(len(dy), *self.parts, -1)
+        dy, x = (t if axis is None else side_by_side(t, axis, -1) for axis, t in zip(self.cuts, (dy, x), strict=True))
+        x, dy = x.to(dtype), dy.to(dtype).movedim(0, -2)
         self.inputs.addmm_(x.t(), x)
         self.outputs.add_(dy.mT @ dy)
 
     def clear(self) -> None:
         """A batch begins."""
         self.rows = 0
-        self.inputs.zero_()
-        self.outputs.zero_()
+        for total in self.sums:
+            total.zero_()
 
 
 class Kept(NamedTuple):
@@ -77,10 +79,9 @@ class Kfac(MatrixRule):
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
-        self.args = args = settings.args
-        whole, first = OPTIMIZER_SPECS["kfac"].whole, self.param_groups[0]
+        args, whole, first = self.args, OPTIMIZER_SPECS["kfac"].whole, self.param_groups[0]
         assert whole is not None
-        own = {g["parameters"][pieces[0].parameter].name for g in groups if g["whole"] for pieces in g["pieces"]}
+        named = {p: first["parameters"][pieces[0].parameter].name for p, pieces in self.members("params", "pieces")}
         self.replicas: list[Axis] = [*first["copies"]]
         self.sums = self.replicas if args.kfac_factors == "all" else self.replicas[1:]
         self.talks = self.talks or any(axis.size > 1 for axis in self.sums)
@@ -88,49 +89,32 @@ class Kfac(MatrixRule):
         like = next(p for group in self.param_groups for p in group["params"])
         for parameter, sink in first["sinks"]:
             name = parameter.name
-            if whole(name, len(parameter.shape)) and (args.kfac_factors == "all" or name in own):
+            if whole(name, len(parameter.shape)) and (args.kfac_factors == "all" or name in named.values()):
                 self.factors[name] = Factors(parameter, first["cut_axes"], like.detach())
                 sink.tap = self.factors[name].add
-        self.kept: dict[Tensor, Kept] = {}
-        self.sums_of = {p: self.factors[name] for p, name in self._matrices()}
-        for p, sums in self.sums_of.items():
-            self.kept[p] = Kept(*(t.clone() for _ in range(2) for t in (sums.inputs, sums.outputs)))
-
-    def _matrices(self) -> Iterator[tuple[Tensor, str]]:
-        for group in self.param_groups:
-            for p, pieces in zip(group["params"], group["pieces"], strict=True) if group["whole"] else ():
-                yield p, group["parameters"][pieces[0].parameter].name
+        self.sums_of = {p: self.factors[name] for p, name in named.items()}
+        self.kept = {p: Kept(*(t.clone() for t in 2 * each.sums)) for p, each in self.sums_of.items()}
 
     @property
     def scratch(self) -> list[Tensor]:
         """Sums of a batch."""
-        return [x for sums in self.factors.values() for x in (sums.inputs, sums.outputs)]
+        return [x for each in self.factors.values() for x in each.sums]
 
-    def statistics(self) -> Iterator[Statistic]:
-        """Means and inverses: whole on every rank that holds a part of the matrix."""
-        for group in self.param_groups:
-            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
-            for p, pieces, placement in members if group["whole"] else ():
-                for label, values in self.kept[p]._asdict().items():
-                    side = p.dim() - (1 if label.startswith("inputs") else 2)
-                    kept = (*range(values.dim() - 2), side, side)
-                    yield Statistic(label, pieces[0].parameter, kept, values, placement.sharded & DEALT, whole=True)
+    def kept_of(self, p: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        for label, values in self.kept[p]._asdict().items():
+            yield label, -1 if label.startswith("inputs") else -2, values
 
     @torch.no_grad()
     def step(self) -> None:
-        if self.steps >= 0:
-            for sums in self.factors.values() if any(axis.size > 1 for axis in self.sums) else ():
-                for axis in self.sums:
-                    all_reduce_(sums.inputs, axis)
-                    all_reduce_(sums.outputs, axis)
+        for axis in self.sums if self.steps >= 0 else ():
+            for total in self.scratch if axis.size > 1 else ():
+                all_reduce_(total, axis)
         super().step()
-        for sums in self.factors.values():
-            sums.clear()
+        for each in self.factors.values():
+            each.clear()
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         args, kept, lr = self.args, self.kept[p], group["lr"] * self.args.kfac_scale
-        if self.steps < 0:
-            return
         means = self._means(self.sums_of[p], kept)
         inverses: tuple[Tensor, Tensor] = kept.inputs_inverse, kept.outputs_inverse
         if self.steps % args.kfac_inverse_frequency == 0:
@@ -148,11 +132,7 @@ class Kfac(MatrixRule):
 
     def _means(self, sums: Factors, kept: Kept) -> tuple[Tensor, Tensor]:
         """The running means with this batch. dy is of the mean over all tokens of all replicas: g = tokens dy."""
-        everywhere = summed = sums.rows
-        for axis in self.replicas:
-            everywhere *= axis.size
-        for axis in self.sums:
-            summed *= axis.size
+        everywhere, summed = (sums.rows * math.prod(axis.size for axis in each) for each in (self.replicas, self.sums))
         weight = 1.0 - min(1.0 - 1.0 / (self.steps + 1), self.args.kfac_decay)
         batch = sums.inputs / summed, sums.outputs * (everywhere**2 / summed)
         return kept.inputs.lerp(batch[0], weight), kept.outputs.lerp(batch[1], weight)
@@ -171,10 +151,3 @@ def _inverse(x: Tensor, damping: Tensor) -> Tensor:
     wide.diagonal(dim1=-2, dim2=-1).add_(1.0)
     inverse: Tensor = torch.linalg.inv_ex(wide).inverse
     return inverse.to(x.dtype)
-
-
-def _whole(x: Tensor, axis: Axis | None) -> Tensor:
-    """`[n, ..., k]` with the parts of an axis's ranks side by side."""
-    if axis is None or axis.size == 1:
-        return x
-    return all_gather(x.transpose(0, -1).contiguous(), axis).transpose(0, -1)

@@ -26,6 +26,7 @@ class MatrixRule(AdamW):
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
+        self.args = settings.args
         self.talks = any(axis.size > 1 for group in groups if group.get("whole") for axis in group.get("cut_axes", ()))
 
     @torch.no_grad()
@@ -37,7 +38,8 @@ class MatrixRule(AdamW):
             state = self.state[p]
             if not state:
                 state.update({name: torch.zeros_like(p) for name in self.matrix_moments})
-            self.update_matrix(p, grad, group, group["placements"][index])
+            if self.steps >= 0:
+                self.update_matrix(p, grad, group, group["placements"][index])
         self.steps += 1
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
@@ -47,35 +49,46 @@ class MatrixRule(AdamW):
     def foresees(self, group: ParamGroup) -> bool:
         return not group["whole"]  # a matrix would have to be gathered and worked out once more
 
+    def members(self, *fields: str) -> Iterator[tuple[Any, ...]]:
+        """What these fields of the `whole` groups have of each matrix."""
+        for group in self.param_groups:
+            if group["whole"]:
+                yield from zip(*(group[field] for field in fields), strict=True)
+
+    def kept_of(self, p: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        """(Label, side: -2 rows, -1 columns, values `[..., n, k]`) of what is kept of a matrix beside its moments."""
+        yield from ()
+
+    def statistics(self) -> Iterator[Statistic]:
+        """That, by the `pieces` of the groups: whole on every rank that holds a part of the matrix."""
+        for p, pieces, placement in self.members("params", "pieces", "placements"):
+            for label, side, values in self.kept_of(p):
+                kept = (*range(values.dim() - 2), p.dim() + side, p.dim() + side)
+                dealt, width = placement.sharded & DEALT, values.shape[-1]
+                yield Statistic(label, pieces[0].parameter, kept, values, dealt, True, width)
+
 
 class TwoSidedRule(MatrixRule):
-    """A rule that keeps something of both sides of a matrix: named tuples of `dim` (-2 rows, -1 columns) and tensors.
-    `whole` groups have `pieces` for `statistics`."""
+    """A rule that keeps the same of both sides of a matrix: named tuples of `dim` (-2 rows, -1 columns) and tensors."""
 
     sides: dict[Tensor, list[Any]]
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
-        self.args, self.sides = settings.args, {}
-        for group in self.param_groups:
-            for p, placement in zip(group["params"], group["placements"], strict=True) if group["whole"] else ():
-                self.sides[p] = self.sides_of(p, placement)
+        self.sides = {p: self.sides_of(p, place) for p, place in self.members("params", "placements")}
 
     def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Any]:
         """What is kept of a matrix, before its first gradient."""
         raise NotImplementedError
 
-    def statistics(self) -> Iterator[Statistic]:
-        """What is kept of sides: whole on every rank that holds a part of the matrix."""
-        for group in self.param_groups:
-            members = zip(group["params"], group["pieces"], group["placements"], strict=True)
-            for p, pieces, placement in members if group["whole"] else ():
-                for side in self.sides[p]:
-                    name = "left" if side.dim == -2 else "right"
-                    kept = (*range(p.dim() - 2), p.dim() + side.dim, p.dim() + side.dim)
-                    for label, values in zip(side._fields[1:], side[1:], strict=True):
-                        dealt, width = placement.sharded & DEALT, values.shape[-1]
-                        yield Statistic(f"{name}_{label}", pieces[0].parameter, kept, values, dealt, True, width)
+    def kept_of(self, p: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+        for dim, *values in self.sides[p]:
+            for label, value in zip(self.sides[p][0]._fields[1:], values, strict=True):
+                yield f"{'left' if dim == -2 else 'right'}_{label}", dim, value
+
+    def finite(self, grad: Tensor) -> Tensor:
+        """Zeros for a gradient that is not: it has no eigenvalues, and nothing of it is kept."""
+        return grad if self.found_inf is None else torch.where(self.found_inf > 0, 0.0, grad)
 
 
 def gather_matrix(
@@ -89,8 +102,12 @@ def gather_matrix(
         return local, 0, None
     axes = [axis for axis in cut_axes if axis.name in placement.sharded - DEALT]
     assert len(axes) == len(cut) == 1, "a matrix is cut along one dimension, and gathered over one axis"
-    (dim,) = cut
-    return all_gather(local.transpose(0, dim).contiguous(), axes[0]).transpose(0, dim), dim, axes[0]
+    return side_by_side(local, axes[0], cut[0]), cut[0], axes[0]
+
+
+def side_by_side(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' x one after the other along `dim`."""
+    return all_gather(x.transpose(0, dim).contiguous(), axis).transpose(0, dim)
 
 
 def own_part(whole: Tensor, dim: int, axis: Axis | None) -> Tensor:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.config import OptimizerConfig
 from megalite.inventory import ParameterPlacement
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
@@ -25,10 +24,6 @@ class Muon(MatrixRule):
     """Muon for groups with `whole`, AdamW for the others."""
 
     matrix_moments = ("momentum_buffer",)
-
-    def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
-        super().__init__(groups, settings)
-        self.args = settings.args
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         args = self.args

@@ -17,7 +17,6 @@ the one ZeRO rank that owns it; one that tensor parallelism cuts is gathered fir
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -37,46 +36,38 @@ class Side(NamedTuple):
     preconditioner: Tensor
     root: Tensor
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """(begin, size) of each block."""
-        n, size = self.root.shape[-2:]
-        for begin in range(0, n, size):
-            yield begin, min(size, n - begin)
-
     def after(self, gradient: Tensor, beta: float) -> Tensor:
         """The preconditioner with a gradient `[..., r, c]` added."""
         mean = self.preconditioner.clone()
-        for begin, size in self.blocks():
-            rows = gradient.narrow(self.dim, begin, size)
-            product = rows @ rows.mT if self.dim == -2 else rows.mT @ rows
-            mean[..., begin : begin + size, :size].lerp_(product, 1.0 - beta)
+        for block, part in zip(_blocks(mean), gradient.split(mean.shape[-1], self.dim), strict=True):
+            block.lerp_(part @ part.mT if self.dim == -2 else part.mT @ part, 1.0 - beta)
         return mean
 
     def root_of(self, preconditioner: Tensor, eps: float) -> Tensor:
         """`(S / |S| + eps)^(-1/4)` of each block S; without a gradient yet, a multiple of one."""
         roots = torch.zeros_like(preconditioner)
-        for begin, size in self.blocks():
-            block = preconditioner[..., begin : begin + size, :size]
+        for block, root in zip(_blocks(preconditioner), _blocks(roots), strict=True):
             values, vectors = torch.linalg.eigh(block.to(torch.float64))
             values = values.clamp(min=0.0) / values[..., -1:].clamp(min=torch.finfo(torch.float64).tiny)
-            root = (vectors * (values + eps).pow(-0.25).unsqueeze(-2)) @ vectors.mT
-            roots[..., begin : begin + size, :size] = root
+            root.copy_((vectors * (values + eps).pow(-0.25).unsqueeze(-2)) @ vectors.mT)
         return roots
 
     def applied(self, root: Tensor, x: Tensor) -> Tensor:
         """`[..., r, c]` with this side multiplied by the root."""
-        parts = []
-        for begin, size in self.blocks():
-            block, part = root[..., begin : begin + size, :size], x.narrow(self.dim, begin, size)
-            parts.append(block @ part if self.dim == -2 else part @ block)
+        pairs = zip(_blocks(root), x.split(root.shape[-1], self.dim), strict=True)
+        parts = [block @ part if self.dim == -2 else part @ block for block, part in pairs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
+def _blocks(rows: Tensor) -> list[Tensor]:
+    """The blocks of `[..., n, d]`, each as a view of its rows."""
+    return [part[..., : part.shape[-2]] for part in rows.split(rows.shape[-1], -2)]
+
+
 class Shampoo(TwoSidedRule):
-    """Shampoo for groups with `whole` (which have `pieces` for `statistics`), AdamW for the others."""
+    """Shampoo for groups with `whole`, AdamW for the others."""
 
     matrix_moments = MOMENTS
-
     sides: dict[Tensor, list[Side]]
 
     def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Side]:
@@ -88,19 +79,13 @@ class Shampoo(TwoSidedRule):
         return sides
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
-        steps, args, state = self.steps, self.args, self.state[p]
-        if steps < 0:
-            return
-        if self.found_inf is not None:  # what is not finite has no eigenvalues; they are not kept either
-            grad = torch.where(self.found_inf > 0, 0.0, grad)
+        steps, args, state, grad = self.steps, self.args, self.state[p], self.finite(grad)
         mean = state["exp_avg"].lerp(grad, 1.0 - args.shampoo_beta1)
         square = state["exp_avg_sq"].lerp(grad.square(), 1.0 - args.shampoo_beta2)
         adam = (square / (1.0 - args.shampoo_beta2 ** (steps + 1))).sqrt_().add_(args.shampoo_eps)
         adam = torch.div(mean, adam, out=adam).div_(1.0 - args.shampoo_beta1 ** (steps + 1))
-        (gradient, dim, axis), direction, adam = (
-            gather_matrix(grad, placement, group.get("cut_axes", ())),
-            *(gather_matrix(x, placement, group.get("cut_axes", ()))[0] for x in (mean, adam)),
-        )
+        each = [gather_matrix(x, placement, group.get("cut_axes", ())) for x in (grad, mean, adam)]
+        (gradient, direction, adam), dim, axis = (x[0] for x in each), *each[0][1:]
         for side in self.sides[p]:
             preconditioner, root = side.after(gradient, args.shampoo_beta2), side.root
             if steps % args.shampoo_precondition_frequency == 0:

@@ -91,13 +91,10 @@ class Side(NamedTuple):
 
 
 class Soap(TwoSidedRule):
-    """SOAP for groups with `whole` (which have `pieces` for `statistics`), AdamW for the others.
-
-    A side that is longer than `soap_max_precond_dim` keeps its own coordinates: with the other alone SOAP is one-sided.
-    """
+    """SOAP for groups with `whole`, AdamW for the others. A side that is longer than `soap_max_precond_dim` keeps its
+    own coordinates: with the other alone SOAP is one-sided."""
 
     matrix_moments = MOMENTS
-
     sides: dict[Tensor, list[Side]]
 
     def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Side]:
@@ -109,16 +106,9 @@ class Soap(TwoSidedRule):
         return sides
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
-        state = self.state[p]
-        axes = group.get("cut_axes", ())
-        sides = self.sides[p]
+        state, sides, steps, axes = self.state[p], self.sides[p], self.steps, group.get("cut_axes", ())
         beta1, beta2 = self.args.soap_beta1, self.args.soap_beta2
-        steps = self.steps
-        if steps < 0:
-            return
-        if self.found_inf is not None:  # bases of what is not finite do not exist; they are not kept either
-            grad = torch.where(self.found_inf > 0, 0.0, grad)
-        gradient, dim, axis = gather_matrix(grad, placement, axes)
+        gradient, dim, axis = gather_matrix(self.finite(grad), placement, axes)
         if steps == 0:
             seen = gradient.flatten(-2).any(-1)[..., None, None]
             for side in sides:
