@@ -31,10 +31,12 @@ class Soap(Rule):
 
     magnified = 1e4  # eigenvectors turn by a rounding over the distance of two eigenvalues
 
+    def takes(self, name: str, p: Tensor) -> bool:
+        """Whether a parameter is not AdamW's."""
+        return is_blocks_matrix(name, p) and ".router." not in name
+
     def start(self) -> None:
-        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p) and ".router." not in n]
-        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
-        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+        self.leave_to_adamw(self.takes)
         self.of_matrix: dict[str, list[Named]] = {
             name: [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(self.parameters[name])]
             for name in self.names
@@ -91,60 +93,43 @@ class Shampoo(Soap):
 
     magnified = 10.0
 
-    def start(self) -> None:
-        super().start()
-        routers = {n: p for n, p in self.parameters.items() if is_blocks_matrix(n, p) and n not in self.names}
-        self.names += list(routers)
-        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
-        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
-        for name, p in routers.items():
-            self.of_matrix[name] = [{"M": torch.zeros_like(w), "V": torch.zeros_like(w)} for w in matrices(p)]
+    def takes(self, name: str, p: Tensor) -> bool:
+        return is_blocks_matrix(name, p)
 
     def update_matrix(self, w: Tensor, g: Tensor, state: Named, lr: float, weight_decay: float) -> None:
         args, t = self.settings.args, self.count + 1
         b1, b2 = args.shampoo_beta1, args.shampoo_beta2
         state["M"] = b1 * state["M"] + (1 - b1) * g
         state["V"] = b2 * state["V"] + (1 - b2) * g**2
-        full: dict[str, Tensor] = {}
         for side, square in (("L", g @ g.T), ("R", g.T @ g)):
-            n, most = len(square), args.shampoo_max_precond_dim
+            n, most, zeros = len(square), args.shampoo_max_precond_dim, torch.zeros_like(square)
             own = torch.block_diag(*(torch.ones(min(most, n - i), min(most, n - i)) for i in range(0, n, most)))
-            whole = unpacked(state[side], own) if side in state else torch.zeros_like(square)
-            whole = b2 * whole + (1 - b2) * square * own.to(w.dtype)
-            state[side] = packed(whole, most)
+            state[side] = b2 * state.get(side, zeros) + (1 - b2) * square * own.to(w.dtype)
             if self.count % args.shampoo_precondition_frequency == 0:
-                root = torch.zeros_like(whole)
+                state["Q" + side] = zeros.clone()
                 for i in range(0, n, most):
-                    block = whole[i : i + most, i : i + most].double()
+                    block = state[side][i : i + most, i : i + most].double()
                     values, vectors = torch.linalg.eigh(block / max(torch.linalg.matrix_norm(block, 2), 1e-300))
                     by = (values.clamp(min=0) + args.shampoo_matrix_eps) ** -0.25
-                    root[i : i + most, i : i + most] = (vectors @ torch.diag(by) @ vectors.T).to(w.dtype)
-                state["Q" + side] = packed(root, most)
-            full[side] = unpacked(state["Q" + side], own)
-        step = full["L"] @ state["M"] @ full["R"]
+                    root = vectors @ torch.diag(by) @ vectors.T
+                    state["Q" + side][i : i + most, i : i + most] = root.to(w.dtype)
+        step = state["QL"] @ state["M"] @ state["QR"]
         adam = state["M"] / (1 - b1**t) / ((state["V"] / (1 - b2**t)).sqrt() + args.shampoo_eps)
         scale = float(adam.norm() / step.norm()) if g.any() or step.any() else 0.0
         w -= lr * weight_decay * w + lr * scale * step
 
     def moments(self) -> Iterator[tuple[str, str, Tensor]]:
         for label, name, values in super().moments():
+            if label.startswith(("left", "right")):
+                values = packed(values, self.settings.args.shampoo_max_precond_dim)
             yield label.replace("basis", "root"), name, values
 
 
 def packed(whole: Tensor, most: int) -> Tensor:
-    """The diagonal blocks of `[n, n]` as `[n, most]`, each in its rows and the first columns."""
-    n = len(whole)
-    rows = [whole[i : i + most, i : i + most] for i in range(0, n, most)]
-    return torch.cat([torch.nn.functional.pad(x, (0, min(most, n) - x.shape[1])) for x in rows])
-
-
-def unpacked(rows: Tensor, own: Tensor) -> Tensor:
-    """The inverse; own: 1 where `[n, n]` has a block."""
-    whole = torch.zeros(own.shape, dtype=rows.dtype)
-    for i, row in enumerate(rows):
-        columns = own[i].nonzero().flatten()
-        whole[i, columns] = row[: len(columns)]
-    return whole
+    """The diagonal blocks of `[..., n, n]` as `[..., n, most]`, each in its rows and the first columns."""
+    n = whole.shape[-1]
+    rows = [whole[..., i : i + most, i : i + most] for i in range(0, n, most)]
+    return torch.cat([torch.nn.functional.pad(x, (0, min(most, n) - x.shape[-1])) for x in rows], -2)
 
 
 class Noting(GradSink):
@@ -170,9 +155,7 @@ class Kfac(Rule):
     magnified = 1e3
 
     def start(self) -> None:
-        self.names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
-        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
-        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+        self.leave_to_adamw(is_blocks_matrix)
         self.noted: dict[str, Noting] = {}
         self.scales: dict[str, dict[str, float]] = {}
         self.chosen: Callable[[str], list[int]] | None = None

@@ -53,6 +53,12 @@ class Rule:
         """What adds up a batch's gradient."""
         return GradSink(gradient)
 
+    def leave_to_adamw(self, own: Callable[[str, Tensor], bool]) -> None:
+        """Makes `rest`, AdamW for all parameters that are not the rule's own; these are `names`."""
+        self.names = [n for n, p in self.parameters.items() if own(n, p)]
+        rest = {n: p for n, p in self.parameters.items() if n not in self.names}
+        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+
     def step(self, gradients: Named, lr: Rates, weight_decay: float) -> None:
         self.count += 1
         for name, p in self.parameters.items():
@@ -126,11 +132,9 @@ class Muon(FromTorch):
     """
 
     def start(self) -> None:
-        names = [n for n, p in self.parameters.items() if is_blocks_matrix(n, p)]
-        rest = {n: p for n, p in self.parameters.items() if n not in names}
-        self.rest = AdamW(rest, self.decayed, self.settings, self.factors)
+        self.leave_to_adamw(is_blocks_matrix)
         self.momentum = self.settings.args.muon_momentum
-        self.matrices = {name: matrices(self.parameters[name]) for name in names}
+        self.matrices = {name: matrices(self.parameters[name]) for name in self.names}
         self.leaves = {f"{n} {i}": nn.Parameter(x) for n, parts in self.matrices.items() for i, x in enumerate(parts)}
         self.optimizers = {name: self.make(name, leaf) for name, leaf in self.leaves.items()}
 
