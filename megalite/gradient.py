@@ -35,6 +35,11 @@ NORM_ROW = 256
 """Elements of which a sum of squares is added up in fp32."""
 
 
+def widened(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 where it is."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def add_widened(target: Tensor, x: Tensor) -> Tensor:
     """target += x of the same shape and any float dtype."""
     if x.dtype == target.dtype or x.device.type != "cpu" or x.numel() <= WIDENED_ELEMENTS:

@@ -22,7 +22,14 @@ every test. Only this room and `launch` import torch.distributed.
 """
 
 from megalite.comm.arrivals import Arrivals
-from megalite.comm.autograd import copy_to_axis, gather_sequence, own_slice, reduce_from_axis, scatter_sum_sequence
+from megalite.comm.autograd import (
+    conjugates,
+    copy_to_axis,
+    gather_sequence,
+    own_slice,
+    reduce_from_axis,
+    scatter_sum_sequence,
+)
 from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, make_axis
 from megalite.comm.collectives import (
     Done,

@@ -37,6 +37,11 @@ class _Conjugates(Function):
         return ctx.conjugate(dy, ctx.axis), None, None, None
 
 
+def conjugates(x: Tensor, over: Any, forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Tensor:
+    """`forward(x, over)`, whose gradient is `backward(dy, over)`."""
+    return _Conjugates.apply(x, over, forward, backward)
+
+
 def _same(x: Tensor, axis: Axis) -> Tensor:
     return x.view_as(x)
 

@@ -201,9 +201,7 @@ class ParallelConfig:
     def grid(self) -> GridShape | None:
         """Sides X, Y, Z of the grid of tensor-parallel ranks; None where each layer is cut along one side, or the ranks
         make no such grid."""
-        given = self.tensor_grid
-        x, y, z = given.shape(self.tensor_model_parallel_size) if given.is_grid else (0, 0, 0)
-        return (x, y, z) if x else None
+        return self.tensor_grid.shape(self.tensor_model_parallel_size)
 
     @property
     def model_parallel_size(self) -> int:

@@ -30,21 +30,20 @@ class TensorGrid(Spelled):
         """Whether ranks form a grid."""
         return self.tensor_parallel_mode != "1d"
 
-    def shape(self, ranks: int) -> GridShape:
-        """X, Y, Z of so many ranks; (0, 0, 0) where they make no such grid."""
-        mode, given = self.tensor_parallel_mode, self.tensor_parallel_grid or ()
-        if mode == "4d":
-            return (given[0], given[1], given[2]) if len(given) == 3 and math.prod(given) == ranks else (0, 0, 0)
-        return next((shape for shape in grids_of(mode, ranks) if math.prod(shape) == ranks), (0, 0, 0))
+    def shape(self, ranks: int) -> GridShape | None:
+        """X, Y, Z of so many ranks; None where they make no such grid, or none is asked for."""
+        found, given = grids_of(self.tensor_parallel_mode, ranks), self.tensor_parallel_grid or ()
+        if self.tensor_parallel_mode == "4d" and len(given) == 3:
+            found = [(given[0], given[1], given[2])]
+        return next((shape for shape in found if math.prod(shape) == ranks), None)
 
 
 def grids_of(mode: str, most: int) -> list[GridShape]:
     """The grids of a mode with at most so many ranks, those with the largest q first; of 2.5d 1 < d <= q."""
     sides = range(int(most**0.5) + 1, 1, -1)
     shapes: dict[str, list[GridShape]] = {
-        "4d": [],
         "2d": [(1, q, q) for q in sides],
         "2.5d": [(1, q, d * q) for q in sides for d in range(2, q + 1)],
         "3d": [(q, q, q) for q in sides],
     }
-    return [shape for shape in shapes[mode] if math.prod(shape) <= most]
+    return [shape for shape in shapes.get(mode, []) if math.prod(shape) <= most]

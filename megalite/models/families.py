@@ -83,7 +83,7 @@ def build_stack(
     if ctx.halves:
         stack: LayerStack = HalvedStack(config, layers, recompute, crossing=ctx.halves == "stage")
     else:
-        stack = (LayerStack if ctx.grid is None else ctx.grid.stack)(config, layers, recompute)
+        stack = (LayerStack if ctx.grid is None else ctx.grid["stack"])(config, layers, recompute)
     for name, parameter in stack.named_parameters() if config.adapted_parts else ():  # else all is trained
         parameter.requires_grad_(".adapters." in name)
     if init_seed is not None:

@@ -33,7 +33,7 @@ from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding
 from megalite.nn.graphs import BlockGraphs
-from megalite.nn.grid import GridLayers, on_grid
+from megalite.nn.grid import grid_layers, on_grid
 from megalite.nn.halves import HalvedBlock, HalvedStack
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from megalite.comm import gather_sequence
 from megalite.config import ModelConfig, hidden_std, residual_std
+from megalite.gradient import widened
 from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.delta_rule import gated_delta
 from megalite.nn.kv_cache import LayerCache
-from megalite.nn.norm import Norm, widened
+from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment
 from megalite.nn.short_convolution import convolved

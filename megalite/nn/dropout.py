@@ -73,7 +73,7 @@ class HiddenDropout:
     def of(cls, config: ModelConfig, ctx: LayerContext, *site: int | str) -> HiddenDropout:
         """That of a site of a model on this rank."""
         part = ctx.tp.rank if ctx.sequence_split else 0
-        first = 0 if ctx.grid is None else ctx.grid.first_channel(config.hidden_size)
+        first = 0 if ctx.grid is None else ctx.grid["features"](config.hidden_size).start
         return cls(config.hidden_dropout, key=site_key(ctx.seed, *site), part=part, first_channel=first)
 
     def __call__(self, x: Tensor, sample_ids: Tensor, places: Tensor | None = None, *, training: bool) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, ParallelMesh, reduce_from_axis
 from megalite.config import GridShape, ModelConfig
-from megalite.inventory import ParameterPlacement, placement_of
+from megalite.gradient import widened
+from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.embedding import PositionEmbedding
 from megalite.nn.halves import of_samples
 from megalite.nn.head import Head, OutputLayer
 from megalite.nn.kv_cache import KeyValueCache
-from megalite.nn.norm import Norm, widened
+from megalite.nn.norm import Norm
 from megalite.nn.stack import LayerStack
 from megalite.parallel.grid import (
     Grid,
@@ -30,42 +31,33 @@ from megalite.parallel.grid import (
     sum_to_features,
 )
 from megalite.parallel.tensor import (
-    WORD_EMBEDDINGS,
     LayerContext,
-    LayerMakers,
     Message,
-    lookup,
+    VocabParallelEmbedding,
     new_parameter,
     product_dtype,
-    vocab_parameter,
 )
 
 TENSOR = frozenset({"tp"})
 
 
-class GridLayers(LayerMakers):
-    """Makes the layers of one grid (`LayerContext.grid`); each takes what the layer takes in whose place it is."""
-
-    def __init__(self, grid: Grid, padded_vocabulary: int) -> None:
-        self.column = partial(GridLinear, grid, True)
-        self.row = partial(GridLinear, grid, False)
-        self.norm = partial(GridNorm, grid)
-        self.words = partial(GridWords, grid, padded_vocabulary)
-        self.positions = partial(GridPositions, grid)
-        self.head = partial(GridHead, grid)
-        self.stack = partial(GridStack, grid)
-        self._grid = grid
-
-    def first_channel(self, hidden_size: int) -> int:
-        """Number of this rank's first feature of the residual stream."""
-        begin: int = self._grid.features(hidden_size).start
-        return begin
+def grid_layers(grid: Grid, padded_vocabulary: int) -> Mapping[str, Callable[..., Any]]:
+    """Makers of the layers of one grid by kind (`LayerContext.grid`); each takes what the layer takes in whose place it
+    is. features: (size of the residual stream) -> this rank's part of it."""
+    kinds = {"norm": GridNorm, "positions": GridPositions, "head": GridHead, "stack": GridStack}
+    return {
+        **{kind: partial(layer, grid) for kind, layer in kinds.items()},
+        "column": partial(GridLinear, grid, True),
+        "row": partial(GridLinear, grid, False),
+        "words": partial(GridWords, grid, padded_vocabulary),
+        "features": grid.features,
+    }
 
 
 def on_grid(ctx: LayerContext, mesh: ParallelMesh, shape: GridShape, padded_vocabulary: int) -> LayerContext:
     """The context in which the ranks of the tensor axis form a grid of this shape. Collective at first use."""
     grid = Grid.of(mesh, shape)
-    return replace(ctx, tp=grid.columns, sharers=Axis.single("keys"), grid=GridLayers(grid, padded_vocabulary))
+    return replace(ctx, tp=grid.columns, sharers=Axis.single("keys"), grid=grid_layers(grid, padded_vocabulary))
 
 
 class GridLinear(nn.Module):
@@ -87,10 +79,10 @@ class GridLinear(nn.Module):
         activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
-        self.activation, self.activation_gradient = activation, activation_gradient
-        self.weight_grads = ctx.weight_grads
         out, inner = (grid.outer, grid.inner) if column else (grid.inner, grid.outer)
-        self.sides = Sides(out, inner, grid.tokens, parts, product_dtype(ctx.dtype, torch.device(ctx.device).type))
+        dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
+        how = (parts, dtype, ctx.weight_grads, activation, activation_gradient)
+        self.sides = Sides(out, inner, grid.tokens, *how)
         stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         rows, width = out_features // (out.size * grid.tokens.size), in_features // inner.size
         begin = (out.rank * grid.tokens.size + grid.tokens.rank) * rows
@@ -106,7 +98,7 @@ class GridLinear(nn.Module):
 
     def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """Its messages go at once."""
-        y = grid_product(x, self.weight, self.sides, self.weight_grads, self.activation, self.activation_gradient)
+        y = grid_product(x, self.weight, self.sides)
         return y if self.bias is None else y + gather_parameter(self.bias, self.sides.tokens, -1).flatten()
 
 
@@ -124,36 +116,27 @@ class GridNorm(Norm):
         return grid_norm(x, factor, bias, self.axis, self.epsilon).to(weight.dtype)
 
 
-class GridWords(nn.Module):
-    """The word embedding, padded to `rows`: ranks with the same samples share the vocabulary.
-
-    `[s, b/Z]` -> `[s, b/Z, h/P]`.
-    """
+class GridWords(VocabParallelEmbedding):
+    """The word embedding, padded to `rows`: ranks with the same samples share the vocabulary."""
 
     def __init__(
         self, grid: Grid, rows: int, vocab_size: int, _: int, hidden_size: int, *, init_std: float, ctx: LayerContext
     ) -> None:
-        super().__init__()
-        self.grid, self.weight_grads = grid, ctx.weight_grads
-        self.weight = vocab_parameter(vocab_size, rows, hidden_size, init_std=init_std, ctx=replace(ctx, tp=grid.ranks))
-        self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]  # ours, on a tensor of torch's
+        super().__init__(vocab_size, rows, hidden_size, init_std=init_std, ctx=replace(ctx, tp=grid.ranks))
+        self.grid = grid
 
     def forward(self, ids: Tensor) -> Tensor:
+        """int64 `[s, b/Z]` -> `[s, b/Z, h/P]`."""
         weight = gather_parameter(self.weight, self.grid.tokens, -2)
-        ids = ids - self.grid.columns.rank * len(weight)
-        own = (ids >= 0) & (ids < len(weight))
-        x = lookup(ids.clamp(0, len(weight) - 1), weight, self.weight_grads)
-        return sum_to_features(x * own[..., None], self.grid)
+        return sum_to_features(self.own_rows(ids, weight, self.grid.columns), self.grid)
 
 
 class GridPositions(PositionEmbedding):
     """Learned positions, of which each rank has all and uses its features."""
 
     def __init__(self, grid: Grid, config: ModelConfig, ctx: LayerContext) -> None:
-        super().__init__(config, ctx)
-        self.own = grid.features(config.hidden_size)
-        place = replace(placement_of(self.weight), partial=TENSOR)
-        self.weight.placement = place  # type: ignore[attr-defined]  # ours, on a tensor of torch's
+        super().__init__(config, replace(ctx, sequence_parallel=True))
+        self.split, self.own = False, grid.features(config.hidden_size)
 
     def forward(self, positions: Tensor) -> Tensor:
         """int64 `[s, b/Z]` -> `[s, b/Z, h/P]`."""

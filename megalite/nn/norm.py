@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megalite.comm import copy_to_axis, reduce_from_axis
 from megalite.config import ModelConfig
+from megalite.gradient import widened
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor import LayerContext, new_parameter
 
@@ -49,11 +50,6 @@ class Norm(nn.Module):
         if bias is None:
             return F.rms_norm(x, (self.size,), weight, self.epsilon).to(dtype)
         return F.layer_norm(x, (self.size,), weight, bias.to(weight.dtype), self.epsilon).to(dtype)
-
-
-def widened(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def head_norm(width: int, config: ModelConfig, ctx: LayerContext) -> nn.Module:

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.gradient import Node
-from megalite.nn.norm import widened
+from megalite.gradient import Node, widened
 
 EPSILON = 1e-6
 CACHED = 1 << 17

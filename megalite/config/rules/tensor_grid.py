@@ -22,8 +22,7 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
     if not given.is_grid:
         return
     yield from _left_out(config, flag)
-    x, y, z = given.shape(ranks)
-    if not x:
+    if (shape := given.shape(ranks)) is None:
         if mode == "4d" and (sides is None or len(sides) != 3):
             yield f"{flag}: needs `tensor_parallel_grid` with three numbers, such as 1 2 {max(1, ranks // 2)}"
         elif mode == "4d":
@@ -33,7 +32,7 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
             legal = listed(sorted({math.prod(shape) for shape in grids_of(mode, max(64, 2 * ranks))}))
             yield f"{TP}={ranks}: {flag} has grids of {legal} ranks; use one of them, or 4d with a grid of your own"
         return
-    yield from _divides(config, flag, (x, y, z))
+    yield from _divides(config, flag, shape)
 
 
 def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator[str]:
@@ -53,10 +52,8 @@ def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator
             f"`micro_batch_size`={samples}: not divisible by the {z} ranks of {grid} that share samples; use "
             f"{multiples_around(samples, z)}"
         )
-    if model.seq_length % (wide * z):
-        near = multiples_around(model.seq_length, wide * z)
-        yield f"`seq_length`={model.seq_length}: not divisible by the {wide * z} ranks of {grid}; use {near}"
-    for name, size in (("hidden_size", model.hidden_size), ("ffn_hidden_size", model.ffn_size)):
+    sizes = {"seq_length": model.seq_length, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
+    for name, size in sizes.items():
         if size % (wide * z):
             near = multiples_around(size, wide * z)
             yield f"`{name}`={size}: not divisible by the {wide * z} ranks of {grid}; use {near}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, all_gather, all_to_all, reduce_scatter
+from megalite.comm import Axis, all_gather, all_to_all, conjugates, reduce_scatter
 from megalite.gradient import Node, sink_of
 from megalite.parallel.grid.axes import Grid
 
@@ -51,27 +50,12 @@ class _GatherParameter(Node):
 
 def features_to_tokens(x: Tensor, grid: Grid) -> Tensor:
     """The residual stream with all features of a part of the sequence: `[s, b, h/XY]` -> `[s/XY, b, h]`."""
-    return _Reordered.apply(x, grid, _to_tokens, _to_features)
+    return conjugates(x, grid, _to_tokens, _to_features)
 
 
 def sum_to_features(x: Tensor, grid: Grid) -> Tensor:
     """`[s, b, h]`, of which each of X Y ranks has an addend -> its features of the sum, `[s, b, h/XY]`."""
-    return _Reordered.apply(x, grid, _sum_features, _all_features)
-
-
-class _Reordered(Node):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, grid: Grid, there: Callable[[Tensor, Grid], Tensor], back: Callable[[Tensor, Grid], Tensor]
-    ) -> Tensor:
-        ctx.grid, ctx.back = grid, back
-        y: Tensor = there(x, grid)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(dy, ctx.grid), None, None, None
+    return conjugates(x, grid, _sum_features, _all_features)
 
 
 def _joined(parts: Tensor, grid: Grid) -> Tensor:

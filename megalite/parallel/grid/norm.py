@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, all_gather, all_reduce_
-from megalite.gradient import Node
+from megalite.gradient import Node, widened
 
 
 def grid_norm(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, epsilon: float) -> Tensor:
@@ -21,7 +21,7 @@ def grid_norm(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, epsilo
 class _Norm(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, epsilon: float) -> Tensor:
-        wide = _widened(x)
+        wide = widened(x)
         ctx.axis, ctx.total = axis, axis.size * x.shape[-1]
         if bias is None:
             mean, squares = None, wide.square().sum(-1, keepdim=True)
@@ -33,32 +33,22 @@ class _Norm(Node):
             squares = (parts[:, 1] + x.shape[-1] * (parts[:, 0] - mean).square()).sum(0)
         scale = torch.rsqrt(squares / ctx.total + epsilon)
         ctx.save_for_backward(x, weight, mean, scale)
-        y = (wide if mean is None else wide - mean) * scale * _widened(weight)
-        return (y if bias is None else y + _widened(bias)).to(weight.dtype)
+        y = (wide if mean is None else wide - mean) * scale * widened(weight)
+        return (y if bias is None else y + widened(bias)).to(weight.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
-        dy, wide = _widened(dy), _widened(x)
+        dy, wide = widened(dy), widened(x)
         normal = (wide if mean is None else wide - mean) * scale
-        slope = dy * _widened(weight)
-        sums = torch.stack(((slope * normal).sum(-1, keepdim=True), slope.sum(-1, keepdim=True)))
-        sums = sums if mean is not None else sums[:1]
+        slope = dy * widened(weight)
+        addends = (slope * normal, slope) if mean is not None else (slope * normal,)
+        sums = torch.stack([each.sum(-1, keepdim=True) for each in addends])
         all_reduce_(sums, ctx.axis)
         sums /= ctx.total
         dx = slope - normal * sums[0]
         if mean is not None:
             dx -= sums[1]
-        dweight, dbias = (dy * normal).flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)
-        return (
-            (dx * scale).to(x.dtype),
-            dweight.to(weight.dtype),
-            None if mean is None else dbias.to(weight.dtype),
-            None,
-            None,
-        )
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+        dweight, dbias = (each.flatten(0, -2).sum(0).to(weight.dtype) for each in (dy * normal, dy))
+        return (dx * scale).to(x.dtype), dweight, None if mean is None else dbias, None, None

@@ -14,17 +14,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis
-from megalite.gradient import GradSink, Node, WeightGradQueue, add_product, sink_of
+from megalite.gradient import Node, WeightGradQueue, add_product, sink_of
 from megalite.parallel.grid.exchange import gathered, summed
-
-Activation = Callable[[Tensor], Tensor]
 
 
 class Sides(NamedTuple):
-    """The axes of one layer's product.
+    """The product of one layer, and its axes.
 
     out: cuts outputs; inputs are gathered over it. inner: cuts inputs; results are summed over it. tokens: the weight
-    is gathered over it. parts: stacked projections, each cut by itself. dtype: of the products.
+    is gathered over it. parts: stacked projections, each cut by itself. dtype: of the products. queue: takes the
+    computations of weight gradients. activation, activation_gradient: as of a row-parallel layer.
     """
 
     out: Axis
@@ -32,38 +31,25 @@ class Sides(NamedTuple):
     tokens: Axis
     parts: int
     dtype: torch.dtype
+    queue: WeightGradQueue
+    activation: Callable[[Tensor], Tensor] | None
+    activation_gradient: Callable[[Tensor, Tensor], Tensor] | None
 
 
-def grid_product(
-    x: Tensor,
-    weight: Tensor,
-    sides: Sides,
-    queue: WeightGradQueue,
-    activation: Activation | None = None,
-    activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:
+def grid_product(x: Tensor, weight: Tensor, sides: Sides) -> Tensor:
     """x W^T, `[s, b/Z, in/P]` -> `[s, b/Z, parts * out/P]`, where P = X Y, of `activation(x)` if there is one.
 
     weight: `[out/(Y Z), in/X]`, or `[parts, ...]` of these.
     """
-    return _Product.apply(x, weight, sides, queue, activation, activation_gradient)
+    return _Product.apply(x, weight, sides)
 
 
 class _Product(Node):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        sides: Sides,
-        queue: WeightGradQueue,
-        activation: Activation | None,
-        activation_gradient: Callable[[Tensor, Tensor], Tensor] | None,
-    ) -> Tensor:
-        ctx.sides, ctx.queue, ctx.sink = sides, queue, sink_of(weight)
-        ctx.activation, ctx.activation_gradient = activation, activation_gradient
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sides: Sides) -> Tensor:
+        ctx.sides, ctx.sink = sides, sink_of(weight)
         ctx.save_for_backward(x, weight)
-        whole = gathered(x if activation is None else activation(x), sides.out, -1)
+        whole = gathered(x if sides.activation is None else sides.activation(x), sides.out, -1)
         y = torch.matmul(whole.to(sides.dtype), _whole_weight(weight, sides).t()).to(x.dtype)
         return summed(y.unflatten(-1, (sides.parts, -1)), sides.inner, -1).flatten(-2)
 
@@ -72,40 +58,32 @@ class _Product(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         sides: Sides = ctx.sides
-        before, x = x, x if ctx.activation is None else ctx.activation(x)
+        before, x = x, x if sides.activation is None else sides.activation(x)
         dy = gathered(dy.unflatten(-1, (sides.parts, -1)), sides.inner, -1).flatten(-2)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             partial = torch.matmul(dy.to(sides.dtype), _whole_weight(weight, sides)).to(dy.dtype)
             dx = summed(partial, sides.out, -1)
-            if ctx.activation is not None:
-                dx = ctx.activation_gradient(before, dx)
+            if sides.activation_gradient is not None:
+                dx = sides.activation_gradient(before, dx)
         if ctx.needs_input_grad[1]:
             part, sink, columns = x.detach(), ctx.sink, dy.flatten(0, -2)
 
             def compute() -> Tensor:
+                """dy^T x, summed over the tokens of all ranks, in the wide dtype."""
                 rows = gathered(part, sides.out, -1).flatten(0, -2)
-                return _weight_gradient(columns, rows, weight, sides)
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                total = torch.empty(columns.shape[1], rows.shape[1], dtype=wide, device=rows.device)
+                add_product(total, columns.to(sides.dtype).t(), rows.to(sides.dtype), fresh=True)
+                return summed(total.view(*weight.shape[:-2], -1, rows.shape[1]), sides.tokens, -2)
 
             if sink is None:
                 dweight = compute().to(weight.dtype)
             else:
-                ctx.queue.put(lambda: _add(sink, compute()), sink)
-        return dx, dweight, None, None, None, None
-
-
-def _add(sink: GradSink, gradient: Tensor) -> None:
-    sink.add(gradient.contiguous())
+                sides.queue.put(lambda: sink.add(compute().contiguous()), sink)
+        return dx, dweight, None
 
 
 def _whole_weight(weight: Tensor, sides: Sides) -> Tensor:
     """`[parts * out/Y, in/X]`."""
     return gathered(weight, sides.tokens, -2).flatten(0, -2).to(sides.dtype)
-
-
-def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, sides: Sides) -> Tensor:
-    """dy^T x of `[n, parts * out/Y]` and `[n, in/X]`, summed over the tokens of all ranks, in the wide dtype."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    total = torch.empty(dy.shape[1], x.shape[1], dtype=wide, device=dy.device)
-    add_product(total, dy.to(sides.dtype).t(), x.to(sides.dtype), fresh=True)
-    return summed(total.view(*weight.shape[:-2], -1, x.shape[1]), sides.tokens, -2)

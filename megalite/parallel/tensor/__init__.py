@@ -27,7 +27,7 @@ from megalite.parallel.tensor.late_messages import (
     enter_parallel,
     leave_parallel,
 )
-from megalite.parallel.tensor.layer_makers import LayerMakers, column_linear, make_layer, row_linear
+from megalite.parallel.tensor.layer_makers import column_linear, make_layer, row_linear
 from megalite.parallel.tensor.linear import (
     ColumnParallelLinear,
     Linear,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class LayerContext:
     magnitudes: where products in float8 note the size of their operands.
     host_embedding: makes the word embedding, if its rows are on the host.
     halves: over what two half-batches of a micro-batch take turns, a 'layer' or a 'stage'; '': it runs whole.
-    grid: makes the layers (`LayerMakers`) where the tensor axis is a grid; `tp` is then what cuts heads.
+    grid: makes the layers, by kind (`nn.grid`), where the tensor axis is a grid; `tp` is then what cuts heads.
     deferred: parameters have no memory until `ParameterBuffers` gives them some, one bucket after the other, so that a
         sharded model is never whole on any rank.
     """
@@ -59,7 +59,7 @@ class LayerContext:
     magnitudes: Magnitudes = field(default_factory=Magnitudes)
     host_embedding: Callable[[LayerContext], nn.Module] | None = None
     halves: str = ""
-    grid: Any = None
+    grid: Mapping[str, Callable[..., Any]] | None = None
     deferred: bool = False
 
     def products(

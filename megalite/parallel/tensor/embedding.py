@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import reduce_from_axis, scatter_sum_sequence
+from megalite.comm import Axis, reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import Node, WeightGradQueue, sink_of
 from megalite.inventory import ParameterPlacement
 from megalite.parallel.tensor.context import LayerContext, new_parameter
@@ -40,16 +40,17 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """int64 `[s, b]` -> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
-        rows = self.weight.shape[0]
-        own = None
-        if self.tp.size > 1:
-            ids = ids - self.tp.rank * rows
-            own = (ids >= 0) & (ids < rows)
-            ids = ids.clamp(0, rows - 1)
-        x = lookup(ids, self.weight, self.weight_grads)
-        if own is not None:
-            x = x * own[..., None]
+        x = self.own_rows(ids, self.weight, self.tp)
         return scatter_sum_sequence(x, self.tp) if self.sequence_parallel else reduce_from_axis(x, self.tp)
+
+    def own_rows(self, ids: Tensor, weight: Tensor, axis: Axis) -> Tensor:
+        """Vectors of the ids that are among this rank's rows, zeros of others."""
+        if axis.size == 1:
+            return lookup(ids, weight, self.weight_grads)
+        rows = len(weight)
+        ids = ids - axis.rank * rows
+        own = (ids >= 0) & (ids < rows)
+        return lookup(ids.clamp(0, rows - 1), weight, self.weight_grads) * own[..., None]
 
 
 def lookup(ids: Tensor, weight: Tensor, queue: WeightGradQueue) -> Tensor:
