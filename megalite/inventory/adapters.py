@@ -34,14 +34,16 @@ class Adapter:
 
 def adapters_of(model: ModelConfig, linear: str) -> list[Adapter]:
     """The adapters of a linear layer of a block, `attention.qkv` for example. The rows of queries, keys and values are
-    grouped by key/value head (`nn.attention.layer`); those of each are in the order of heads."""
-    if linear.startswith("mlp.experts."):
-        return _of_experts(model, linear)
+    grouped by key/value head (`nn.attention.layer`); those of each are in the order of heads.
+
+    A rank that holds a part of an adapter has seen a part of the gradient of what is whole there; of an A that experts
+    share, those of its own."""
     h, f, q, kv, d = model.hidden_size, model.ffn_size, model.query_size, model.kv_size, model.head_dim
-    if linear.startswith("mlp.") and model.experts.num_experts is not None:
-        f = model.experts.moe_shared_expert_intermediate_size or 0
-        if not f or "shared_experts." not in linear:
-            return []
+    number, experts = model.experts.num_experts, linear.startswith("mlp.experts.")
+    if experts:
+        f = model.expert_ffn_size if number is not None else 0
+    elif linear.startswith("mlp.") and number is not None:
+        f = (model.experts.moe_shared_expert_intermediate_size or 0) if "shared_experts." in linear else 0
     r = model.num_attention_heads // model.query_groups
     places: dict[str, dict[str, tuple[Shape, tuple[int, ...]]]] = {
         "attention.qkv": {
@@ -58,42 +60,23 @@ def adapters_of(model: ModelConfig, linear: str) -> list[Adapter]:
         },
         "mlp.fc2": {"fc2": ((h,), ())},
     }
-    found, kind = [], linear.replace("shared_experts.", "")
-    for part, (rows, place) in places.get(kind, {}).items():
+    kind = linear.replace("shared_experts.", "").replace(".experts.", ".")
+    row_parallel, columns = kind in ("attention.proj", "mlp.fc2"), {"attention.proj": q, "mlp.fc2": f}.get(kind, h)
+    rank, shared, stack = model.lora.lora_rank or 1, model.lora.lora_shared_a, (number or 1,) if experts else ()
+    family, found = "expert" if experts else "adapter", []
+    for part, (rows, place) in places.get(kind, {}).items() if f else ():
         if part in model.adapted_parts:
-            row_parallel = kind in ("attention.proj", "mlp.fc2")
-            columns = {"attention.proj": q, "mlp.fc2": f}.get(kind, h)
-            rank, names = model.lora.lora_rank or 1, [f"{linear}.adapters.{part}.lora_{letter}" for letter in "ab"]
+            name = f"{linear}.adapters.{part}.lora_"
+            a_shape = (*((1,) if experts and shared else stack), rank, columns)
+            b_shape = (*stack, *rows, rank)
+            a_cut, b_cut = (len(a_shape) - 1, None) if row_parallel else (None, len(b_shape) - 2)
+            a_seen, b_seen = ("", "heads") if row_parallel else ("heads", "")
             std = 1 / math.sqrt(3 * columns)  # the deviation of peft's uniform numbers
-            cut_a, cut_b = (1, None) if row_parallel else (None, len(rows) - 1)
-            a = Parameter(names[0], (rank, columns), cut_a, init_std=std, family="adapter")
-            b = Parameter(names[1], (*rows, rank), cut_b, family="adapter")
-            a, b = (a, replace(b, partial="heads")) if row_parallel else (replace(a, partial="heads"), b)
+            dealt = experts and not shared
+            a = Parameter(f"{name}a", a_shape, a_cut, partial=a_seen, init_std=std, family=family, dealt=dealt)
+            b = Parameter(f"{name}b", b_shape, b_cut, partial=b_seen, family=family, dealt=experts)
             found.append(Adapter(part, a, b, *place))
     return found
-
-
-def _of_experts(model: ModelConfig, linear: str) -> list[Adapter]:
-    """A rank that holds a part of an expert's adapter has seen a part of the gradient of what is whole there; of an A
-    that experts share, those of its own."""
-    h, f, number = model.hidden_size, model.expert_ffn_size, model.experts.num_experts or 1
-    part, name = linear.rpartition(".")[2], f"{linear}.adapters.{linear.rpartition('.')[2]}"
-    if part not in model.adapted_parts or model.experts.num_experts is None:
-        return []
-    up, shared, rank = part == "fc1", model.lora.lora_shared_a, model.lora.lora_rank or 1
-    columns, rows = (h, (2, f) if model.gated else (f,)) if up else (f, (h,))
-    a = Parameter(
-        f"{name}.lora_a",
-        (1 if shared else number, rank, columns),
-        None if up else 2,
-        partial="heads" if up else "",
-        init_std=1 / math.sqrt(3 * columns),
-        family="expert",
-        dealt=not shared,
-    )
-    cut, partial = (len(rows), "") if up else (None, "heads")
-    b = Parameter(f"{name}.lora_b", (number, *rows, rank), cut, partial=partial, family="expert", dealt=True)
-    return [Adapter(part, a, b)]
 
 
 def bottlenecks(model: ModelConfig) -> Iterator[Parameter]:

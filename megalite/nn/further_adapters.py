@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import Parameter, bottlenecks, prefixes
 from megalite.nn.kv_cache import LayerCache
-from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
+from megalite.parallel.tensor import LayerContext, parameter_of, product_dtype
 
 
 class Dense(nn.Module):
@@ -24,7 +24,7 @@ class Dense(nn.Module):
 
     def __init__(self, parameters: tuple[Parameter, Parameter], ctx: LayerContext) -> None:
         super().__init__()
-        self.weight, self.bias = (_made(parameter, ctx) for parameter in parameters)
+        self.weight, self.bias = (parameter_of(each, ctx) for each in parameters)
         self.dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Prefix(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        self.prefix = _made(prefixes(config)[0], ctx)
+        self.prefix = parameter_of(prefixes(config)[0], ctx)
 
     def forward(self, k: Tensor, v: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor]:
         """Keys and values of the text `[s, b, g/t, d]`, with these in front; in generation the cache has them."""
@@ -69,9 +69,3 @@ class Prefix(nn.Module):
         if cache.length == 0:
             cache.begin(*own)
         return k, v
-
-
-def _made(parameter: Parameter, ctx: LayerContext) -> nn.Parameter:
-    tp = ctx.tp
-    place = parameter.place(tp.size, tp.rank, sequence_parallel=ctx.sequence_parallel)
-    return new_parameter(parameter.local_shape(tp.size), place, ctx)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megalite.config.lora import TARGETS, TOGETHER, Lora
 from megalite.config.model import ModelConfig
 from megalite.config.root import Config
+from megalite.config.rules.beside import excluded
 
 
 def lora(config: Config, world_size: int) -> Iterator[str]:
@@ -67,15 +68,10 @@ def _other_kinds(config: Config) -> Iterator[str]:
         yield f"`compile`: not with {flag}; drop one"
     if not given.prefix:
         return
+    hides = "which hides what is in front"
+    others = {"reset_attention_mask": hides, "qk_clip": "which looks at all keys"}
     windows = any(map(model.has_window, range(model.num_layers)))
-    others = {
-        "window_size": (windows, "which hides what is in front"),
-        "reset_attention_mask": (config.data.reset_attention_mask, "which hides what is in front"),
-        "qk_clip": (model.clip.qk_clip, "which looks at all keys"),
-    }
-    for name, (there, why) in others.items():
-        if there:
-            yield f"{flag}: not with `{name}`, {why}; drop one"
+    yield from excluded(config, flag, ({"window_size": hides} if windows else {}) | others)
     if model.position_embedding_type == "learned_absolute" and model.seq_length + given.prefix > positions:
         yield (
             f"{flag}: {given.prefix} keys in front of {model.seq_length} tokens are more than the {positions} "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.gradient import sink_of
 from megalite.inventory import Adapter, adapters_of
-from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.parallel.tensor.context import LayerContext, parameter_of
 from megalite.parallel.tensor.products import Products, product_dtype
 
 
@@ -29,14 +29,7 @@ class LowRank(nn.Module):
     def __init__(self, adapter: Adapter, ctx: LayerContext) -> None:
         super().__init__()
         self.adapter = adapter
-        axes = ctx.experts
-        axis, ep = axes.etp if adapter.a.family == "expert" else ctx.tp, axes.ep
-        self.lora_a, self.lora_b = (
-            new_parameter(
-                p.local_shape(axis.size, ep.size), p.place(axis.size, axis.rank, ep=ep.size, ep_rank=ep.rank), ctx
-            )
-            for p in (adapter.a, adapter.b)
-        )
+        self.lora_a, self.lora_b = (parameter_of(each, ctx) for each in (adapter.a, adapter.b))
 
     def rows(self, y: Tensor) -> Tensor:
         """Outputs that it adds to, as a view, `[tokens, out]` -> `[tokens, n, units, width]`."""
