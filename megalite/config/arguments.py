@@ -126,11 +126,7 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
     ),
     "zero_plus_plus": ArgumentFlag(
         "ZeRO-3 that sends less (ZeRO++), in 8 or 4 bits, and between nodes above all",
-        {
-            "weights": "zero_quantized_weights",
-            "gradients": "zero_quantized_gradients",
-            "partition": "zero_hpz_partition_size",
-        },
+        {**Prefixed("zero_quantized_", "weights", "gradients"), "partition": "zero_hpz_partition_size"},
     ),
     "loss_scaling": ArgumentFlag(
         "the dynamic loss scale of `fp16`, and how many updates may be skipped",

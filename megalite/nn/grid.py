@@ -30,13 +30,7 @@ from megalite.parallel.grid import (
     grid_product,
     sum_to_features,
 )
-from megalite.parallel.tensor import (
-    LayerContext,
-    Message,
-    VocabParallelEmbedding,
-    new_parameter,
-    product_dtype,
-)
+from megalite.parallel.tensor import LayerContext, Message, VocabParallelEmbedding, new_parameter, product_dtype
 
 TENSOR = frozenset({"tp"})
 

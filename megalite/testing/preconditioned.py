@@ -10,17 +10,7 @@ from torch import Tensor
 
 from megalite.gradient import GradSink
 from megalite.testing.rates import Rates
-from megalite.testing.update_rules import (
-    SGD,
-    Adafactor,
-    AdamW,
-    Lion,
-    Muon,
-    Named,
-    Rule,
-    is_blocks_matrix,
-    matrices,
-)
+from megalite.testing.update_rules import SGD, Adafactor, AdamW, Lion, Muon, Named, Rule, is_blocks_matrix, matrices
 
 
 class Soap(Rule):

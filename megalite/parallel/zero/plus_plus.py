@@ -26,15 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm import (
-    Axis,
-    FamilyAxes,
-    Handle,
-    ParallelMesh,
-    all_gather_into,
-    neighbours,
-    start_all_to_all_rows,
-)
+from megalite.comm import Axis, FamilyAxes, Handle, ParallelMesh, all_gather_into, neighbours, start_all_to_all_rows
 from megalite.config import ZeroPlusPlus
 from megalite.inventory import ALIGNMENT, AXIS_FAMILIES, BucketPlan
 from megalite.parallel.zero.bucket import Bucket
