@@ -44,29 +44,30 @@ class Depths(MicrobatchNotes[int]):
     def __init__(self, groups: int, replica: int, replicas: int, size: int) -> None:
         super().__init__()
         self.groups, self.replica, self.replicas, self.size = groups, replica, replicas, size
-        self._depth, self._counts = groups, [1] * groups
-
-    @contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        self._depth = self.at(microbatch)
-        self._counts = counts(self.groups, self.replicas, self.size, microbatch // self.size % self.groups)
-        with super().of(microbatch):
-            yield
 
     def at(self, microbatch: int) -> int:
         """How many groups the backward of a micro-batch of this replica reaches."""
         step, place = divmod(microbatch, self.size)
         return depth_of(self.groups, self.replica, place, step)
 
+    @property
+    def running(self) -> int | None:
+        """The micro-batch that runs forward, where a backward follows."""
+        return self._microbatch if torch.is_grad_enabled() else None
+
+    def cut(self, group: int, x: Tensor) -> Tensor:
+        """x on its way up from a group: where no backward reaches that, what is above begins a graph of its own."""
+        number = self.running
+        return x if number is None or self.at(number) > group else x.detach().requires_grad_()
+
     def enter(self, group: int, x: Tensor) -> Tensor:
-        """x on its way from group `group` to the one above."""
-        if not self.wanted or not torch.is_grad_enabled():
-            return x
-        if self._depth <= group:
-            return x.detach().requires_grad_()  # the group above begins a graph of its own
-        ratio = self._counts[group - 1] / self._counts[group]
-        if ratio != 1:
-            x.register_hook(lambda gradient: gradient * ratio)
+        """The same where a group ends, so that other micro-batches compute what is above."""
+        y, number = self.cut(group, x), self.running
+        if y is not x or number is None:
+            return y
+        numbers = counts(self.groups, self.replicas, self.size, number // self.size % self.groups)
+        if numbers[group - 1] != numbers[group]:
+            x.register_hook(lambda gradient: gradient * (numbers[group - 1] / numbers[group]))
         return x
 
     def attach(self, stack: nn.Module, top: int, begins: Mapping[int, nn.Module]) -> None:
@@ -79,11 +80,7 @@ class Depths(MicrobatchNotes[int]):
 
             above.register_forward_pre_hook(entered, prepend=True)
 
-        def left(stack: nn.Module, args: object, out: Tensor) -> Tensor:
-            cut = self.wanted and torch.is_grad_enabled() and self._depth <= top
-            return out.detach().requires_grad_() if cut else out
-
-        stack.register_forward_hook(left)
+        stack.register_forward_hook(lambda stack, args, out: self.cut(top, out))
 
 
 class Unreached(MicrobatchNotes[int]):
