@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from torch import Tensor
 
@@ -47,11 +47,9 @@ class Arrivals:
 
     def here(self, name: str) -> bool:
         """Whether a message of the direction has arrived and has not been taken."""
-        while True:
-            try:
-                self._keep(*self._said.get_nowait())
-            except Empty:
-                return bool(self._here[name])
+        while not self._said.empty():
+            self._keep(*self._said.get())
+        return bool(self._here[name])
 
     def wait(self) -> None:
         """Returns when another message has arrived. Raises what its receive raised (PeerLost)."""

@@ -47,6 +47,7 @@ from megalite.schedule import (
 )
 
 _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
+DIRECTIONS = {RECV_F: FORWARD, RECV_B: BACKWARD}
 _OF_STAGE = {BACKWARD_WEIGHT: "backward_weight", RECOMPUTE: "recompute", EVICT: "evict", PREFETCH: "prefetch"}
 """Kinds that move no tensor between stages -> the stage's method."""
 
@@ -202,12 +203,13 @@ class Executor:
         self.channel.send(x, peer=action.peer, label=MessageLabel(kind, target, action.microbatch))
 
     def _post(self, action: Action, source: MicrobatchSource) -> None:
-        kind = "F" if action.kind == RECV_F else "B"
-        stage = self.stages[action.stage_key]
-        spec = (stage.arriving if kind == "F" else stage.leaving)(action.microbatch)
-        label = MessageLabel(kind, action.stage, action.microbatch)
-        incoming = self.channel.post_recv(spec, peer=action.peer, label=label)
-        self._posted[kind, action.stage, action.replica, action.microbatch] = incoming
+        key = (DIRECTIONS[action.kind], action.stage, action.replica, action.microbatch)
+        self._posted[key] = self._posted_receive(action)
+
+    def _posted_receive(self, action: Action) -> Incoming:
+        stage, kind = self.stages[action.stage_key], DIRECTIONS[action.kind]
+        spec = (stage.arriving if kind == FORWARD else stage.leaving)(action.microbatch)
+        return self.channel.post_recv(spec, peer=action.peer, label=MessageLabel(kind, action.stage, action.microbatch))
 
     # tensors between stages
 

@@ -10,17 +10,14 @@ Proof: `tests/equivalence/test_message_driven.py`: delays drawn anew never chang
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from megalite.comm import Arrivals, Axis, Channel, Incoming, MessageLabel, ParallelMesh, agree_max, device_of
+from megalite.comm import Arrivals, Axis, Channel, Incoming, ParallelMesh, agree_max, device_of
 from megalite.errors import ConfigError
-from megalite.parallel.pipeline.executor import Events, Executor, MicrobatchSource
-from megalite.parallel.pipeline.stage import Stage
-from megalite.schedule import BACKWARD, FORWARD, RECV_B, RECV_F, Action, Program, StageKey, StagePlacement, share_of
-
-_DIRECTION = {RECV_F: FORWARD, RECV_B: BACKWARD}
+from megalite.parallel.pipeline.executor import DIRECTIONS, Executor, MicrobatchSource
+from megalite.schedule import BACKWARD, FORWARD, Action, Program, share_of
 
 
 class MessageDriven(Executor):
@@ -30,24 +27,12 @@ class MessageDriven(Executor):
     Other arguments: those of `Executor`. Raises ConfigError where messages are not those of a plain channel over gloo.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        stages: Mapping[StageKey, Stage],
-        placement: StagePlacement,
-        channel: Channel,
-        events: Events,
-        *,
-        limit: int,
-        together: Axis,
-        line: Axis,
-        **more: Any,
-    ) -> None:
-        super().__init__(rank, stages, placement, channel, events, **more)
+    def __init__(self, *given: Any, limit: int, together: Axis, line: Axis, **more: Any) -> None:
+        super().__init__(*given, **more)
         (self._stage,) = self.stages.values()
         self._limit, self._together = limit, together
-        self._share = share_of(rank, placement.num_ranks, limit)
-        if type(channel) is not Channel or device_of(line).type != "cpu":
+        self._share = share_of(self.rank, self.placement.num_ranks, limit)
+        if type(self.channel) is not Channel or device_of(line).type != "cpu":
             raise ConfigError(
                 "`pipeline_schedule`=message-driven: is told by gloo what has arrived, on ranks of one host or with "
                 "`sequence_parallel`; use `distributed_backend`=gloo, or `pipeline_schedule`=eager-1f1b"
@@ -59,7 +44,7 @@ class MessageDriven(Executor):
         pieces: list[list[Action]] = [[]]
         posts: dict[str, list[partial[Incoming]]] = {FORWARD: [], BACKWARD: []}
         for action in actions:
-            if (direction := _DIRECTION.get(action.kind)) is not None:
+            if (direction := DIRECTIONS.get(action.kind)) is not None:
                 posts[direction].append(partial(self._posted_receive, action))
                 continue
             if action.is_compute:
@@ -93,12 +78,6 @@ class MessageDriven(Executor):
         """Place of the first of the kinds whose input is here, -1 where there is none."""
         needs_none = {FORWARD: self._stage.is_first, BACKWARD: self._stage.is_last}
         return next((place for place, kind in enumerate(kinds) if needs_none[kind] or arrivals.here(kind)), -1)
-
-    def _posted_receive(self, action: Action) -> Incoming:
-        forward = action.kind == RECV_F
-        spec = (self._stage.arriving if forward else self._stage.leaving)(action.microbatch)
-        label = MessageLabel(FORWARD if forward else BACKWARD, action.stage, action.microbatch)
-        return self.channel.post_recv(spec, peer=action.peer, label=label)
 
 
 def executor_of(program: Program, mesh: ParallelMesh, *given: Any, **more: Any) -> Executor:

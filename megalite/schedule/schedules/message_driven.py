@@ -10,7 +10,6 @@ equal times; a run may take forwards and backwards in another turn (`schedule/ar
 the micro-batches. So gradients are added up in that order, and bits do not depend on what arrives when.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -35,14 +34,13 @@ def _orders(p: int, m: int, limit: int) -> list[list[tuple[str, int]]]:
 def build(shape: ScheduleShape) -> Program:
     """Of L micro-batches in flight the last rank holds one."""
     limit = limit_of(shape)
-
-    def rank_order(rank: int, m: int) -> Iterator[Action]:
-        return (Action(kind, rank, k) for kind, k in _orders(shape.p, m, limit)[rank])
-
-    def peak(rank: int, m: int) -> PeakActivations:
-        return PeakActivations(min(m, limit) if rank + 1 < shape.p else 1)
-
-    program = flush_program(NAME, shape.placement, shape.m, rank_order, peak)
+    program = flush_program(
+        NAME,
+        shape.placement,
+        shape.m,
+        lambda rank, m: (Action(kind, rank, k) for kind, k in _orders(shape.p, m, limit)[rank]),
+        lambda rank, m: PeakActivations(min(m, limit) if rank + 1 < shape.p else 1),
+    )
     return replace(program, max_in_flight=limit)
 
 
