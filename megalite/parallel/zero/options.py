@@ -20,14 +20,10 @@ Fill = Callable[[str, nn.Parameter], None]
 
 @dataclass(frozen=True)
 class DividedAxes(FamilyAxes):
-    """The axes of a family under ZeRO++.
-
-    near, far: neighbours on `shard`, and the ranks at this place among theirs. quantized: weights travel in 8 bits.
-    """
+    """The axes of a family under ZeRO++: neighbours on `shard`, and the ranks at this place among theirs."""
 
     near: Axis
     far: Axis
-    quantized: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,8 @@ class ZeroOptions:
         if isinstance(axes, DividedAxes) and self.plus_plus.changes_gathers:
             from megalite.parallel.zero.plus_plus import PartitionedWeights
 
-            return PartitionedWeights(full, owned, axes=axes, plan=plan)
+            quantized = self.plus_plus.zero_quantized_weights
+            return PartitionedWeights(full, owned, axes=axes, plan=plan, quantized=quantized)
         return BucketWeights(full, owned, axis=axes.shard, stage=self.stage, sizes=plan.sizes)
 
     def bucket(self, plan: BucketPlan, *, axes: FamilyAxes, dtype: torch.dtype, device: torch.device) -> Bucket:

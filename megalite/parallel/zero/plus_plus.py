@@ -51,14 +51,13 @@ class _Then:
 
 def divided(axes: FamilyAxes, mesh: ParallelMesh, given: ZeroPlusPlus) -> DividedAxes:
     """The axes of a family with those of partitions, as far as messages travel there. Collective at first use."""
-    size, names, fields = given.zero_hpz_partition_size, AXIS_FAMILIES[axes.name].shard, vars(axes)
+    size, names, shard = given.zero_hpz_partition_size, AXIS_FAMILIES[axes.name].shard, axes.shard.name
     near = far = Axis.single("near")
     if size > 1:
-        near = mesh.over(*names, apart=f"near {axes.shard.name}", parts=lambda ranks: neighbours(ranks, size))
+        near = mesh.over(*names, apart=f"near {shard}", parts=lambda ranks: neighbours(ranks, size))
     if given.zero_quantized_gradients:
-        places = range(size)
-        far = mesh.over(*names, apart=f"far {axes.shard.name}", parts=lambda ranks: [ranks[i::size] for i in places])
-    return DividedAxes(**fields, near=near, far=far, quantized=given.zero_quantized_weights)
+        far = mesh.over(*names, apart=f"far {shard}", parts=lambda ranks: [ranks[i::size] for i in range(size)])
+    return DividedAxes(**vars(axes), near=near, far=far)
 
 
 class PartitionedWeights(BucketWeights):
@@ -67,9 +66,9 @@ class PartitionedWeights(BucketWeights):
     kept: that part, or None.
     """
 
-    def __init__(self, full: Tensor, owned: slice, *, axes: DividedAxes, plan: BucketPlan) -> None:
+    def __init__(self, full: Tensor, owned: slice, *, axes: DividedAxes, plan: BucketPlan, quantized: bool) -> None:
         super().__init__(full, owned, axis=axes.shard, stage=3, sizes=plan.sizes)
-        self._near, self._quantized = axes.near, axes.quantized
+        self._near, self._quantized = axes.near, quantized
         across = axes.shard.size // axes.near.size
         self._parts = [sum(plan.sizes[i : i + across]) for i in range(0, axes.shard.size, across)]
         self.kept: Tensor | None = None
