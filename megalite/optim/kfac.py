@@ -21,8 +21,7 @@ two matrices share their A.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -63,19 +62,14 @@ class Factors:
             total.zero_()
 
 
-class Kept(NamedTuple):
-    """The running means of a matrix's factors and their damped inverses, in the shapes of `Factors`."""
-
-    inputs: Tensor
-    outputs: Tensor
-    inputs_inverse: Tensor
-    outputs_inverse: Tensor
-
-
 class Kfac(MatrixRule):
-    """K-FAC for groups with `whole`, AdamW for the others. Needs `sinks` in the groups."""
+    """K-FAC for groups with `whole`, AdamW for the others. Needs `sinks` in the groups.
+
+    kept: of each matrix by label, the running means of its factors and their damped inverses, in the factors' shapes.
+    """
 
     matrix_moments = ("momentum_buffer",)
+    labels = ("inputs", "outputs", "inputs_inverse", "outputs_inverse")
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
@@ -93,7 +87,8 @@ class Kfac(MatrixRule):
                 self.factors[name] = Factors(parameter, first["cut_axes"], like.detach())
                 sink.tap = self.factors[name].add
         self.sums_of = {p: self.factors[name] for p, name in named.items()}
-        self.kept = {p: Kept(*(t.clone() for t in 2 * each.sums)) for p, each in self.sums_of.items()}
+        zeros = {p: [total.clone() for total in 2 * each.sums] for p, each in self.sums_of.items()}
+        self.kept = {p: dict(zip(self.labels, each, strict=True)) for p, each in zeros.items()}
 
     @property
     def scratch(self) -> list[Tensor]:
@@ -101,7 +96,7 @@ class Kfac(MatrixRule):
         return [x for each in self.factors.values() for x in each.sums]
 
     def kept_of(self, p: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-        for label, values in self.kept[p]._asdict().items():
+        for label, values in self.kept[p].items():
             yield label, -1 if label.startswith("inputs") else -2, values
 
     @torch.no_grad()
@@ -116,10 +111,10 @@ class Kfac(MatrixRule):
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         args, kept, lr = self.args, self.kept[p], group["lr"] * self.args.kfac_scale
         means = self._means(self.sums_of[p], kept)
-        inverses: tuple[Tensor, Tensor] = kept.inputs_inverse, kept.outputs_inverse
+        inverses = kept["inputs_inverse"], kept["outputs_inverse"]
         if self.steps % args.kfac_inverse_frequency == 0:
             inverses = damped_inverses(*means, args.kfac_damping)
-        for target, new in zip(kept, (*means, *inverses), strict=True):
+        for target, new in zip(kept.values(), (*means, *inverses), strict=True):
             self.write(target, new)
         gradient, dim, axis = gather_matrix(grad, placement, group.get("cut_axes", ()))
         step = (inverses[1] @ gradient @ inverses[0]).div_(args.kfac_damping)
@@ -130,12 +125,12 @@ class Kfac(MatrixRule):
         self.write(p, decayed.add_(buffer, alpha=-lr))
         self.write(self.state[p]["momentum_buffer"], buffer)
 
-    def _means(self, sums: Factors, kept: Kept) -> tuple[Tensor, Tensor]:
+    def _means(self, sums: Factors, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The running means with this batch. dy is of the mean over all tokens of all replicas: g = tokens dy."""
         everywhere, summed = (sums.rows * math.prod(axis.size for axis in each) for each in (self.replicas, self.sums))
         weight = 1.0 - min(1.0 - 1.0 / (self.steps + 1), self.args.kfac_decay)
         batch = sums.inputs / summed, sums.outputs * (everywhere**2 / summed)
-        return kept.inputs.lerp(batch[0], weight), kept.outputs.lerp(batch[1], weight)
+        return kept["inputs"].lerp(batch[0], weight), kept["outputs"].lerp(batch[1], weight)
 
 
 def damped_inverses(inputs: Tensor, outputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
