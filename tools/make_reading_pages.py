@@ -56,7 +56,7 @@ LATER: tuple[tuple[str, str, str], ...] = (
     ("what stages of a rank share, which optimizer holds a part of the state, which stage runs a part of the layers",
      "megalite/parallel", "zero/rank_memory zero/host_optimizer pipeline/offloaded tiers/mover"),
     ("messages that wait at once, or behind other work; layers of one axis or of a grid", "megalite/parallel/tensor",
-     "late_messages layer_makers"),
+     "late_messages"),
     ("what routers and products in float8 note, and where tests make a run fail", "megalite",
      "microbatch_notes faults"),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules.beside import cuda_graphs, message_driven, partial_backprop, tapped_products
+from megalite.config.rules.beside import cuda_graphs, message_driven, partial_backprop, tapped_products, zero_plus_plus
 from megalite.config.rules.context import context_parallel, sequence_lengths
 from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
@@ -45,7 +45,6 @@ from megalite.config.rules.run import (
 from megalite.config.rules.shape import model_shape, recompute
 from megalite.config.rules.stage_meshes import stage_meshes, training_stage_meshes
 from megalite.config.rules.tensor_grid import tensor_grid
-from megalite.config.rules.zero_plus_plus import zero_plus_plus
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
 

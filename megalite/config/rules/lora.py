@@ -84,8 +84,7 @@ def prefix_layout(config: Config, world_size: int) -> Iterator[str]:
     parallel, groups, flag = config.parallel, config.model.query_groups, "`adapter_kind`=prefix"
     if not config.model.lora.prefix:
         return
-    if parallel.context.context_parallel_size > 1:
-        yield f"{flag}: not with `context_parallel_size`, whose ranks share the keys; drop one"
+    yield from excluded(config, flag, {"context_parallel_size": "whose ranks share the keys"})
     name = "stage_meshes" if parallel.meshes else "tensor_model_parallel_size"
     tp = max([parallel.tensor_model_parallel_size, *(mesh.tp for mesh in parallel.meshes)])
     if tp > groups:

@@ -27,11 +27,13 @@ from megalite.parallel.tensor.late_messages import (
     enter_parallel,
     leave_parallel,
 )
-from megalite.parallel.tensor.layer_makers import column_linear, make_layer, row_linear
 from megalite.parallel.tensor.linear import (
     ColumnParallelLinear,
     Linear,
     RowParallelLinear,
+    column_linear,
+    make_layer,
+    row_linear,
     weight_gradients,
 )
 from megalite.parallel.tensor.loss_kernels import LossKernels

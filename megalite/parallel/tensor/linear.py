@@ -17,7 +17,8 @@ of the activations that a block keeps (4 of 21 s b h with GELU at 512 tokens); r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -30,6 +31,7 @@ from megalite.parallel.tensor.context import LayerContext, new_parameter
 from megalite.parallel.tensor.late_messages import Message, start_sum
 from megalite.parallel.tensor.products import Products
 
+Layer = TypeVar("Layer")
 Activation = Callable[[Tensor], Tensor]
 """Elementwise in the channels that each rank holds: `[..., parts * n]` -> `[..., n]`."""
 
@@ -249,3 +251,14 @@ def bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
         return dy.flatten(0, -2).sum(0).view(bias.shape)
     layer.weight_grads.put(lambda: sink.add(sum_widened(dy.flatten(0, -2)).view(bias.shape)), sink)
     return None
+
+
+def make_layer(kind: str, usual: Callable[..., Layer], *given: Any, **how: Any) -> Layer:
+    """`usual(...)`, or the layer of this kind that the grid of the context has. The context is `ctx`, or given last."""
+    grid = (how["ctx"] if "ctx" in how else given[-1]).grid
+    layer: Layer = (usual if grid is None else grid[kind])(*given, **how)
+    return layer
+
+
+column_linear = partial(make_layer, "column", ColumnParallelLinear)
+row_linear = partial(make_layer, "row", RowParallelLinear)
