@@ -48,8 +48,7 @@ class Job:
 
 
 def packed(tasks: Sequence[Task], devices: int) -> list[list[Task]]:
-    """The tasks of each device: the longest first, on the least loaded one (LPT; Graham 1969: at most 4/3 - 1/(3 N) of
-    the best)."""
+    """The tasks of each device (LPT; Graham 1969: at most 4/3 - 1/(3 N) of the best)."""
     placed: list[list[Task]] = [[] for _ in range(devices)]
     loads = [(0.0, device) for device in range(devices)]
     for task in sorted(tasks, key=lambda task: (-task[0], *task[1:])):

@@ -69,10 +69,6 @@ def _factors(settings: OptimizerConfig, whole: Shape) -> int:
     return math.prod(whole[:-2]) * rows**2 + columns**2
 
 
-def _momentum_and_factors(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
-    return math.prod(local) + 2 * _factors(settings, whole)
-
-
 def _inverses(settings: OptimizerConfig, local: Shape, whole: Shape, half: float) -> float:
     """Of K-FAC's step: new means, their inverses in fp64, and with both the preconditioned gradient."""
     numel, gathered = math.prod(local), math.prod(whole)
@@ -212,7 +208,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
             lambda settings: (_WIDE, _WIDE),
             only_decays=True,
             whole=_square_enough,
-            of_whole=_momentum_and_factors,
+            of_whole=lambda settings, local, whole: math.prod(local) + 2 * _factors(settings, whole),
             of_step=_inverses,
             of_tap=_factors,
             nesterov="no such step is known between two inverses",

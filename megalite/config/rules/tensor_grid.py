@@ -36,8 +36,7 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator[str]:
-    model, samples = config.model, config.training.micro_batch_size
-    x, y, z = shape
+    model, (x, y, z) = config.model, shape
     wide, grid = x * y, f"a grid of {x} x {y} x {z}"
     if wide == 1:
         yield f"{flag}: {grid} cuts no features, as data parallelism does; drop it for `zero_stage`, or widen the grid"
@@ -47,16 +46,12 @@ def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator
             f"{flag}: {grid} shares heads over {wide}, which does not divide {model.query_groups} groups of queries; "
             f"legal: {legal}"
         )
-    if samples % z:
-        yield (
-            f"`micro_batch_size`={samples}: not divisible by the {z} ranks of {grid} that share samples; use "
-            f"{multiples_around(samples, z)}"
-        )
     sizes = {"seq_length": model.seq_length, "hidden_size": model.hidden_size, "ffn_hidden_size": model.ffn_size}
-    for name, size in sizes.items():
-        if size % (wide * z):
-            near = multiples_around(size, wide * z)
-            yield f"`{name}`={size}: not divisible by the {wide * z} ranks of {grid}; use {near}"
+    shared = [("micro_batch_size", config.training.micro_batch_size, z, f"{grid} that share samples")]
+    for name, size, ranks, which in shared + [(name, size, wide * z, grid) for name, size in sizes.items()]:
+        if size % ranks:
+            near = multiples_around(size, ranks)
+            yield f"`{name}`={size}: not divisible by the {ranks} ranks of {which}; use {near}"
 
 
 def _left_out(config: Config, flag: str) -> Iterator[str]:
