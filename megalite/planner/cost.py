@@ -21,7 +21,6 @@ from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import (
     MEAN_IMBALANCE,
     ElementBytes,
-    Exchange,
     Layer,
     Product,
     context_bytes,
@@ -280,8 +279,8 @@ class Roofline:
 
         behind: seconds of the products whose inputs are gathered again while dx is computed.
         """
-        if (grid := config.parallel.grid) is not None:
-            return *self._grid_messages(config, grid_exchanges(layer, grid, micro_tokens(config))), 0.0
+        if config.parallel.grid is not None:
+            return *grid_seconds(config, layer, self.hardware), 0.0
         group = CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)
         whole = micro_tokens(config) * config.model.hidden_size * ElementBytes.of(config).compute
         overlap = self.hardware.overlap if self.software.behind_weights else 0.0
@@ -295,16 +294,6 @@ class Roofline:
         again = sum(max(0.0, one - overlap * product) for product in behind)
         crossings = layer.gathers + layer.sums
         return crossings * one, crossings * one + again, hidden
-
-    def _grid_messages(self, config: Config, exchanges: Iterable[Exchange]) -> tuple[float, float]:
-        """Seconds of them in (forward, backward), each in the open."""
-        size, forward, backward = ElementBytes.of(config), 0.0, 0.0
-        for each in exchanges:
-            nbytes = each.numel * (size.wide if each.wide else size.compute)
-            seconds = CommGroup(self.hardware, each.ranks, each.stride).gather(nbytes)
-            forward += each.forward * seconds
-            backward += each.backward * seconds
-        return forward, backward
 
     def _taking_turns(
         self, config: Config, layer: Layer, columns: float, rows: float, attention: tuple[float, float]
@@ -379,3 +368,15 @@ class Roofline:
             return once
         block = self._block(config, model_layers(config.model)[-2])
         return LayerTimes(*(a + further * (a + b) for a, b in zip(once, block, strict=True)))
+
+
+def grid_seconds(config: Config, layer: Layer, hardware: Hardware) -> tuple[float, float]:
+    """Of the messages of a layer and a micro-batch over a grid, in (forward, backward), each in the open."""
+    assert config.parallel.grid is not None
+    size, forward, backward = ElementBytes.of(config), 0.0, 0.0
+    for each in grid_exchanges(layer, config.parallel.grid, micro_tokens(config)):
+        nbytes = each.numel * (size.wide if each.wide else size.compute)
+        seconds = CommGroup(hardware, each.ranks, each.stride).gather(nbytes)
+        forward += each.forward * seconds
+        backward += each.backward * seconds
+    return forward, backward

@@ -7,7 +7,7 @@ import pytest
 from megalite.config import parse
 from megalite.inventory import grid_exchanges, model_layers, moved_by_a_block
 from megalite.planner import Roofline, load_hardware
-from megalite.planner.grid import grid_seconds
+from megalite.planner.cost import grid_seconds
 
 BASE = (
     "--num-layers 2 --hidden-size 8192 --num-attention-heads 64 --seq-length 2048 --micro-batch-size 8 --lr 1e-4 "
