@@ -104,13 +104,10 @@ class Lora(Spelled):
         """Parts that have an adapter, in order, without unknown names. apart: what `all-linear` means for queries,
         keys and values, and for gate and value: one adapter each. sparse: of a block with experts, whose gate and
         value have one."""
-        if self.lora_rank is not None and self.adapter_kind != "lora":
+        if self.lora_rank is None:
+            return ()
+        if self.adapter_kind != "lora":
             return (self.adapter_kind,)
-        every: tuple[str, ...] = (
-            ("q", "k", "v", "proj", "gate", "up", "fc2") if apart else ("qkv", "proj", "fc1", "fc2")
-        )
-        every = ("q", "k", "v", "proj", "fc1", "fc2") if apart and sparse else every
-        named = {
-            part for name in self.lora_targets for part in (every if name == ALL_LINEAR else TARGETS.get(name, ()))
-        }
-        return tuple(sorted(named)) if self.lora_rank is not None else ()
+        up = ("gate", "up") if apart and not sparse else ("fc1",)
+        targets = {**TARGETS, ALL_LINEAR: (*(("q", "k", "v") if apart else ("qkv",)), "proj", *up, "fc2")}
+        return tuple(sorted({part for name in self.lora_targets for part in targets.get(name, ())}))

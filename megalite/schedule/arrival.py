@@ -31,58 +31,44 @@ def share_of(rank: int, ranks: int, limit: int) -> int:
     return limit - rank * (limit - 1) // (ranks - 1) if ranks > 1 else 1
 
 
-class _Rank:
-    """forwards, backwards: when the inputs of those that have been sent are here, by micro-batch."""
-
-    def __init__(self) -> None:
-        self.clock: Time = 0
-        self.forwards: list[Time] = []
-        self.backwards: list[Time] = []
-        self.order: list[tuple[str, int]] = []
-        self.counts = {FORWARD: 0, BACKWARD: 0}
-
-    def next(self, end: int, limit: int, share: int) -> tuple[Time, str] | None:
-        """(When, what) it runs next; the batch has the micro-batches below `end`."""
-        begun, ended = self.counts[FORWARD], self.counts[BACKWARD]
-        found = []
-        if ended < min(begun, len(self.backwards)):
-            found.append((max(self.clock, self.backwards[ended]), BACKWARD))
-        if begun < min(end, ended + limit, len(self.forwards)):
-            found.append((max(self.clock, self.forwards[begun]), FORWARD))
-        if len(found) == 2 and found[0][0] == found[1][0]:
-            return found[begun - ended < share]
-        return min(found, default=None)
-
-
 def arrival_orders(
     ranks: int, sizes: Sequence[int], limit: int, takes: Callable[[int, str], Time], hop: Time
 ) -> list[list[tuple[str, int]]]:
     """What each rank runs in a run of batches of these sizes: (F or B, micro-batch). takes: (rank, kind) -> time."""
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    each = [_Rank() for _ in range(ranks)]
-    each[0].forwards = [0] * ends[-1]
+    orders: list[list[tuple[str, int]]] = [[] for _ in range(ranks)]
+    clocks: list[Time] = [0] * ranks
+    counts = [{FORWARD: 0, BACKWARD: 0} for _ in range(ranks)]
+    here: list[dict[str, list[Time]]] = [{FORWARD: [], BACKWARD: []} for _ in range(ranks)]  # since when inputs are
+    here[0][FORWARD] = [0] * ends[-1]
 
     def look(rank: int) -> tuple[Time, str] | None:
-        one = each[rank]
-        end = next((end for end in ends if end > one.counts[BACKWARD]), 0)
-        return one.next(end, limit, share_of(rank, ranks, limit))
+        """(When, what) a rank runs next."""
+        begun, ended, inputs, found = counts[rank][FORWARD], counts[rank][BACKWARD], here[rank], []
+        end = next((end for end in ends if end > ended), 0)
+        if ended < min(begun, len(inputs[BACKWARD])):
+            found.append((max(clocks[rank], inputs[BACKWARD][ended]), BACKWARD))
+        if begun < min(end, ended + limit, len(inputs[FORWARD])):
+            found.append((max(clocks[rank], inputs[FORWARD][begun]), FORWARD))
+        if len(found) == 2 and found[0][0] == found[1][0]:
+            return found[begun - ended < share_of(rank, ranks, limit)]
+        return min(found, default=None)
 
     found = [look(rank) for rank in range(ranks)]
     for _ in range(2 * ranks * ends[-1]):
         start, kind, rank = min((*item, rank) for rank, item in enumerate(found) if item is not None)
-        one = each[rank]
-        one.order.append((kind, one.counts[kind]))
-        one.counts[kind] += 1
-        one.clock = start + takes(rank, kind)
+        orders[rank].append((kind, counts[rank][kind]))
+        counts[rank][kind] += 1
+        clocks[rank] = start + takes(rank, kind)
         if kind == BACKWARD and rank:
-            each[rank - 1].backwards.append(one.clock + hop)
+            here[rank - 1][BACKWARD].append(clocks[rank] + hop)
         elif kind == FORWARD and rank + 1 < ranks:
-            each[rank + 1].forwards.append(one.clock + hop)
+            here[rank + 1][FORWARD].append(clocks[rank] + hop)
         elif kind == FORWARD:
-            one.backwards.append(one.clock)
+            here[rank][BACKWARD].append(clocks[rank])
         for changed in range(max(rank - 1, 0), min(rank + 2, ranks)):
             found[changed] = look(changed)
-    return [one.order for one in each]
+    return orders
 
 
 def as_arrives(program: Program, costs: Costs, run: BatchSpec) -> Program:
