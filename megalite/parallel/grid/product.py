@@ -69,21 +69,22 @@ class _Product(Node):
         if ctx.needs_input_grad[1]:
             part, sink, columns = x.detach(), ctx.sink, dy.flatten(0, -2)
 
-            def compute() -> Tensor:
-                """dy^T x, summed over the tokens of all ranks, in the wide dtype."""
-                rows = gathered(part, sides.out, -1).flatten(0, -2)
-                wide = torch.promote_types(weight.dtype, torch.float32)
-                total = torch.empty(columns.shape[1], rows.shape[1], dtype=wide, device=rows.device)
-                add_product(total, columns.to(sides.dtype).t(), rows.to(sides.dtype), fresh=True)
-                return summed(total.view(*weight.shape[:-2], -1, rows.shape[1]), sides.tokens, -2)
-
             if sink is None:
-                dweight = compute().to(weight.dtype)
+                dweight = _weight_gradient(columns, part, weight, sides).to(weight.dtype)
             else:
-                sides.queue.put(lambda: sink.add(compute().contiguous()), sink)
+                sides.queue.put(lambda: sink.add(_weight_gradient(columns, part, weight, sides).contiguous()), sink)
         return dx, dweight, None
 
 
 def _whole_weight(weight: Tensor, sides: Sides) -> Tensor:
     """`[parts * out/Y, in/X]`."""
     return gathered(weight, sides.tokens, -2).flatten(0, -2).to(sides.dtype)
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, sides: Sides) -> Tensor:
+    """dy^T x of `[n, parts * out/Y]` and `[s, b/Z, in/P]`, summed over the tokens of all ranks, in the wide dtype."""
+    x = gathered(x, sides.out, -1).flatten(0, -2)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    total = torch.empty(dy.shape[1], x.shape[1], dtype=wide, device=dy.device)
+    add_product(total, dy.to(sides.dtype).t(), x.to(sides.dtype), fresh=True)
+    return summed(total.view(*weight.shape[:-2], -1, x.shape[1]), sides.tokens, -2)
