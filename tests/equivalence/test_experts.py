@@ -66,6 +66,7 @@ CORNERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "cp2 ep2": (CAPACITY, ("--micro-batch-size", "1", *CP2, *EP2), 2),
     "tp2 cp2 etp1 ep4": (CAPACITY, ("--micro-batch-size", "2", *TP2SP, *CP2, *ETP1, *EP4), 4),
     "tp2 dp2 ep2 in halves": (SIGMOID, ("--micro-batch-size", "2", *TP2SP, *EP2, "--tp-comm-overlap"), 4),
+    "dp2 ep2 zero1 in halves": (GPT, ("--micro-batch-size", "2", *EP2, "--zero-stage", "1", "--tp-comm-overlap"), 2),
     "pp2 zb-h1 recomputed": (
         GPT,
         ("--micro-batch-size", "1", *PP2, "--pipeline-schedule", "zb-h1", "--recompute-granularity", "full"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from equivalence.layouts import TINY, Layout, assert_close, compare, draw, train
+from megalite.comm import Done
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
@@ -34,8 +35,10 @@ SHARED = f"{EXPERTS} --moe-shared-expert-intermediate-size 16"
 DEALT = "--expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
 
 
-def equals_two_micro_batches(flags: str, world_size: int, model: str = "", steps: int = 2) -> None:
-    base = [*TINY, *f"--num-layers 4 {APART} {model} {TP2} {flags}".split()]
+def equals_two_micro_batches(
+    flags: str, world_size: int, model: str = "", steps: int = 2, *, cut: str = TP2, layers: int = 4
+) -> None:
+    base = [*TINY, *f"--num-layers {layers} {APART} {model} {cut} {flags}".split()]
     two = train([*base, "--micro-batch-size", "1"], world_size, steps)
     halves = train([*base, "--micro-batch-size", "2", "--tp-comm-overlap"], world_size, steps)
     unlike = [name for name, value in two.tensors.items() if not torch.equal(value, halves.tensors[name])]
@@ -47,6 +50,12 @@ def equals_two_micro_batches(flags: str, world_size: int, model: str = "", steps
 def test_halves_are_two_micro_batches() -> None:
     dropout = "--hidden-dropout 0.1 --attention-dropout 0.1"
     equals_two_micro_batches("--sequence-parallel --pipeline-model-parallel-size 2", 4, f"{LLAMA} {dropout}", 1)
+
+
+def test_halves_whose_rows_alone_travel_are_two_micro_batches() -> None:
+    """Without tensor parallelism; over ranks of one sequence, as others would have other samples."""
+    cut = "--context-parallel-size 2 --cp-comm-type a2a --expert-model-parallel-size 2"
+    equals_two_micro_batches("--hidden-dropout 0.1", 2, EXPERTS, 1, cut=cut, layers=2)
 
 
 @pytest.mark.full
@@ -134,6 +143,9 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
         rows, handle = send_rows(*args)
         return rows, Watched(handle)
 
+    def held(message, handle):
+        hold(message, handle if isinstance(handle, Done) else Watched(handle))
+
     def attended(*args):
         y = counting(attend)(*args)
         y.register_hook(counting(lambda gradient: None))
@@ -146,7 +158,7 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
             stack.enter_context(patch.object(plan, "start_all_to_all_rows", rows_sent))
         for name in ("forward", "input_gradient", "weight_gradient", "add_weight_gradient"):
             stack.enter_context(patch.object(Products, name, counting(getattr(Products, name))))
-        stack.enter_context(patch.object(LateMessage, "hold", lambda self, handle: hold(self, Watched(handle))))
+        stack.enter_context(patch.object(LateMessage, "hold", held))
         watched = patch.object(late_messages, "all_gather_into", lambda *args, **more: Watched(gather(*args, **more)))
         stack.enter_context(watched)
         stack.enter_context(patch.object(HalvedStack, "forward", in_forward))
@@ -167,12 +179,14 @@ def covered_body(world: World, argv: list[str]) -> dict[str, list[int]]:
         # rows travel to experts and back
         (f"--sequence-parallel {DEALT} {EXPERTS}", [24, 22], [24, 22]),
         (f"--sequence-parallel {DEALT} {SHARED}", [36, 34], [36, 34]),
+        # rows alone: 2 journeys in a block and half, of which the last has nothing beside it
+        (f"--tensor-model-parallel-size 1 {DEALT} {EXPERTS} --global-batch-size 4", [12, 11], [12, 11]),
     ],
 )
 def test_messages_travel_while_the_other_half_computes(flags: str, forward: list[int], backward: list[int]) -> None:
     argv = [
         *TINY,
-        *f"--num-layers 3 {TP2} {flags} --micro-batch-size 2 --global-batch-size 2 --tp-comm-overlap".split(),
+        *f"--num-layers 3 {TP2} --micro-batch-size 2 --global-batch-size 2 --tp-comm-overlap {flags}".split(),
     ]
     for counts in run_ranks(covered_body, 2, argv):
         assert counts == {"forward": forward, "backward": backward}

@@ -130,6 +130,7 @@ MATRIX = [
     "--zero-stage 2 --optimizer adafactor",
     f"{TP} --sequence-parallel --tp-comm-overlap --micro-batch-size 2",
     f"{TP} --sequence-parallel --tp-comm-overlap --micro-batch-size 2 --num-experts 4",
+    "--num-experts 4 --expert-model-parallel-size 2 --tp-comm-overlap --micro-batch-size 2",
     f"{TP} --bf16 --fp8-format hybrid",
     "--zero-stage 1 --bf16 --fp8-format hybrid --fp8-recipe delayed",
     "--zero-stage 3 --bf16 --fp8-format hybrid --fp8-param-gather",

@@ -92,7 +92,7 @@ def overlap(config: Config, world_size: int) -> Iterator[str]:
     size, flag = config.training.micro_batch_size, "`tp_comm_overlap`"
     if not config.parallel.tp_comm_overlap:
         return
-    if config.parallel.tensor_model_parallel_size == 1:
+    if config.parallel.tensor_model_parallel_size == config.parallel.experts.expert_model_parallel_size == 1:
         yield f"{flag}: {TP}=1 sends no messages; drop it, or use {TP}=2 or more"
     if size % 2:
         yield f"{flag}: `micro_batch_size`={size} has no two halves of whole samples; use {size + 1}, or drop it"
