@@ -43,6 +43,7 @@ from megalite.launch.devices import (
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.left_out import check_host, list_host
 from megalite.launch.meeting import leave_together, open_store
+from megalite.launch.network import check_interface, interface_hint
 from megalite.launch.output import print_error, print_interrupted, print_lines
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.signals import EndAtOnce, ends_at_once, ignored
@@ -123,7 +124,7 @@ def launch(
                 f"{place.size}; drop `nprocs`"
             )
         if max(place.size, nprocs or 1) > 1:
-            check_interface()
+            check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         if place.launcher or nprocs is None or (nprocs == 1 and not restarts):
             seat = _take_seat(config, started, ranks)
             if seat is None:
@@ -349,20 +350,9 @@ def _join(
         world_size=world.size,
         timeout=timedelta(seconds=seconds),
     )
-    self_test.check_collective(store, world, seconds)
+    several = world.size > world.local_size
+    self_test.check_collective(store, world, seconds, interface_hint(place.master_addr) if several else "")
     return store
-
-
-def check_interface() -> None:
-    """Whether this host has the network interfaces that GLOO_SOCKET_IFNAME names. Raises ConfigError."""
-    asked = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    has = [name for _, name in socket.if_nameindex()]
-    missing = [name for name in asked if name not in has]
-    if missing:
-        raise ConfigError(
-            f"env: GLOO_SOCKET_IFNAME={missing[0]}: {socket.gethostname()} has no such interface (has: "
-            f"{', '.join(has)}); name one of them, or unset it"
-        )
 
 
 def be_deterministic() -> None:

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -129,13 +130,19 @@ def _difference(store: dist.Store, rank: int, facts: Mapping[str, str]) -> str:
     return f"{rank_names(store, [rank])} differs from rank 0: {', '.join(parts[:MAX_DIFFERENCES])}{more}"
 
 
-def check_collective(store: dist.Store, world: World, timeout: float) -> None:
+def check_collective(store: dist.Store, world: World, timeout: float, hint: str = "") -> None:
     """Sums rank + 1 over all ranks on `world.device`, with a result that is known.
+
+    hint: what the first rank of each host says once it has waited for a while, and rank 0 at the end.
 
     Raises RuntimeFailure on every rank that can still speak, naming the ranks that did not get through.
     """
     value = torch.full((1024,), float(world.rank + 1), device=world.device)
     failure = ""
+    reminder = threading.Timer(REMIND_SECONDS, _say_that_nothing_arrives, (hint,))  # NCCL waits inside of the call
+    reminder.daemon = True
+    if hint and world.local_rank == 0:
+        reminder.start()
     try:
         work = dist.all_reduce(value, async_op=True)
         deadline = time.monotonic() + timeout
@@ -147,6 +154,10 @@ def check_collective(store: dist.Store, world: World, timeout: float) -> None:
             failure = f"not complete after {timeout:g} s"
     except RuntimeError as error:
         failure = str(error).split("\n")[0]
+    finally:
+        reminder.cancel()
+    if failure and hint and world.rank == 0:
+        failure += f"; {hint}"
     expected = world.size * (world.size + 1) / 2
     if not failure and not bool((value == expected).all()):
         failure = f"sum {value.flatten()[0].item():g} instead of {expected:g}"
@@ -159,3 +170,7 @@ def check_collective(store: dist.Store, world: World, timeout: float) -> None:
     except ConfigError as error:
         text = str(error).replace("\n", "; ")
         raise RuntimeFailure(f"start-up all-reduce failed on {world.device.type}: {text}") from None
+
+
+def _say_that_nothing_arrives(hint: str) -> None:
+    logger.warning("all-reduce: no answer for %.0f s; %s", REMIND_SECONDS, hint)

@@ -13,7 +13,8 @@ import pytest
 from megalite.data.cache import cache_directory
 from megalite.errors import ConfigError, DataError
 from megalite.launch.environment import LaunchEnvironment, detect_environment, expand_tasks, first_host
-from megalite.launch.launcher import check_interface, read_environment
+from megalite.launch.launcher import read_environment
+from megalite.launch.network import check_interface, interface_hint, interface_to
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",
@@ -111,17 +112,24 @@ def test_every_variable_is_documented() -> None:
 
 
 def test_what_a_process_is_started_in_is_looked_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     with pytest.raises(
         ConfigError, match=r"env: GLOO_SOCKET_IFNAME=eth99: \S+ has no such interface \(has: .*\); name"
     ):
-        check_interface()
+        check_interface("eth99")
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     with pytest.raises(ConfigError, match="the working directory has been deleted"):
         read_environment()
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_the_way_to_other_hosts_is_named() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("no.such.host.invalid") is None
+    hint = interface_hint("127.0.0.1")
+    assert "the ranks have met over lo: try NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo" in hint and "has lo" in hint
 
 
 @pytest.mark.parametrize("flags", ["--nprocs 2 --device cpu", "--load {folder}"])

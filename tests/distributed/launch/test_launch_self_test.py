@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megalite.comm.world import World
 from megalite.errors import ConfigError, RuntimeFailure
+from megalite.launch import self_test
 from megalite.launch.self_test import check_collective, check_same_config, run_fingerprint
 from megalite.testing import run_ranks
 
@@ -86,6 +87,34 @@ class _Done:
 
     def wait(self) -> None:
         pass
+
+
+class _Lost(_Done):
+    """Work handle of a collective whose messages do not arrive."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def body_lost(world: World, folder: str) -> tuple[str, list[str]]:
+    said: list[str] = []
+    self_test.REMIND_SECONDS = 0.2
+    self_test.logger.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign]
+    dist.all_reduce = lambda *args, **kwargs: _Lost()  # type: ignore[assignment]
+    try:
+        check_collective(_store(folder, world.size), replace(world, local_rank=world.rank // 2), 1.0, "try eth0")
+    except RuntimeFailure as error:
+        return str(error), said
+    return "", said
+
+
+def test_lost_messages_lead_to_the_network_long_before_the_time_out(tmp_path: Path) -> None:
+    text = (
+        "start-up all-reduce failed on cpu: rank 0: not complete after 1 s; try eth0; rank 1: not complete after 1 s; "
+        "rank 2: not complete after 1 s"
+    )
+    line = ["all-reduce: no answer for 0 s; try eth0"]
+    assert run_ranks(body_lost, 3, str(tmp_path)) == [(text, line), (text, line), (text, [])]
 
 
 def body_collective(world: World, folder: str, absent: int, broken: bool = False) -> str:
