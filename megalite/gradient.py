@@ -178,6 +178,23 @@ class GradSink:
             add_widened(self.buffer, gradient.view(self.buffer.shape))
         self.done()
 
+    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
+        """grad += gradient * scale (0-dim), in one pass where a kernel can; may overwrite `gradient`."""
+        fresh = self.fresh
+        if fresh:
+            self._open()
+        buffer, on_cpu, addend = self.buffer, gradient.device.type == "cpu", gradient.view(self.buffer.shape)
+        alike = buffer.dtype == gradient.dtype
+        if fresh and (alike or not on_cpu):
+            torch.mul(addend, scale, out=buffer)
+        elif fresh:
+            buffer.copy_(addend.mul_(scale))
+        elif on_cpu or not alike:
+            add_widened(buffer, addend.mul_(scale))
+        else:
+            buffer.addcmul_(addend, scale)
+        self.done()
+
     def addmm(self, a: Tensor, b: Tensor) -> None:
         """grad += a @ b: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the backend can."""
         fresh = self.fresh

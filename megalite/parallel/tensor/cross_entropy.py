@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather
-from megalite.gradient import GradSink, Node, WeightGradQueue, accumulates_wide, add_product, sink_of
+from megalite.gradient import Node, WeightGradQueue, accumulates_wide, add_product, sink_of
 from megalite.inventory import chunk_length
 from megalite.parallel.tensor.linear import start_sum
 from megalite.parallel.tensor.loss_kernels import LossKernels
@@ -195,20 +195,11 @@ class _FusedCrossEntropy(Node):
             dx, reducing = start_sum(dx * dtotal, ctx.axis, sequence=ctx.sequence)
         if dweight is not None and ctx.sink is not None:
             sink = ctx.sink
-            ctx.queue.put(lambda: _add_scaled(sink, dweight, dtotal), sink)
+            ctx.queue.put(lambda: sink.add_scaled(dweight, dtotal), sink)
         elif dweight is not None:
             dweight = (dweight * dtotal).to(ctx.weight_dtype)
         reducing.wait()
         return dx, None if ctx.sink is not None else dweight, None, None, None, None, None, None
-
-
-def _add_scaled(sink: GradSink, gradient: Tensor, scale: Tensor) -> None:
-    """sink += gradient * scale; may overwrite `gradient`. A GPU adds in one pass if both have one dtype."""
-    if gradient.device.type == "cpu" or sink.fresh or sink.grad.dtype != gradient.dtype:
-        sink.add(gradient.mul_(scale))
-        return
-    sink.grad.addcmul_(gradient.view(sink.grad.shape), scale)
-    sink.done()
 
 
 def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
