@@ -131,8 +131,8 @@ class ParallelConfig:
     )
     tp_comm_overlap: bool = option(
         False,
-        "two halves of each micro-batch take turns, so that messages between the tensor-parallel ranks, and rows on their "
-        "way to experts and back, of one travel while the other computes; an even `micro_batch_size`",
+        "two halves of each micro-batch take turns, so that what one sends to tensor-parallel ranks or to experts "
+        "travels while the other computes; an even `micro_batch_size`",
     )
     context: ContextParallelism = ContextParallelism()
     experts: ExpertParallelism = ExpertParallelism()
