@@ -60,7 +60,7 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
                 run().sum().backward()
             x.grad = None
         gpu.ledger.peak = gpu.ledger.allocated
-        with _counted(gpu) as counts, without_gc():
+        with counted(gpu) as counts, without_gc():
             y = run()
             forward = counts["launches"]
             if y.requires_grad:
@@ -102,7 +102,7 @@ def _layer(config: Config, index: int, tp: int) -> tuple[Callable[[], Any], torc
 
 
 @contextmanager
-def _counted(gpu: Gpu) -> Iterator[dict[str, int]]:
+def counted(gpu: Gpu) -> Iterator[dict[str, int]]:
     """Counts what streams are given."""
     found, work, synced = {"launches": 0, "waits": 0, "moved": 0}, gpu.ledger.work, gpu.ledger.synced
 

@@ -44,8 +44,8 @@ HOST_WAITS = (
     ),
     HostWait(
         "tiles",
-        "where documents begin, and positions of a sequence that ranks share, where attention is computed in tiles: "
-        "with `attention_dropout`, or where no kernel of a library computes it",
+        "where documents begin, and positions of a sequence that ranks share, where attention is computed in tiles, "
+        "because no kernel of a library computes it",
         "the host leaves out tiles that nobody sees",
         r"attention/tiles\.py",
     ),

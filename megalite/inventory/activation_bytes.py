@@ -11,8 +11,8 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     experts              k times that, rows 2 e T k h, logits and probabilities 8 T E; both times `WORST_IMBALANCE`
                          where ranks share the experts
 
-Fused attention keeps nothing of size s x s, nor do tiles (documents and windows on a CPU, attention dropout); blocked
-attention (a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
+Fused attention keeps nothing of size s x s, nor do tiles (documents, windows and dropout on a CPU); blocked attention
+(a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
 gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix, unless that is frozen.
 Assumed: a CPU widens 16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the
 library's fused ones.
@@ -135,7 +135,9 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         kept = 0.0 if widened and not normed else projected
         if widened or rotated or normed:
             kept += product * tokens * (q + (2 if widened else 1) * kv)
-        return kept + context + widened_context + beside
+        scales = model.attention_dropout > 0 or model.softmax_type != "vanilla"  # and a kernel's result is kept, too
+        unscaled = context if scales and not on_cpu and config.parallel.context.ring == 1 else 0.0
+        return kept + context + unscaled + widened_context + beside
     if on_cpu and _blocked(config, model):
         operands = product * tokens * (q + 2 * kv) + (projected if normed else 0.0)
         weights = product * heads * config.training.micro_batch_size * block_area(model.seq_length)

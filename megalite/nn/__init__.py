@@ -24,6 +24,7 @@ A layer gets everything about the run from its `LayerContext` (`parallel.tensor`
 and computes the same at every layout. Proof: `tests/unit/nn`, `tests/distributed/parallel/tensor/`.
 """
 
+from megalite.nn.attention.choose import NARROWEST_HEAD
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.largest import largest_scores

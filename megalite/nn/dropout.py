@@ -56,9 +56,28 @@ def keyed_dropout(x: Tensor, p: float, keys: Tensor, channels: Tensor) -> Tensor
     keys: words that broadcast against x without its last dimension; channels: `[x.shape[-1]]`, the logical number of
     each channel.
     """
-    words = mix(keys[..., None] ^ mix(channels + 0x2545F491 & MASK))
-    keep = words >= int(p * 2**32)
+    keep = mix(keys[..., None] ^ _of_channels(channels)) >= int(p * 2**32)
     return torch.where(keep, x * (1.0 / (1.0 - p)), torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def _of_channels(channels: Tensor) -> Tensor:
+    return mix(channels + 0x2545F491 & MASK)
+
+
+def narrowed(keys: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
+    """What `keeps` takes of the same two: int32 with the same 32 bits, of which a kernel computes twice as many as of
+    int64."""
+    return keys.to(torch.int32), _of_channels(channels).to(torch.int32)
+
+
+def keeps(key: Tensor, channel: Tensor, p: float) -> Tensor:
+    """Which elements `keyed_dropout` keeps, by their words of `narrowed`, which broadcast: elementwise, for a kernel
+    that has no use for a mask in memory."""
+    word = key ^ channel
+    for _ in range(2):
+        word = (word ^ ((word >> 16) & 0xFFFF)) * 0x45D9F3B  # modulo 2**32, as the wider product is masked
+    word = word ^ ((word >> 16) & 0xFFFF)
+    return (word ^ -(1 << 31)) >= int(p * 2**32) - (1 << 31)  # unsigned words compare as signed ones of half less
 
 
 class HiddenDropout:

@@ -28,7 +28,7 @@ from megalite.rehearsal.order import shown
 from megalite.rehearsal.pieces import Piece, pieces_of
 from megalite.rehearsal.record import Communicators, RankRecord
 from megalite.rehearsal.short import WHOLE, once_for_all_ranks, shortened, shortest
-from megalite.rehearsal.stand_ins import compiled_attention, compiled_blocks
+from megalite.rehearsal.stand_ins import compiled_attention, compiled_blocks, fused
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.train import OpenRun, open_run
 
@@ -156,6 +156,7 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
             ("megalite.parallel.expert.grouped", "grouped_works", lambda device: True),
             ("megalite.parallel.tensor.float8", "_worst_difference", lambda given, device: 0.0),
             ("megalite.nn.attention.masked", "flex", lambda: (compiled_attention, compiled_blocks)),
+            ("megalite.nn.attention.masked", "compiled", fused),
         ):
             stack.enter_context(patch.object(importlib.import_module(module), name, value))
         stack.enter_context(redirect_stdout(io.StringIO()))

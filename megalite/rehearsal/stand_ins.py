@@ -60,7 +60,7 @@ class CompiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(query, key, value)
-        return a_product(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        return a_product(query)[..., : value.shape[-1]], query.new_empty(query.shape[:-1], dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, ...]:
@@ -84,3 +84,61 @@ def compiled_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tenso
     b, n, m = len(first), -(-len(queries) // BLOCK), -(-len(keys) // BLOCK)
     shapes = [*[(b, 1, n), (b, 1, n, m)] * 2, *[(b, 1, m), (b, 1, m, n)] * 2]
     return first.new_zeros(shapes[0], dtype=torch.int32), *(first.new_empty(x, dtype=torch.int32) for x in shapes[1:])
+
+
+def compiled_words(key: Tensor, samples: Tensor, queries: Tensor, groups: int, r: int, first_head: int) -> Tensor:
+    """In the place of compiled keys of dropout, a launch."""
+    return queries.new_zeros(len(samples) * groups, len(queries) * r)
+
+
+def compiled_narrowing(words: Tensor, keys: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """In the place of their compiled cast, a launch for each."""
+    return (
+        words.new_zeros(len(words), r, words.shape[1] // r, dtype=torch.int32),
+        keys.new_zeros(len(keys), dtype=torch.int32),
+    )
+
+
+class _Scaled(torch.autograd.Function):
+    apply: ClassVar[Callable[..., Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *beside: Tensor | None) -> Tensor:
+        ctx.save_for_backward(y, *beside)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        y, *beside = ctx.saved_tensors
+        b, heads, s, d = y.shape
+        own = dy.view(s, b, heads, d).permute(1, 2, 0, 3) * y
+        return own, *(None if x is None else torch.zeros_like(x) for x in beside)
+
+
+def compiled_scaling(y: Tensor, kept: Tensor | None, lse: Tensor, sinks: Tensor | None, p: float) -> Tensor:
+    """In the place of what sinks and dropout do to a result, a launch, and one for each gradient."""
+    return _Scaled.apply(y, kept, lse, sinks)
+
+
+def compiled_merge(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor, *_: Any) -> None:
+    """In the place of merging a part, a launch for the result and one for the log-sums."""
+    r = part.shape[1]
+    out.unflatten(1, (-1, r)).transpose(1, 2).mul_(part)
+    lse.unflatten(1, (-1, r)).transpose(1, 2).mul_(sums)
+
+
+def compiled_shares(dy: Tensor, delta: Tensor, lse: Tensor, part: Tensor, *sums: Any) -> tuple[Tensor, ...]:
+    """In the place of the gradients of a part, a launch for each."""
+    return torch.mul(part, dy.to(part.dtype)), *(x + lse[..., 0] for x in sums if isinstance(x, Tensor))
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of `nn.attention.masked.compiled`."""
+    return {
+        "words_of": compiled_words,
+        "narrow_words": compiled_narrowing,
+        "scaled": compiled_scaling,
+        "merge": compiled_merge,
+        "shares": compiled_shares,
+        "shares_of_kept": compiled_shares,
+    }[function.__name__]

@@ -11,7 +11,7 @@ from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config
 from megalite.errors import ConfigError
 from megalite.inventory import MemoryPlan
-from megalite.nn import use_newer_kernel
+from megalite.nn import NARROWEST_HEAD, use_newer_kernel
 from megalite.parallel.tensor import check_float8
 from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
 from megalite.schedule import Program
@@ -95,8 +95,11 @@ def device_advice(config: Config, device: torch.device) -> list[str]:
     if device.type == "cuda" and model.hidden_dropout > 0 and not config.training.compile:
         advice += [f"`hidden_dropout`={model.hidden_dropout}: some 80 kernels a place without `compile`, one with it"]
     if device.type == "cuda" and model.attention_dropout > 0:
-        advice += [
-            f"`attention_dropout`={model.attention_dropout}: no kernel knows its keyed masks, so the attention of a "
-            f"layer is {-(-model.seq_length // 64):,} tiles of 64 queries, dozens of launches each, for one kernel"
-        ]
+        given = f"`attention_dropout`={model.attention_dropout}: "
+        if config.training.precision.fp64 or model.kernel_dim < NARROWEST_HEAD:
+            number = -(-model.seq_length // 64)
+            given += f"attention of a layer is up to {number:,} tiles, dozens of launches each, for one kernel"
+        else:
+            given += "attention is computed twice, with and without the weights that are dropped"
+        advice.append(given)
     return advice

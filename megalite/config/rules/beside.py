@@ -61,7 +61,7 @@ def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
         "seq_length_schedule": "whose samples have other lengths",
         "attn_logit_softcapping": "whose kernel is compiled",
         "softmax_type": "whose kernel is compiled",
-        "attention_dropout": "whose tiles are chosen by the host",
+        "attention_dropout": "whose kernel is compiled",
         "recompute_granularity": "which runs blocks twice",
         "lora_rank": "whose matrices were never captured",
         "fp8_format": "whose scales the host keeps",

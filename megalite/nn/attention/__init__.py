@@ -7,7 +7,7 @@ context.py    the same where ranks share a sequence; cached.py: in generation
 choose.py     what is needed -> which kernel; the limits of each, and the proof that it works here
 tiles.py      every kind of mask, by tiles, on every device
 blocked.py    plain causal attention on CPUs, up to a thousand tokens
-masked.py     documents, windows, caps and sinks on a GPU
+masked.py     documents, windows, caps, sinks and dropout on a GPU
 largest.py    each head's largest score, for `--qk-clip`
-flash.py      parts of a ring by the library's kernels; parts.py: those with documents, windows or caps
+flash.py      parts of a ring by the library's kernels; parts.py: those with any of these
 """

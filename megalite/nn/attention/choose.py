@@ -5,9 +5,9 @@
     blocked    CPU        plain causal attention; keeps half of the weights    as many queries as keys, not too many
     fused      anywhere   plain causal attention; keeps nothing of size s x s  all queries, or the last one
     varlen     GPU        documents and windows                                as many queries as keys; 16 bits; tried
-    flex       GPU        documents, windows, caps and sinks; compiled         as many queries as keys, or parts of a
+    flex       GPU        documents, windows, caps, sinks, dropout; compiled   as many queries as keys, or parts of a
                                                                                ring; heads of >= 16 channels; tried
-    tiled      anywhere   everything: dropout of weights, fp32 scores
+    tiled      anywhere   everything: fp32 scores, too
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
 with tiles (`trials.py`). The choice is logged.
@@ -42,7 +42,8 @@ class Need:
     queries, keys: tokens. channels: of a head.
     hides: documents or a window hide keys that causality shows.
     bends: scores have a cap, or softmaxes sinks (in parts, a ring's caller adds them).
-    rewrites: weights are dropped, or wanted in fp32 where the kernels narrow them.
+    drops: weights are dropped.
+    rewrites: weights are wanted in fp32 where the kernels narrow them.
     in_parts: the keys come in parts, whose log-sums are wanted.
     keeps_weights: what is of size s x s may be kept for the backward.
     """
@@ -55,13 +56,14 @@ class Need:
     hides: bool
     rewrites: bool
     bends: bool = False
+    drops: bool = False
     in_parts: bool = False
     keeps_weights: bool = True
 
     @property
     def plain(self) -> bool:
         """Causal attention and nothing else, to keys that are all there."""
-        return not (self.hides or self.bends or self.rewrites or self.in_parts)
+        return not (self.hides or self.bends or self.drops or self.rewrites or self.in_parts)
 
 
 class Kernel(NamedTuple):
@@ -97,12 +99,23 @@ def _masked(need: Need) -> bool:
 
 
 def _flexible(need: Need) -> bool:
-    alone = (need.hides or need.bends) and not need.in_parts
-    return alone and _compiled(need) and need.queries == need.keys
+    return (need.hides or need.bends) and not need.drops and _alone(need)
+
+
+def _dropping(need: Need) -> bool:
+    return need.drops and _alone(need)
+
+
+def _alone(need: Need) -> bool:
+    return not need.in_parts and _compiled(need) and need.queries == need.keys
 
 
 def _in_flexible_parts(need: Need) -> bool:
-    return need.in_parts and _compiled(need)
+    return need.in_parts and not need.drops and _compiled(need)
+
+
+def _in_dropping_parts(need: Need) -> bool:
+    return need.in_parts and need.drops and _compiled(need)
 
 
 def _compiled(need: Need) -> bool:
@@ -111,7 +124,7 @@ def _compiled(need: Need) -> bool:
 
 
 def _by_flash(need: Need) -> bool:
-    plain = need.in_parts and not (need.hides or need.bends or need.rewrites)
+    plain = need.in_parts and not (need.hides or need.bends or need.drops or need.rewrites)
     return plain and need.channels % 8 == 0 and need.channels <= WIDEST_HEAD
 
 
@@ -122,5 +135,7 @@ KERNELS = (
     Kernel(VARLEN, _masked, functools.partial(masked_works, VARLEN)),
     Kernel(FLEX, _flexible, functools.partial(masked_works, FLEX)),
     Kernel(FLEX, _in_flexible_parts, flex_parts_work),
+    Kernel(FLEX, _dropping, functools.partial(masked_works, FLEX, drops=True)),
+    Kernel(FLEX, _in_dropping_parts, functools.partial(flex_parts_work, drops=True)),
     Kernel(TILED, lambda need: True),
 )

@@ -14,7 +14,7 @@ from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.masked import FLEX
 from megalite.nn.attention.parts import FlexKernel
-from megalite.nn.attention.tiles import TileKernel, WeightDropout, sinks_by_query
+from megalite.nn.attention.tiles import TileKernel, sinks_by_query
 from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.context import (
     gathered_attention,
@@ -76,17 +76,18 @@ def _over_ring(
         channels=q.shape[-1],
         hides=starts is not None or (core.window is not None and core.window < len(order)),
         bends=core.softcap is not None,  # sinks are joined to what the kernel gives
-        rewrites=drops,
+        drops=drops,
+        rewrites=False,
         in_parts=True,
     )
     name = choose(need)
     assert name in (FLASH, FLEX, TILED), f"attention by {name}, which is not called here"
-    kernel = (FlexKernel if name == FLEX else TileKernel)(q.shape[2], softcap=core.softcap)
+    drop = None
+    if drops:
+        drop = core.weight_dropout(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q, fused=name == FLEX)
+    kernel = (FlexKernel if name == FLEX else TileKernel)(q.shape[2], drop, core.softcap)
     if name == TILED:
         q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
-    if drops:
-        words = core.words(microbatch.sample_ids, order.chunk(ring.size)[ring.rank], q.shape[2], q.shape[3])
-        kernel = TileKernel(q.shape[2], WeightDropout(core.dropout, words), core.softcap)
     elif name == FLASH:
         kernel = FlashKernel(q.shape[2])
         order = sequence_order(len(order), ring.size)  # on the host, where its rectangles are computed

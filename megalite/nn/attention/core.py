@@ -18,9 +18,9 @@ from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
 from megalite.nn.attention.choose import BLOCKED, FUSED, TILED, Need, choose
-from megalite.nn.attention.masked import FLEX, MASKED
+from megalite.nn.attention.masked import FLEX, MASKED, fused_words, words_of
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
-from megalite.nn.dropout import combine, site_key
+from megalite.nn.dropout import site_key
 from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
 from megalite.visibility import Documents, Visibility
 
@@ -95,7 +95,8 @@ class AttentionCore:
                 channels=q.shape[-1],
                 hides=window is not None or document_starts is not None,
                 bends=self.softcap is not None or sinks is not None,
-                rewrites=drops or self._wants_fp32(q),
+                drops=drops,
+                rewrites=self._wants_fp32(q),
                 keeps_weights=not self.recompute,
             )
         )
@@ -109,15 +110,15 @@ class AttentionCore:
         sight = Visibility.of(
             keys[at:], keys, window=window, document_starts=document_starts, documents=documents, at=at
         )
-        if name in MASKED:
-            bends = {"softcap": self.softcap, "sinks": sinks} if name == FLEX else {}
-            y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight, **bends)
-            return y.to(narrow)
-        assert name == TILED, f"attention by {name}, which is not called here"
         drop = None
         if drops:
             assert sample_ids is not None, "attention dropout needs the samples' numbers"
-            drop = WeightDropout(self.dropout, self.words(sample_ids, sight.queries, q.shape[2], q.shape[3]))
+            drop = self.weight_dropout(sample_ids, sight.queries, q, fused=name == FLEX)
+        if name in MASKED:
+            more = {"softcap": self.softcap, "sinks": sinks, "drop": drop} if name == FLEX else {}
+            y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight, **more)
+            return y.to(narrow)
+        assert name == TILED, f"attention by {name}, which is not called here"
         q, k, v = (x.to(self.tile_dtype(q)) for x in (q, k, v))
         y = tiled_attention(q, k, v, sight, drop, softcap=self.softcap, sinks=sinks)
         return y.to(narrow)
@@ -133,13 +134,13 @@ class AttentionCore:
         wide = self.product_dtype or q.dtype
         return torch.float32 if self.softmax_in_fp32 and wide.itemsize < 4 else wide
 
-    def words(self, sample_ids: Tensor, queries: Tensor, g: int, r: int) -> Tensor:
-        """Dropout keys of the attention weights, one for each sample, head and query: `[b * g, s * r]`."""
+    def weight_dropout(self, sample_ids: Tensor, queries: Tensor, q: Tensor, *, fused: bool) -> WeightDropout:
+        """Of queries at these positions, `[s, b, g, r, d]`. fused: by a compiled kernel."""
         assert self.key is not None
-        heads = torch.arange(self.first_head, self.first_head + g * r, device=queries.device)
-        keys = combine(0, combine(self.key, sample_ids)[:, None] ^ combine(1, heads)[None])
-        keys = combine(2, keys[..., None] ^ combine(3, queries))  # [b, g * r, s]
-        return keys.view(len(sample_ids) * g, r, -1).transpose(1, 2).flatten(1)
+        words = fused_words if fused else words_of
+        return WeightDropout(
+            self.dropout, words(self.key, sample_ids, queries, q.shape[2], q.shape[3], self.first_head)
+        )
 
 
 def new_sinks(config: ModelConfig, ctx: LayerContext) -> nn.Parameter | None:

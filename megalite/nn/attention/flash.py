@@ -49,13 +49,15 @@ def rectangles(sight: Visibility) -> Iterator[tuple[slice, slice, bool]]:
             yield slice(begin, end), slice(0, before), False
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> None:
-    """Merges the result of a part `[n, r, s, d]` and its log-sums `[n, r, s]`, -inf where a query sees none of it."""
+def merge(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor, kept: Tensor | None = None, p: float = 0.0) -> None:
+    """Merges the result of a part `[n, r, s, d]` and its log-sums `[n, r, s]`, -inf where a query sees none of it.
+    kept: log-sums of the weights of which the result is made, where others were dropped with probability p."""
     own = flat(sums[..., None])[..., 0].to(lse.dtype)
     new = torch.logaddexp(lse, own)
     finite = new.clamp(min=torch.finfo(new.dtype).min)
     out.mul_((lse - finite).exp_()[..., None])
-    out.addcmul_(flat(part).to(out.dtype), (own - finite).exp_()[..., None])
+    weight = ((own if kept is None else flat(kept[..., None])[..., 0].to(lse.dtype)) - finite).exp_()
+    out.addcmul_(flat(part).to(out.dtype), weight[..., None], value=1 / (1 - p))
     lse.copy_(new)
 
 

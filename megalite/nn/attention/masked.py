@@ -1,7 +1,11 @@
-"""Attention to packed documents, in sliding windows, with caps and sinks on a GPU, by the library's kernels.
+"""Attention to packed documents, in sliding windows, with caps, sinks and dropout on a GPU, by the library's kernels.
 
 varlen    `torch.nn.attention.varlen`: documents as sequences of their own, windows as the kernel's; 16 bits
-flex      `torch.nn.attention.flex_attention`: compiled, whole blocks that nobody sees are left out; caps and sinks too
+flex      `torch.nn.attention.flex_attention`: compiled, whole blocks that nobody sees are left out; the others too
+
+Flex attention changes scores, not weights. Dropped weights are scores of -inf of which the sum must not know, so it is
+computed twice: y' and its log-sums l' of the keys that are kept, and the log-sums l of all, with values of few
+channels. Then y = y' exp(l' - l) / (1 - p).
 
 `choose` tries them once for each dtype, against tiles.
 """
@@ -12,19 +16,24 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.nn.attention.tiles import WeightDropout
+from megalite.nn.dropout import combine, keeps, narrowed
 from megalite.nn.uncompiled import Uncompiled
 from megalite.visibility import Visibility
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Attend = Callable[..., Tensor]
-"""(q, k, v, sight) -> the result; flex also takes a cap and sinks."""
-BLOCK, MOST_VARIANTS = 128, 64
-"""Queries and keys of a block of flex attention; kinds of attention that it is compiled for."""
+"""(q, k, v, sight) -> the result; flex also takes a cap, sinks and dropout."""
+BLOCK, MOST_VARIANTS, NARROW = 128, 64, 16
+"""Queries and keys of a block of flex attention; kinds of attention that it is compiled for; channels of values of
+which nothing is wanted."""
 
 
 @Uncompiled
@@ -64,30 +73,113 @@ def flex() -> tuple[Any, Any]:
     return torch.compile(flex_attention), torch.compile(seen_blocks)
 
 
+@functools.cache
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """As a kernel of a device."""
+    return torch.compile(function)
+
+
+def on_device(function: Callable[P, T], x: Tensor) -> Callable[P, T]:
+    """As a kernel where x is on a device."""
+    return function if x.device.type == "cpu" else compiled(function)
+
+
+def words_of(key: Tensor, sample_ids: Tensor, queries: Tensor, groups: int, r: int, first_head: int) -> Tensor:
+    """Dropout keys of attention weights, one for each sample, head and query: `[b * g, s * r]`."""
+    heads = torch.arange(first_head, first_head + groups * r, device=queries.device)
+    keys = combine(0, combine(key, sample_ids)[:, None] ^ combine(1, heads)[None])
+    keys = combine(2, keys[..., None] ^ combine(3, queries))  # [b, g * r, s]
+    return keys.view(len(sample_ids) * groups, r, -1).transpose(1, 2).flatten(1)
+
+
+@Uncompiled
+def fused_words(key: Tensor, sample_ids: Tensor, queries: Tensor, groups: int, r: int, first_head: int) -> Tensor:
+    """The same by a kernel."""
+    return compiled(words_of)(key, sample_ids, queries, groups, r, first_head)
+
+
+def narrow_words(words: Tensor, keys: Tensor, r: int) -> tuple[Tensor, Tensor]:
+    """Words of queries `[n, s * r]` as `[n, r, s]`, and of keys at these positions `[k]`, for `nn.dropout.keeps`."""
+    return narrowed(words.unflatten(1, (-1, r)).transpose(1, 2).contiguous(), keys)
+
+
 @Uncompiled
 def _flexible(
-    q: Tensor, k: Tensor, v: Tensor, sight: Visibility, softcap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sight: Visibility,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    drop: WeightDropout | None = None,
 ) -> Tensor:
     """A sink takes its part of a softmax whose sum is known, so it scales what is there without it."""
-    attend, blocks_of = flex()
     s, b, g, r, d = q.shape
     query = q.permute(1, 2, 3, 0, 4).reshape(b, g * r, s, d)
     key, value = (x.permute(1, 2, 0, 3) for x in (k, v))
-    how = {"score_mod": None if softcap is None else capped(softcap), "block_mask": block_mask(sight, b, blocks_of)}
-    y, lse = attend(query, key, value, enable_gqa=r > 1, return_lse=True, **how)
+    y, kept, lse = attended(query, key, value, sight, softcap, drop, enable_gqa=r > 1)
+    if drop is None and sinks is None:
+        return y.permute(2, 0, 1, 3).reshape(s, b, g * r * d)
+    kept, p = (None, 0.0) if drop is None else (kept, drop.p)
+    return on_device(scaled, y)(y, kept, lse, sinks, p)
+
+
+def scaled(y: Tensor, kept: Tensor | None, lse: Tensor, sinks: Tensor | None, p: float) -> Tensor:
+    """The part of a result `[b, heads, s, d]` that sinks, and log-sums with weights that were dropped, leave of it:
+    `[s, b, heads * d]`."""
+    weight = None if kept is None else (kept - lse).exp() * (1 / (1 - p))
     if sinks is not None:
-        y = y * torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])[..., None].to(y.dtype)
-    joined: Tensor = y.permute(2, 0, 1, 3).reshape(s, b, g * r * d)
-    return joined
+        beside = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+        weight = beside if weight is None else weight * beside
+    assert weight is not None
+    return (y * weight[..., None].to(y.dtype)).permute(2, 0, 1, 3).flatten(2)
 
 
-def capped(softcap: float) -> Callable[..., Tensor]:
-    """Scores bounded by `softcap`, as flex_attention takes it."""
+def attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sight: Visibility,
+    softcap: float | None,
+    drop: WeightDropout | None,
+    **how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Result of the weights that are kept, their log-sums, the log-sums of all; -inf of none), of queries `[b, heads,
+    s, d]` and keys `[b, groups, k, d]`."""
+    attend, blocks_of = flex()
+    how |= {"block_mask": block_mask(sight, len(query), blocks_of), "return_lse": True}
+    y: Tensor
+    lse: Tensor
+    if drop is None:
+        y, lse = attend(query, key, value, score_mod=bent(softcap), **how)
+        return y, lse, lse
+    words, channels = on_device(narrow_words, query)(
+        drop.words, sight.keys, query.shape[1] * len(query) // len(drop.words)
+    )
+    hides = bent(softcap, words.view(query.shape[:3]), channels, drop.p)
+    y, kept = attend(query, key, value, score_mod=hides, **how)
+    lse = attend(query, key, value[..., :NARROW], score_mod=bent(softcap), **how)[1]
+    return y, kept, lse
 
-    def cap(score: Tensor, *_: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
 
-    return cap
+def bent(
+    softcap: float | None, words: Tensor | None = None, channels: Tensor | None = None, p: float = 0.0
+) -> Callable[..., Tensor] | None:
+    """Scores bounded by a cap, and -inf where a weight is dropped, as flex_attention takes it.
+
+    words, channels: of queries `[b, heads, s]` and of keys `[k]` (`nn.dropout.keeps`). p: probability of dropping.
+    """
+    if softcap is None and words is None:
+        return None
+
+    def bend(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if words is None or channels is None:
+            return score
+        return torch.where(keeps(words[sample, head, query], channels[key], p), score, -torch.inf)
+
+    return bend
 
 
 def block_mask(sight: Visibility, b: int, blocks_of: Callable[..., tuple[Tensor, ...]]) -> Any:

@@ -1,4 +1,4 @@
-"""Attention to a part of the keys by flex attention, with documents, windows and caps, which `FlashKernel` has not.
+"""Attention to a part of the keys by flex attention, with all that `FlashKernel` has not.
 
 A library's flex attention gives the gradient of a part's own result y and log-sums l, not of the whole's. Those of the
 whole are O = sum of w y over the parts, with w = exp(l - L) and L = logsumexp of the parts' l. So a part is computed
@@ -6,12 +6,15 @@ once more in the backward, and is given the gradients that it has through O::
 
     dy = w dO        dl = w (dO . y - dO . O)
 
+Where weights are dropped, y and l' are of those that are kept and w = exp(l' - L) / (1 - p); what the sum of all parts
+does to O it does through their l (`masked.py`)::
+
+    dy = w dO        dl' = w dO . y        dl = - exp(l - L) dO . O
+
 Nothing is kept from forward to backward, and the host reads nothing of who sees whom from the device.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,37 +26,52 @@ from megalite.parallel.context import Operands
 from megalite.visibility import Visibility
 
 
+def shares(dy: Tensor, delta: Tensor, lse: Tensor, part: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of a part `[n, r, s, d]` and of its log-sums `[n, r, s]`; delta and lse of the whole `[n, r, s, 1]`."""
+    weight = (sums[..., None] - lse).exp()
+    dy = dy * weight
+    dsums = (dy * part).sum(-1) - (delta * weight)[..., 0]
+    return dy.to(part.dtype), dsums.to(sums.dtype)
+
+
+def shares_of_kept(
+    dy: Tensor, delta: Tensor, lse: Tensor, part: Tensor, kept: Tensor, sums: Tensor, p: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where weights were dropped: of the part, of the log-sums of those that are kept, and of all."""
+    dy = dy * ((kept[..., None] - lse).exp() * (1 / (1 - p)))
+    dsums = -((sums[..., None] - lse).exp() * delta)[..., 0]
+    return dy.to(part.dtype), (dy * part).sum(-1).to(kept.dtype), dsums.to(sums.dtype)
+
+
 class FlexKernel(TileKernel):
-    """`parallel.context.AttentionKernel` by compiled flex attention: all but dropout."""
+    """`parallel.context.AttentionKernel` by compiled flex attention."""
 
     def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
-        part, sums = self._attend(operands, sight)
-        merge(out, lse, part, sums)
+        part, kept, sums = self._attend(operands, sight)
+        dropped = () if self.drop is None else (kept, self.drop.p)
+        masked.on_device(merge, part)(out, lse, part, sums, *dropped)
 
     def backward(
         self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
     ) -> None:
         inputs = [x.detach().requires_grad_() for x in operands]
         with torch.enable_grad():
-            part, sums = self._attend((inputs[0], inputs[1], inputs[2]), sight)
-        r = operands[0].shape[1] // len(sight.queries)
+            part, kept, sums = self._attend((inputs[0], inputs[1], inputs[2]), sight)
+        r, drop = operands[0].shape[1] // len(sight.queries), self.drop
+        rows = [rows_by_heads(x, r) for x in (dy, delta[..., None], lse[..., None])]
         with torch.no_grad():
-            dy, delta, lse = (rows_by_heads(x, r) for x in (dy, delta[..., None], lse[..., None]))
-            weight = (sums[..., None] - lse).exp_()
-            dy = dy * weight
-            dsums = (dy * part).sum(-1, keepdim=True).sub_(delta * weight)
-        found = torch.autograd.grad((part, sums), inputs, (dy.to(part.dtype), dsums[..., 0].to(sums.dtype)))
+            if drop is None:
+                given = masked.on_device(shares, part)(*rows, part, sums)
+            else:
+                given = masked.on_device(shares_of_kept, part)(*rows, part, kept, sums, drop.p)
+        made = [part, sums] if drop is None else [part, kept, sums]
+        found = torch.autograd.grad(made, inputs, given)
         for grad, more in zip(grads, found, strict=True):
             grad += more
 
-    def _attend(self, operands: Operands, sight: Visibility) -> tuple[Tensor, Tensor]:
-        """(result `[n, r, s, d]`, log-sums `[n, r, s]`, -inf where a query sees none of these keys)."""
-        attend, blocks_of = masked.flex()
+    def _attend(self, operands: Operands, sight: Visibility) -> tuple[Tensor, Tensor, Tensor]:
+        """(result `[n, r, s, d]`, log-sums `[n, r, s]` of the weights that it is made of and of all, -inf where a query
+        sees none of these keys)."""
         r = operands[0].shape[1] // len(sight.queries)
         query, key, value = rows_by_heads(operands[0], r), operands[1][:, None], operands[2][:, None]
-        mask = masked.block_mask(sight, len(query), blocks_of)
-        cap: Any = None if self.softcap is None else masked.capped(self.softcap)
-        found: tuple[Tensor, Tensor] = attend(
-            query, key, value, score_mod=cap, block_mask=mask, scale=1.0, enable_gqa=r > 1, return_lse=True
-        )
-        return found
+        return masked.attended(query, key, value, sight, self.softcap, self.drop, scale=1.0, enable_gqa=r > 1)

@@ -37,8 +37,9 @@ from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.context import Operands, ring_attention
 from megalite.visibility import Visibility
 
-# Tokens of a block of queries; keys that it is multiplied with at a time.
-QUERY_TILE, KEY_SPAN = 64, 4096
+# Tokens of a block of queries, and at most on a device, whose host launches each operation of a tile; keys that it is
+# multiplied with at a time; scores of a tile on a device, each of which dropout gives words of eight bytes.
+QUERY_TILE, LARGEST_TILE, KEY_SPAN, TILE_SCORES = 64, 1024, 4096, 1 << 25
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,20 @@ class Tile(NamedTuple):
     edges: list[tuple[slice, Tensor]]
 
 
-def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
-    """The tiles that somebody sees. groups: key heads of a sample where samples differ, all of them where not."""
+def query_tile(q: Tensor, queries: int, keys: int) -> int:
+    """Tokens of a block of queries, of `queries` tokens `[n, s * r, d]` and so many keys."""
+    if q.device.type == "cpu":
+        return QUERY_TILE  # what a tile is made of stays in a cache
+    scores, tile = q.shape[0] * (q.shape[1] // queries) * min(keys, KEY_SPAN), QUERY_TILE
+    while 2 * tile <= LARGEST_TILE and 2 * tile * scores <= TILE_SCORES:
+        tile *= 2
+    return tile
+
+
+def tiles(sight: Visibility, groups: int, r: int, rows: int | None = None) -> Iterator[Tile]:
+    """The tiles that somebody sees. groups: key heads of a sample where samples differ, all of them where not. rows:
+    tokens of a block of queries."""
+    size = QUERY_TILE if rows is None else rows
     if sight.at is None:
         queries, keys = runs(sight.queries), runs(sight.keys)
     else:
@@ -77,8 +90,8 @@ def tiles(sight: Visibility, groups: int, r: int) -> Iterator[Tile]:
         first = None if sight.first is None else sight.first[sample]
         bounds = None if first is None else _bounds(sight, first)
         for begin, end, position in queries:
-            for low in range(begin, end, QUERY_TILE):
-                high = min(low + QUERY_TILE, end)
+            for low in range(begin, end, size):
+                high = min(low + size, end)
                 at = position + low - begin
                 lowest = 0 if bounds is None else min(bounds[low:high])
                 seen = list(_seen(keys, lowest, at + high - low))
@@ -176,7 +189,7 @@ class TileKernel:
         q, k, v = operands
         r = q.shape[1] // len(sight.queries)
         lowest = torch.finfo(lse.dtype).min
-        for tile in tiles(sight, self.groups, r):
+        for tile in tiles(sight, self.groups, r, query_tile(q, len(sight.queries), len(sight.keys))):
             heads, rows, keys = tile[:3]
             weights = _products(q, k, tile, lse.dtype)
             if self.softcap is not None:
@@ -203,7 +216,7 @@ class TileKernel:
         q, k, v = operands
         dq, dk, dv = grads
         r = q.shape[1] // len(sight.queries)
-        for tile in tiles(sight, self.groups, r):
+        for tile in tiles(sight, self.groups, r, query_tile(q, len(sight.queries), len(sight.keys))):
             heads, rows, keys = tile[:3]
             weights = _products(q, k, tile, lse.dtype)
             slope = None

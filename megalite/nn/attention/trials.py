@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.masked import FLEX, MASKED, Attend
 from megalite.nn.attention.parts import FlexKernel
-from megalite.nn.attention.tiles import TileKernel, tiled_attention
+from megalite.nn.attention.tiles import TileKernel, WeightDropout, tiled_attention
 from megalite.parallel.context import empty_result
 from megalite.visibility import Visibility
 
@@ -30,11 +30,12 @@ def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def flex_parts_work(device: torch.device, dtype: torch.dtype) -> bool:
+def flex_parts_work(device: torch.device, dtype: torch.dtype, drops: bool = False) -> bool:
     """Tries the kernel on parts with a cap, documents and a window; some queries see nothing of a part."""
     at = torch.arange(256)
     starts = torch.stack((at // 100 * 100, at * 0))
-    return _parts_work(FlexKernel(2, softcap=2.0), TileKernel(2, softcap=2.0), device, dtype, starts)
+    drop = _half(128, device) if drops else None
+    return _parts_work(FlexKernel(2, drop, 2.0), TileKernel(2, drop, 2.0), device, dtype, starts)
 
 
 def _parts_work(
@@ -62,8 +63,8 @@ def _parts_work(
 
 
 @functools.cache
-def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Tries a kernel on documents, with and without a window; flex with caps and sinks, too."""
+def masked_works(name: str, device: torch.device, dtype: torch.dtype, drops: bool = False) -> bool:
+    """Tries a kernel on documents, with and without a window; flex with caps and sinks, too. drops: with dropout."""
     q, k, v, dy = _drawn(((256, 2, 2, 2, 64), (256, 2, 2, 64), (256, 2, 2, 64), (256, 2, 256)), device, dtype)
     at = torch.arange(256, device=device)
     starts = torch.stack((at // 100 * 100, at * 0))
@@ -72,17 +73,16 @@ def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
 
     def result(attend: Attend, sight: Visibility, **bends: Any) -> tuple[Tensor, ...]:
         y = attend(q, k, v, sight, **bends)
-        return y, *torch.autograd.grad(y, [*inputs, *([sinks] if bends else [])], dy)
+        return y, *torch.autograd.grad(y, [*inputs, *([sinks] if "sinks" in bends else [])], dy)
 
     try:
+        more: dict[str, Any] = {"drop": _half(256, device)} if drops else {}
         cases: list[tuple[Visibility, dict[str, Any]]] = [
-            (Visibility.of(at, at, window=window, document_starts=starts, at=0), {}) for window in (None, 70)
+            (Visibility.of(at, at, window=window, document_starts=starts, at=0), more) for window in (None, 70)
         ]
         if name == FLEX:
-            cases += [
-                (Visibility.of(at, at, window=window, document_starts=None, at=0), {"softcap": 2.0, "sinks": sinks})
-                for window in (None, 70)
-            ]
+            more = {"softcap": 2.0, "sinks": sinks, **more}
+            cases += [(Visibility.of(at, at, window=window, document_starts=None, at=0), more) for window in (None, 70)]
         fits = all(
             _worst(result(MASKED[name], sight, **bends), result(tiled_attention, sight, **bends)) < CLOSE
             for sight, bends in cases
@@ -91,8 +91,15 @@ def masked_works(name: str, device: torch.device, dtype: torch.dtype) -> bool:
         logger.info("attention without %s, which fails on %s: %s", name, device, error)
         return False
     if fits:
-        logger.info("attention to documents and windows in %s on %s: %s", str(dtype)[6:], device, name)
+        what = "with dropout" if drops else "to documents and windows"
+        logger.info("attention %s in %s on %s: %s", what, str(dtype)[6:], device, name)
     return fits
+
+
+def _half(queries: int, device: torch.device) -> WeightDropout:
+    """Drops every second weight of so many queries, of two samples with two groups of two heads."""
+    words = torch.randint(1 << 32, (4, 2 * queries), generator=torch.Generator().manual_seed(0))
+    return WeightDropout(0.5, words.to(device))
 
 
 def _drawn(shapes: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -89,7 +89,7 @@ def test_dropout_in_tiles_is_that_of_whole_matrices() -> None:
     sight = Visibility.of(at, at, window=None, document_starts=starts)
     core = AttentionCore(dropout=0.3, key=torch.tensor(7), first_head=6)
     dy = torch.randn(50, 2, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    words = core.words(samples, sight.queries, 2, 3)
+    words = core.weight_dropout(samples, sight.queries, q, fused=False).words
     found, expected = (
         (y, *torch.autograd.grad(y, (q, k, v), dy))
         for y in (

@@ -16,7 +16,7 @@ from megalite.nn.attention import choose as choosing
 from megalite.nn.attention import context, masked, trials
 from megalite.nn.attention.choose import Need, choose
 from megalite.nn.attention.core import AttentionCore
-from megalite.nn.attention.tiles import tiled_attention
+from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.visibility import Documents, Visibility
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -47,6 +47,13 @@ PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False
         ({"device": GPU, "hides": True, "dtype": torch.float64}, "flex"),
         ({"device": GPU, "hides": True, "queries": 7}, "tiled"),
         ({"device": GPU, "hides": True, "rewrites": True}, "tiled"),
+        ({"drops": True}, "tiled"),
+        ({"in_parts": True, "drops": True}, "tiled"),
+        ({"device": GPU, "drops": True}, "flex"),
+        ({"device": GPU, "drops": True, "hides": True, "bends": True}, "flex"),
+        ({"device": GPU, "drops": True, "channels": 8}, "tiled"),
+        ({"device": GPU, "drops": True, "queries": 7}, "tiled"),
+        ({"device": GPU, "drops": True, "in_parts": True}, "flex"),
         ({"bends": True}, "tiled"),
         ({"device": GPU, "bends": True}, "flex"),
         ({"device": GPU, "bends": True, "hides": True}, "flex"),
@@ -97,13 +104,15 @@ def plain_flex(
 ) -> tuple[Tensor, Tensor]:
     """What flex_attention is documented to compute, with gradients, which it has on no CPU."""
     b, heads, s, d = query.shape
+    samples, of_heads = torch.arange(b)[:, None, None, None], torch.arange(heads)[:, None, None]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT / d**0.5
     at = torch.arange(s)
-    scores = scores if score_mod is None else score_mod(scores, at, at, at, at)
+    scores = scores if score_mod is None else score_mod(scores, samples, of_heads, at[:, None], at)
     shown = block_mask.mask_mod(torch.arange(b)[:, None, None], at, at[:, None], at)
     scores = scores.masked_fill(~shown.expand(b, s, s)[:, None], -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    sums = scores.logsumexp(-1)
+    return (scores - sums.masked_fill(sums.isinf(), 0)[..., None]).exp() @ value, sums
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -129,7 +138,14 @@ def test_blocks_are_those_that_somebody_sees(s: int, window: int | None, documen
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("bends", [{"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}], ids=str)
+@pytest.mark.parametrize(
+    "bends",
+    [
+        *({"softcap": 1.5}, {"sinks": True}, {"softcap": 3.0, "sinks": True}),
+        *({"drop": 0.6}, {"drop": 0.1, "softcap": 3.0, "sinks": True}),
+    ],
+    ids=str,
+)
 def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window: int | None) -> None:
     generator = torch.Generator().manual_seed(1)
     q, k, v, dy = (
@@ -142,6 +158,9 @@ def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window
     if bends.get("sinks"):
         inputs.append(torch.linspace(-1, 3, 4, dtype=torch.float64).requires_grad_())
         bends = bends | {"sinks": inputs[-1]}
+    if "drop" in bends:
+        words = torch.randint(1 << 32, (4, 300), generator=generator)
+        bends = bends | {"drop": WeightDropout(bends["drop"], words)}
     sight = Visibility.of(at, at, window=window, document_starts=starts, at=0)
     with patch.object(masked, "flex", lambda: (plain_flex, masked.seen_blocks)):
         found = masked.MASKED["flex"](q, k, v, sight, **bends)

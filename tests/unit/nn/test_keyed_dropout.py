@@ -9,7 +9,7 @@ import torch
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.dropout import HiddenDropout, keyed_dropout, mix, site_key, token_keys
+from megalite.nn.dropout import HiddenDropout, keeps, keyed_dropout, mix, narrowed, site_key, token_keys
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
 
@@ -49,6 +49,19 @@ def test_the_hash_is_a_bijection_on_a_sample_of_words() -> None:
     hashed = mix(words)
     assert hashed.min() >= 0 and hashed.max() < 1 << 32
     assert len(hashed.unique()) == len(words)
+
+
+def test_a_kernel_that_keeps_by_narrow_words_keeps_the_same() -> None:
+    """The hash in 32 bits, by every word that its halves can do wrong with; a bound between neighbours."""
+    keys = torch.cat((torch.tensor([0, 1, 1 << 31, (1 << 31) - 1, (1 << 32) - 1]), torch.randint(1 << 32, (2000,))))
+    channels = torch.cat((torch.arange(300), torch.tensor([1 << 20])))
+    words = mix(keys[:, None] ^ mix(channels + 0x2545F491 & 0xFFFFFFFF))
+    near = sorted(words.flatten()[:50].tolist())
+    for p in (0.0, 1e-9, 0.1, 0.5, 0.999, *((word + more) / 2**32 for word in near for more in (0, 1))):
+        expected = keyed_dropout(torch.ones(len(keys), len(channels), dtype=torch.float64), p, keys, channels) != 0
+        key, channel = narrowed(keys, channels)
+        assert key.dtype == channel.dtype == torch.int32
+        assert torch.equal(keeps(key[:, None], channel, p), expected)
 
 
 def test_rate_scale_and_independence_of_neighbours() -> None:

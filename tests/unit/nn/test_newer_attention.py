@@ -69,7 +69,9 @@ def test_a_start_says_what_dropout_of_attention_costs() -> None:
     flags = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 4096 --micro-batch-size 1 --lr 1e-3"
     given = f"{flags} --train-iters 1 --mock-data --vocab-size 64"
     (line,) = device_advice(parse([*given.split(), "--attention-dropout", "0.1"]), torch.device("cuda"))
-    assert "`attention_dropout`=0.1" in line and "is 64 tiles of 64 queries" in line
+    assert "`attention_dropout`=0.1" in line and "twice" in line
+    (line,) = device_advice(parse([*given.split(), "--attention-dropout", "0.1", "--fp64"]), torch.device("cuda"))
+    assert "up to 64 tiles" in line
     assert device_advice(parse(given.split()), torch.device("cuda")) == []
 
 

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite.nn.attention import masked
 from megalite.nn.attention.parts import FlexKernel
-from megalite.nn.attention.tiles import tiled_attention
+from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.attention.trials import flex_parts_work
 from megalite.parallel.context import sequence_order
 from megalite.parallel.context.ring import empty_result
@@ -40,10 +40,11 @@ def by_formula(
 ) -> tuple[Tensor, Tensor]:
     """What flex_attention is documented to compute; who sees nothing has a result of 0 and a log-sum of -inf."""
     n, heads, s, k = *query.shape[:3], key.shape[2]
+    samples, of_heads = torch.arange(n)[:, None, None, None], torch.arange(heads)[:, None, None]
     key, value = (x.repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * scale
     at, keys = torch.arange(s), torch.arange(k)
-    scores = scores if score_mod is None else score_mod(scores, at, at, at, at)
+    scores = scores if score_mod is None else score_mod(scores, samples, of_heads, at[:, None], keys)
     shown = block_mask.mask_mod(torch.arange(n)[:, None, None], at, at[:, None], keys).expand(n, s, k)[:, None]
     sums = scores.masked_fill(~shown, -torch.inf).logsumexp(-1)
     weights = (scores - sums.masked_fill(sums.isinf(), 0)[..., None]).exp().masked_fill(~shown, 0)
@@ -56,12 +57,21 @@ def flex_by(attend: Any) -> Iterator[None]:
         yield
 
 
-def in_parts(tensors: list[Tensor], size: int, starts: Tensor | None, window: int | None, cap: float | None) -> Any:
+def in_parts(
+    tensors: list[Tensor],
+    size: int,
+    starts: Tensor | None,
+    window: int | None,
+    cap: float | None,
+    drop: WeightDropout | None = None,
+) -> Any:
     """(result, dq, dk, dv) by what each of `size` ranks computes of the keys of each."""
     q, k, v, dy = tensors
-    kernel, order = FlexKernel(q.shape[2], softcap=cap), sequence_order(len(q), size, q.device).chunk(size)
+    order, r = sequence_order(len(q), size, q.device).chunk(size), q.shape[3]
     y, grads = torch.empty_like(dy), [torch.zeros_like(x) for x in (q, k, v)]
     for own in order:
+        words = None if drop is None else drop.words.unflatten(1, (-1, r))[:, own].flatten(1)
+        kernel = FlexKernel(q.shape[2], None if drop is None else WeightDropout(drop.p, words), cap)
         begins = None if starts is None else starts[:, own]
         seen = [(Visibility.of(own, keys, window=window, document_starts=begins), keys) for keys in order]
         pieces = [(kernel.operands(q[own], k[keys], v[keys]), sight, keys) for sight, keys in seen]
@@ -93,21 +103,34 @@ def drawn(s: int, r: int, d: int, device: str, dtype: torch.dtype) -> list[Tenso
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), PLACES)
 @pytest.mark.parametrize("r", [1, 3])
 @pytest.mark.parametrize(
-    ("size", "window", "documents", "cap"),
-    [(1, 70, True, None), (2, 5, False, None), (2, None, True, 1.5), (4, 40, True, None), (4, None, False, 2.0)],
+    ("size", "window", "documents", "cap", "p"),
+    [
+        *((1, 70, True, None, 0.0), (2, 5, False, None, 0.0), (2, None, True, 1.5, 0.0), (4, 40, True, None, 0.0)),
+        *((4, None, False, 2.0, 0.0), (1, None, False, None, 0.3), (2, 5, True, 1.5, 0.8), (4, None, True, None, 0.1)),
+    ],
 )
 def test_parts_are_the_whole(
-    device: str, dtype: torch.dtype, tolerance: float, r: int, size: int, window: int | None, documents: bool, cap: Any
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    r: int,
+    size: int,
+    window: int | None,
+    documents: bool,
+    cap: Any,
+    p: float,
 ) -> None:
     s = 140 * size
     tensors, at = drawn(s, r, 16, device, dtype), torch.arange(s, device=device)
     starts = torch.stack((at // 90 * 90, at // 300 * 300)) if documents else None
     leaves = [x.double().requires_grad_() for x in tensors[:3]]
     sight = Visibility.of(at, at, window=window, document_starts=starts)
-    y = tiled_attention(leaves[0], leaves[1], leaves[2], sight, softcap=cap)
+    words = torch.randint(1 << 32, (4, s * r), generator=torch.Generator().manual_seed(s)).to(device)
+    drop = WeightDropout(p, words) if p else None
+    y = tiled_attention(leaves[0], leaves[1], leaves[2], sight, drop, softcap=cap)
     expected = y.detach(), *torch.autograd.grad(y, leaves, tensors[3].double())
     with flex_by(by_formula) if device == "cpu" else nullcontext():
-        found = in_parts(tensors, size, starts, window, cap)
+        found = in_parts(tensors, size, starts, window, cap, drop)
     assert difference(found, expected) < tolerance
 
 
@@ -160,14 +183,14 @@ def test_a_ring_launches_one_kernel_a_part_and_the_host_waits_for_none(kind: str
 def test_a_kernel_that_is_wrong_in_parts_is_not_chosen() -> None:
     place = torch.device("cpu"), torch.float64
     with flex_by(by_formula):
-        assert flex_parts_work.__wrapped__(*place)
+        assert flex_parts_work.__wrapped__(*place) and flex_parts_work.__wrapped__(*place, drops=True)
 
     def unmerged(*given: Any, **named: Any) -> Any:
         y, sums = by_formula(*given, **named)
         return y, sums * 0.9
 
     with flex_by(unmerged):
-        assert not flex_parts_work.__wrapped__(*place)
+        assert not flex_parts_work.__wrapped__(*place) and not flex_parts_work.__wrapped__(*place, drops=True)
     with flex_by(lambda *given, **named: by_formula(*given, **{**named, "score_mod": None})):
         assert not flex_parts_work.__wrapped__(*place)
 

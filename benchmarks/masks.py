@@ -1,0 +1,130 @@
+"""What attention launches on a GPU for every kind of mask, counted without one, at 8,192 tokens.
+
+    python benchmarks/masks.py             # the table; about half a minute
+    python benchmarks/masks.py --write     # ... into docs/gpus.md, and the budgets that a test holds
+
+The core alone, from queries, keys and values to what the projection behind it reads, on the device of bookkeeping of
+`megalite.rehearsal`: alone, and for one rank of two that share the sequence. Flex attention and what is compiled beside
+it count as one launch for each result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, BUDGETS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "masks.json"
+TABLE = re.compile(r"(<!-- masks: python benchmarks/masks.py --write -->\n).*?(<!-- end of masks -->)", re.S)
+LENGTH, GROUPS, HEADS, CHANNELS, DOCUMENT, WINDOW, CAP, P = 8192, 8, 4, 128, 1000, 1024, 30.0, 0.1
+KINDS = {
+    "causal": "",
+    "documents": "documents",
+    "a window": "window",
+    "documents, a window": "documents window",
+    "a cap": "cap",
+    "sinks": "sinks",
+    "documents, a window, a cap, sinks": "documents window cap sinks",
+    "dropout": "dropout",
+    "all of them": "documents window cap sinks dropout",
+}
+PLACES = {"alone": (1, False), "ring": (2, False), "gathered": (2, True)}
+"""Ranks that share a sequence, and whether they gather keys."""
+
+
+class Launches(NamedTuple):
+    """Of one attention; waits: of the host."""
+
+    forward: int
+    backward: int
+    waits: int
+
+
+def count(kind: str, place: str) -> Launches:
+    """Counts one kind."""
+    import torch
+
+    from benchmarks.layer_cost import counted
+    from megalite.comm import ParallelMesh
+    from megalite.microbatch import Microbatch
+    from megalite.nn import AttentionCore, context_attention, site_key
+    from megalite.parallel.context import SequenceCut
+    from megalite.rehearsal import DEVICE, FakeGroups, alone
+
+    words, (ranks, gathers) = KINDS[kind].split(), PLACES[place]
+    with alone(FakeGroups(0, ranks)) as gpu:
+        axes = ParallelMesh.build(rank=0, size=ranks, cp=ranks).context(gathers=gathers)
+        core = AttentionCore(
+            window=WINDOW if "window" in words else None,
+            softcap=CAP if "cap" in words else None,
+            dropout=P if "dropout" in words else 0.0,
+            key=site_key(1, "attention").to(DEVICE),
+            product_dtype=torch.bfloat16,
+        )
+        at = torch.arange(LENGTH)[None]
+        starts = at // DOCUMENT * DOCUMENT if "documents" in words else None
+        whole = Microbatch(at, at, at, torch.ones(1, LENGTH), torch.zeros(1, dtype=torch.int64), starts).to(DEVICE)
+        batch = SequenceCut(0, ranks, ranks)(whole)
+        shapes = ((GROUPS, HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, CHANNELS))
+        q, k, v = (torch.zeros(LENGTH // ranks, 1, *x, dtype=torch.bfloat16, device=DEVICE) for x in shapes)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        sinks = torch.zeros(GROUPS * HEADS, device=DEVICE).requires_grad_() if "sinks" in words else None
+
+        def run() -> torch.Tensor:
+            if ranks == 1:
+                return core(q, k, v, sinks=sinks, training=True, **batch.of_attention)
+            return context_attention(core, q, k, v, batch, axes, sinks=sinks, training=True)
+
+        run()  # kernels are tried
+        with counted(gpu) as found:
+            y = run()
+            forward = found["launches"]
+            torch.autograd.grad(y, [*leaves, *([] if sinks is None else [sinks])], torch.ones_like(y))
+        assert gpu.races == [], gpu.races
+        return Launches(forward, found["launches"] - forward, found["waits"])
+
+
+def counts() -> dict[str, dict[str, Launches]]:
+    """Of every kind at every place."""
+    return {kind: {place: count(kind, place) for place in PLACES} for kind in KINDS}
+
+
+def table(found: dict[str, dict[str, Launches]]) -> str:
+    """The lines of the page."""
+    lines = ["| launches of attention, forward + backward | one rank | a ring of two | keys of two gathered |"]
+    lines.append("| --- | --- | --- | --- |")
+    for kind, places in found.items():
+        lines.append(f"| {kind} | {' | '.join(f'{x.forward} + {x.backward}' for x in places.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def held() -> dict[str, dict[str, Launches]]:
+    """The budgets that were written."""
+    read = json.loads(BUDGETS.read_text(encoding="utf-8"))
+    return {kind: {place: Launches(*numbers) for place, numbers in places.items()} for kind, places in read.items()}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints or writes the table; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the table and the budgets")
+    args = parser.parse_args(argv)
+    found = counts()
+    text = table(found)
+    print(text, end="")
+    if args.write:
+        BUDGETS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(TABLE.sub(lambda part: f"{part[1]}{text}{part[2]}", page), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
