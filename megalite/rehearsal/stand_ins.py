@@ -134,11 +134,12 @@ def compiled_shares(dy: Tensor, delta: Tensor, lse: Tensor, part: Tensor, *sums:
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of `nn.attention.masked.compiled`."""
-    return {
+    kernels: dict[str, Callable[..., Any]] = {
         "words_of": compiled_words,
         "narrow_words": compiled_narrowing,
         "scaled": compiled_scaling,
         "merge": compiled_merge,
         "shares": compiled_shares,
         "shares_of_kept": compiled_shares,
-    }[function.__name__]
+    }
+    return kernels[function.__name__]

@@ -76,7 +76,8 @@ def flex() -> tuple[Any, Any]:
 @functools.cache
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
     """As a kernel of a device."""
-    return torch.compile(function)
+    kernel: Callable[P, T] = torch.compile(function)
+    return kernel
 
 
 def on_device(function: Callable[P, T], x: Tensor) -> Callable[P, T]:
@@ -95,7 +96,8 @@ def words_of(key: Tensor, sample_ids: Tensor, queries: Tensor, groups: int, r: i
 @Uncompiled
 def fused_words(key: Tensor, sample_ids: Tensor, queries: Tensor, groups: int, r: int, first_head: int) -> Tensor:
     """The same by a kernel."""
-    return compiled(words_of)(key, sample_ids, queries, groups, r, first_head)
+    words: Tensor = compiled(words_of)(key, sample_ids, queries, groups, r, first_head)
+    return words
 
 
 def narrow_words(words: Tensor, keys: Tensor, r: int) -> tuple[Tensor, Tensor]:
@@ -120,8 +122,8 @@ def _flexible(
     y, kept, lse = attended(query, key, value, sight, softcap, drop, enable_gqa=r > 1)
     if drop is None and sinks is None:
         return y.permute(2, 0, 1, 3).reshape(s, b, g * r * d)
-    kept, p = (None, 0.0) if drop is None else (kept, drop.p)
-    return on_device(scaled, y)(y, kept, lse, sinks, p)
+    of_kept, p = (None, 0.0) if drop is None else (kept, drop.p)
+    return on_device(scaled, y)(y, of_kept, lse, sinks, p)
 
 
 def scaled(y: Tensor, kept: Tensor | None, lse: Tensor, sinks: Tensor | None, p: float) -> Tensor:

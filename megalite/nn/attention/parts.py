@@ -48,8 +48,8 @@ class FlexKernel(TileKernel):
 
     def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
         part, kept, sums = self._attend(operands, sight)
-        dropped = () if self.drop is None else (kept, self.drop.p)
-        masked.on_device(merge, part)(out, lse, part, sums, *dropped)
+        of_kept, p = (None, 0.0) if self.drop is None else (kept, self.drop.p)
+        masked.on_device(merge, part)(out, lse, part, sums, of_kept, p)
 
     def backward(
         self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
@@ -58,12 +58,13 @@ class FlexKernel(TileKernel):
         with torch.enable_grad():
             part, kept, sums = self._attend((inputs[0], inputs[1], inputs[2]), sight)
         r, drop = operands[0].shape[1] // len(sight.queries), self.drop
-        rows = [rows_by_heads(x, r) for x in (dy, delta[..., None], lse[..., None])]
+        dy, delta, lse = (rows_by_heads(x, r) for x in (dy, delta[..., None], lse[..., None]))
+        given: tuple[Tensor, ...]
         with torch.no_grad():
             if drop is None:
-                given = masked.on_device(shares, part)(*rows, part, sums)
+                given = masked.on_device(shares, part)(dy, delta, lse, part, sums)
             else:
-                given = masked.on_device(shares_of_kept, part)(*rows, part, kept, sums, drop.p)
+                given = masked.on_device(shares_of_kept, part)(dy, delta, lse, part, kept, sums, drop.p)
         made = [part, sums] if drop is None else [part, kept, sums]
         found = torch.autograd.grad(made, inputs, given)
         for grad, more in zip(grads, found, strict=True):
