@@ -120,8 +120,7 @@ class AttentionCore:
             return y.to(narrow)
         assert name == TILED, f"attention by {name}, which is not called here"
         q, k, v = (x.to(self.tile_dtype(q)) for x in (q, k, v))
-        y = tiled_attention(q, k, v, sight, drop, softcap=self.softcap, sinks=sinks)
-        return y.to(narrow)
+        return tiled_attention(q, k, v, sight, drop, softcap=self.softcap, sinks=sinks).to(narrow)
 
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores need extra work: on CUDA the fused kernels compute them, and so does a widened
