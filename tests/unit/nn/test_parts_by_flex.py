@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megalite.nn.attention import masked
-from megalite.nn.attention.parts import FlexKernel
+from megalite.nn.attention.flash import merge
+from megalite.nn.attention.parts import FlexKernel, shares, shares_of_kept
 from megalite.nn.attention.tiles import WeightDropout, tiled_attention
 from megalite.nn.attention.trials import flex_parts_work
 from megalite.parallel.context import sequence_order
@@ -70,8 +71,8 @@ def in_parts(
     order, r = sequence_order(len(q), size, q.device).chunk(size), q.shape[3]
     y, grads = torch.empty_like(dy), [torch.zeros_like(x) for x in (q, k, v)]
     for own in order:
-        words = None if drop is None else drop.words.unflatten(1, (-1, r))[:, own].flatten(1)
-        kernel = FlexKernel(q.shape[2], None if drop is None else WeightDropout(drop.p, words), cap)
+        own_drop = None if drop is None else WeightDropout(drop.p, drop.words.unflatten(1, (-1, r))[:, own].flatten(1))
+        kernel = FlexKernel(q.shape[2], own_drop, cap)
         begins = None if starts is None else starts[:, own]
         seen = [(Visibility.of(own, keys, window=window, document_starts=begins), keys) for keys in order]
         pieces = [(kernel.operands(q[own], k[keys], v[keys]), sight, keys) for sight, keys in seen]
@@ -178,6 +179,37 @@ def test_a_ring_launches_one_kernel_a_part_and_the_host_waits_for_none(kind: str
         assert not any("attention/" in text for which, _, _, _, text in record.log if which == "sync")
         launches.append(record.launches)
     assert launches[1] - launches[0] <= 2 * {"p2p": 139, "all_gather": 110}[kind]
+
+
+@pytest.mark.parametrize("kind", ["p2p", pytest.param("all_gather", marks=pytest.mark.landing)])
+def test_dropout_of_a_ring_is_no_tiles_and_the_host_waits_for_none(kind: str) -> None:
+    flags = (
+        f"--no-fp64 --bf16 --context-parallel-size 2 --cp-comm-type {kind} --reset-attention-mask --hidden-size 64 "
+        "--softmax-type learnable --attention-dropout 0.1 --micro-batch-size 1 --num-layers 2"
+    )
+    found = rehearse_run(rehearsed([*TINY, *flags.split()], 2, steps=1), [0])
+    assert [str(fault) for fault in found.faults] == [] and found.records[0].problem is None
+    assert not any("attention/" in text for which, _, _, _, text in found.records[0].log if which == "sync")
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_what_is_compiled_beside_the_kernel_is_what_it_says(p: float) -> None:
+    """As the compiler traces it, where it writes into a part of a tensor, too."""
+    generator = torch.Generator().manual_seed(1)
+    part, dy = (torch.randn(4, 2, 30, 16, generator=generator) for _ in range(2))
+    sums, delta, lse = (torch.randn(4, 2, 30, generator=generator) for _ in range(3))
+    rows, kept = (dy, delta[..., None], lse[..., None], part), (sums - 1 if p else None)
+    results = []
+    for trace in (lambda call: call, partial(torch.compile, backend="aot_eager")):
+        whole, logs = torch.zeros(4, 80, 16), torch.full((4, 60), -torch.inf)
+        for more in (0, 1):
+            trace(merge)(whole[:, 10:70], logs, part, sums + more, kept, p)
+        y, sinks = (x.clone().requires_grad_() for x in (part, sums[0, :, 0]))
+        scaled = trace(masked.scaled)(y, kept, sums, sinks, p)
+        shared = trace(shares)(*rows, sums) if kept is None else trace(shares_of_kept)(*rows, kept, sums, p)
+        results.append((whole, logs, scaled, *torch.autograd.grad(scaled.sin().sum(), (y, sinks)), *shared))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_kernel_that_is_wrong_in_parts_is_not_chosen() -> None:
