@@ -179,21 +179,15 @@ class GradSink:
         self.done()
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        """grad += gradient * scale (0-dim), in one pass where a kernel can; may overwrite `gradient`."""
+        """grad += gradient * scale (0-dim), on a device in one pass if it can; may overwrite `gradient`."""
         fresh = self.fresh
+        if gradient.device.type == "cpu" or not (fresh or self.buffer.dtype == gradient.dtype):
+            return self.add(gradient.mul_(scale))
         if fresh:
             self._open()
-        buffer, on_cpu, addend = self.buffer, gradient.device.type == "cpu", gradient.view(self.buffer.shape)
-        alike = buffer.dtype == gradient.dtype
-        if fresh and (alike or not on_cpu):
-            torch.mul(addend, scale, out=buffer)
-        elif fresh:
-            buffer.copy_(addend.mul_(scale))
-        elif on_cpu or not alike:
-            add_widened(buffer, addend.mul_(scale))
-        else:
-            buffer.addcmul_(addend, scale)
-        self.done()
+        addend = gradient.view(self.buffer.shape)
+        torch.mul(addend, scale, out=self.buffer) if fresh else self.buffer.addcmul_(addend, scale)
+        return self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
         """grad += a @ b: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the backend can."""

@@ -42,8 +42,7 @@ class Need:
     queries, keys: tokens. channels: of a head.
     hides: documents or a window hide keys that causality shows.
     bends: scores have a cap, or softmaxes sinks (in parts, a ring's caller adds them).
-    drops: weights are dropped.
-    rewrites: weights are wanted in fp32 where the kernels narrow them.
+    drops, rewrites: weights are dropped, or wanted in fp32 where the kernels narrow them.
     in_parts: the keys come in parts, whose log-sums are wanted.
     keeps_weights: what is of size s x s may be kept for the backward.
     """
@@ -95,27 +94,16 @@ def _fused(need: Need) -> bool:
 
 
 def _masked(need: Need) -> bool:
-    return need.hides and not need.bends and _flexible(need)
+    return need.hides and not (need.bends or need.drops) and _flexible(need)
 
 
 def _flexible(need: Need) -> bool:
-    return (need.hides or need.bends) and not need.drops and _alone(need)
-
-
-def _dropping(need: Need) -> bool:
-    return need.drops and _alone(need)
-
-
-def _alone(need: Need) -> bool:
-    return not need.in_parts and _compiled(need) and need.queries == need.keys
+    alone = (need.hides or need.bends or need.drops) and not need.in_parts
+    return alone and _compiled(need) and need.queries == need.keys
 
 
 def _in_flexible_parts(need: Need) -> bool:
-    return need.in_parts and not need.drops and _compiled(need)
-
-
-def _in_dropping_parts(need: Need) -> bool:
-    return need.in_parts and need.drops and _compiled(need)
+    return need.in_parts and _compiled(need)
 
 
 def _compiled(need: Need) -> bool:
@@ -133,9 +121,9 @@ KERNELS = (
     Kernel(BLOCKED, _in_blocks),
     Kernel(FUSED, _fused),
     Kernel(VARLEN, _masked, functools.partial(masked_works, VARLEN)),
-    Kernel(FLEX, _flexible, functools.partial(masked_works, FLEX)),
-    Kernel(FLEX, _in_flexible_parts, flex_parts_work),
-    Kernel(FLEX, _dropping, functools.partial(masked_works, FLEX, drops=True)),
-    Kernel(FLEX, _in_dropping_parts, functools.partial(flex_parts_work, drops=True)),
+    Kernel(FLEX, lambda need: not need.drops and _flexible(need), functools.partial(masked_works, FLEX)),
+    Kernel(FLEX, lambda need: need.drops and _flexible(need), functools.partial(masked_works, FLEX, drops=True)),
+    Kernel(FLEX, lambda need: not need.drops and _in_flexible_parts(need), flex_parts_work),
+    Kernel(FLEX, lambda need: need.drops and _in_flexible_parts(need), functools.partial(flex_parts_work, drops=True)),
     Kernel(TILED, lambda need: True),
 )
