@@ -359,23 +359,27 @@ def _of_a_plan(lines: list[str], config: Config, devices: int, given: frozenset[
         next((count for count in counts if next(shapes(config, count, given), None) is not None), None)
         for counts in (range(devices - 1, max(0, devices - FARTHEST), -1), range(devices + 1, devices + FARTHEST))
     ]
+    left = [line for line in lines if not line.startswith("world size") and "data-parallel size" not in line]
     found = " or ".join(str(count) for count in near if count is not None)
+    if left and not found:
+        return left  # no number of devices would help
     layout, batch = layout_of(config), config.training.global_batch_size
     flags = ", ".join(f"{flag_of(name)}={getattr(layout, name)}" for name in SIZES if name in given)
     kept = f"{flags} (of the files and flags)" if flags else "sizes that divide the model's heads"
     why = f"no layout of {devices} devices has {kept} and replicas that divide --global-batch-size={batch}"
     advice = [f"plan for {found} devices" if found else "plan for a number with more divisors"]
     advice += ["--free all searches other sizes too"] * bool(flags)
-    left = [line for line in lines if not line.startswith("world size") and "data-parallel size" not in line]
-    return [f"--num-devices={devices}: {why}; {', or '.join(advice)}", *([] if found else left)]
+    return [f"--num-devices={devices}: {why}; {', or '.join(advice)}"]
 
 
 def _write(config: Config, world_size: int, path: str) -> None:
-    """A configuration that `pretrain_gpt.py --config` takes as it is."""
+    """A configuration that `pretrain_gpt.py --config` takes as it is: what is no default, where that says it all."""
     config = replace(config, parallel=replace(config.parallel, nprocs=world_size))
-    Path(path).write_text(dump_yaml(config))
+    Path(path).write_text(dump_yaml(config, every=False))
     try:
-        parse(["--config", path], check_files=False, world_size=world_size)
+        if parse(["--config", path], check_files=False, world_size=world_size) != config:
+            Path(path).write_text(dump_yaml(config))
+            parse(["--config", path], check_files=False, world_size=world_size)
     except ConfigError as error:
         print(f"{path}: written; before it runs: {str(error).replace(chr(10), '; ')}", file=sys.stderr)
 

@@ -105,6 +105,10 @@ REST = tuple(
 SEEDS = (1337, 1, 2)
 NUMBER = r"\d+(\.\d+)?"
 METHOD = rf" (none|error-feedback|nesterov|predict( {NUMBER}){{0,2}})"
+VARIANTS = (
+    "flush, flush ahead N, pipedream [METHOD [N [N]]] or 2bw [METHOD [N [N]]] [after N] (METHOD: none, error-feedback, "
+    "nesterov, predict; N iterations flushed first), and at its end, for a shorter run, @ 0.80"
+)
 VARIANT = re.compile(rf"(flush( ahead {NUMBER})?|pipedream8?({METHOD})?|2bw({METHOD})?( after \d+)?)( @ 0?\.\d+)?")
 
 
@@ -145,10 +149,7 @@ class Run:
 
     def _words(self) -> tuple[list[str], float]:
         if not VARIANT.fullmatch(self.variant):
-            raise ConfigError(
-                f"--runs='{self.optimizer}: {self.variant}': no such variant; give flush, flush ahead N, pipedream "
-                "[METHOD [N [N]]] or 2bw [METHOD [N [N]]] [after N], and at its end, for a shorter run, @ 0.80"
-            )
+            raise ConfigError(f"--runs='{self.optimizer}: {self.variant}': no such variant; give {VARIANTS}")
         variant, _, part = self.variant.partition(" @ ")
         return variant.split(), float(part or 1)
 
@@ -224,6 +225,7 @@ def wanted(recipe: str, names: Sequence[str], seeds: Sequence[int], rates: Seque
     for seed in seeds:
         for name in names:
             optimizer, _, variant = name.partition(": ")
+            optimizer = {"adamw": "adam", "k-fac": "kfac"}.get(optimizer.lower(), optimizer.lower())
             if optimizer not in known:
                 raise ConfigError(f"--runs='{name}': give 'OPTIMIZER: VARIANT' with one of {', '.join(known)}")
             for lr in rates or (known[optimizer],):
@@ -314,16 +316,28 @@ def main(argv: list[str]) -> int:
     for name, action in (("run", run_all), ("table", table), ("plot", plot)):
         command = commands.add_parser(name)
         command.set_defaults(action=action)
-        command.add_argument("--results", type=Path, default=Path("study_staleness.jsonl"))
+        command.add_argument(
+            "--results",
+            type=Path,
+            default=Path("study_staleness.jsonl"),
+            help="a line for each run; runs in it are kept",
+        )
         if name == "plot":
             command.add_argument("--output", type=Path, required=True)
         if name == "run":
             command.add_argument("--data", type=Path, help="a text; without it that of the quickstart")
-            command.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "study-staleness")
-            command.add_argument("--recipe", choices=tuple(RECIPES), default="character")
-            command.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+            cache = Path(tempfile.gettempdir()) / "study-staleness"
+            command.add_argument("--cache", type=Path, default=cache, help="folder of the tokenised text")
+            command.add_argument("--recipe", choices=tuple(RECIPES), default="character", help="model, text and length")
+            command.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="each run once with each")
             command.add_argument("--lr", type=float, nargs="+", help="learning rates other than the recipe's")
-            command.add_argument("--runs", nargs="+", default=(*FIRST, *SECOND, *REST), metavar="'OPTIMIZER: VARIANT'")
+            command.add_argument(
+                "--runs",
+                nargs="+",
+                default=(*FIRST, *SECOND, *REST),
+                metavar="'OPTIMIZER: VARIANT'",
+                help=f"{VARIANTS}: 'adam: 2bw predict after 40', 'muon: flush @ 0.92'",
+            )
     args = parser.parse_args(argv)
     args.action(args)
     return 0

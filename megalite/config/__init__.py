@@ -47,6 +47,7 @@ from megalite.config.files import (
     missing_data,
     missing_packages,
     missing_tokenizer,
+    missing_trackers,
     schedule_file,
 )
 from megalite.config.latent import Latent

@@ -135,8 +135,9 @@ def parse_with_origins(
     other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
     other += without_a_checkpoint(config, merged)
     other += new_positions(None if offered is None else offered.offer, config.model)
-    warned = [*_not_offered(config_warnings(config, world), merged, offered), *elastic_warnings(config, world), *other]
-    doubts = tuple(in_flags(_as_given(line, merged)) for line in warned)
+    warned = _not_offered(config_warnings(config, world), merged, offered)
+    found = [*warned, *elastic_warnings(config, started, world), *other]
+    doubts = tuple(in_flags(_as_given(line, merged)) for line in found)
     return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
 
 

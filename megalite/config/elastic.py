@@ -74,11 +74,14 @@ def elastic_problems(config: Config, started: int, training: int) -> Iterator[st
         )
 
 
-def elastic_warnings(config: Config, training: int) -> Iterator[str]:
-    """A global batch whose divisors leave many ranks without work once the first of them is lost."""
+def elastic_warnings(config: Config, started: int, training: int) -> Iterator[str]:
+    """Ranks without a place, and a global batch whose divisors leave many without work once the first is lost."""
     size, floor = config.training.global_batch_size, config.parallel.restarts.elastic
     if floor is None or size is None:
         return
+    if started > training:
+        rest = "wait as spares" if config.parallel.nprocs is None else "are not started (`nprocs` is of one host)"
+        yield f"`elastic`={floor}: of {started} ranks {training} train, as the layout has room; the others {rest}"
     micro, replicas = config.training.micro_batch_size, config.data_parallel_size(training)
     left = replicas - 1
     train = _most(size // micro, left) if left >= floor else left

@@ -57,6 +57,21 @@ def missing_packages(config: Config) -> list[str]:
     return lines
 
 
+def missing_trackers(config: Config) -> Iterator[str]:
+    """What would watch the run, and lacks its package: a start warns of it, and trains."""
+    log = config.logging
+    wanted = {
+        "tensorboard_dir": (log.tensorboard_dir, "tensorboard"),
+        "wandb_project": (log.wandb.wandb_project, "wandb"),
+        "prometheus_port": (log.prometheus.prometheus_port, "prometheus_client"),
+        "prometheus_file": (log.prometheus.prometheus_file, "prometheus_client"),
+    }
+    for name, (value, package) in wanted.items():
+        if value is not None and lacks(package):
+            command = install_command(EXTRA_OF[package])
+            yield f"`{name}`={value}: needs the package {package}; the training starts without it; {command}"
+
+
 def missing_data(config: Config) -> list[str]:
     """Those of data and tokenizer."""
     return [*_data_files(config), *missing_tokenizer(config)]

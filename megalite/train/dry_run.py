@@ -23,6 +23,7 @@ from megalite.config import (
     missing_data,
     missing_packages,
     missing_tokenizer,
+    missing_trackers,
 )
 from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
@@ -104,6 +105,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         check_devices(config.parallel, config.parallel.nprocs or 1)
         check_local_memory(config, world_size, program, cuts, plan, foreign)
         config, notes = check_start(config, world_size, tokenizer)
+    notes += [f" warning: {line}" for line in missing_trackers(config)]
     memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
     table = rows_of(config, world_size, program, cuts, plan, foreign, memory, "CPU" if on_cpu else "GPU")
     table += [

@@ -98,7 +98,7 @@ def test_a_batch_that_leaves_half_of_the_ranks_idle_after_a_loss_is_named() -> N
     ):
         found = parse_with_origins(argv(f"{flags} --global-batch-size {batch}"), world_size=8 * hosts, local_size=8)
         assert found.ranks == 8 * train
-        told = [doubt for doubt in found.warnings if "--elastic" in doubt]
+        told = [doubt for doubt in found.warnings if "one data-parallel rank fewer" in doubt]
         assert len(told) == bool(line) and all(line in doubt for doubt in told)
         assert all(doubt.endswith("--global-batch-size=1024; with 960 there are 60") for doubt in told)
     (line,) = problems_of(argv(f"{flags} --global-batch-size 1024"), world_size=504)
@@ -119,3 +119,12 @@ def test_a_batch_that_leaves_half_of_the_ranks_idle_after_a_loss_is_named() -> N
 def test_sizes_that_count_nothing_are_named(flags: str, line: str, floor: int) -> None:
     found = problems_of(argv(f"{ELASTIC} --elastic {floor} --num-layers 4 {flags}"), 8)
     assert found[0].startswith(line)
+
+
+def test_ranks_without_a_place_are_counted() -> None:
+    """7 ranks, a batch of 12: 6 train. Under --nprocs the seventh is not started, else it waits."""
+    local = [line for line in parse_with_origins(argv(f"{ELASTIC} --nprocs 7")).warnings if "elastic" in line]
+    assert local and "of 7 ranks 6 train" in local[0] and "are not started" in local[0]
+    spread = [line for line in parse_with_origins(argv(ELASTIC), world_size=7).warnings if "elastic" in line]
+    assert spread and "of 7 ranks 6 train" in spread[0] and "wait as spares" in spread[0]
+    assert not [line for line in parse_with_origins(argv(ELASTIC), world_size=6).warnings if " train, as " in line]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -263,3 +264,11 @@ def test_folders_that_cannot_be_written_are_found(flag: str, tmp_path: Path) -> 
         parsed = parse_with_origins([*QUICKSTART[:2], flag, str(folder)])
         with pytest.raises(CheckpointError, match=f"^{flag}={folder}: .*{problem}"):
             dry_run(parsed.config, parsed.origins, 1)
+
+
+def test_a_tracker_without_its_package_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    words = [*QUICKSTART, "--prometheus", f"file={tmp_path / 'run.prom'}"]
+    parsed = parse_with_origins(words)
+    said = [line for line in dry_run(parsed.config, parsed.origins, 1).splitlines() if "prometheus_client" in line]
+    assert len(said) == 1 and said[0].startswith(" warning: `prometheus_file`=")
