@@ -80,7 +80,7 @@ class ExitPolicy:
     ) -> None:
         self._config, self._world, self._device = config, world, device
         self._save_has_failed, self._saves, self._hasten = save_has_failed, saves, hasten
-        self._decided = 0
+        self._decided, self._ends_here = 0, False
         self._clock = clock
         self._began = clock()
         self._received: dict[int, float] = {}  # when each first came
@@ -108,9 +108,25 @@ class ExitPolicy:
         """Of a run that has ended in order: that of Ctrl-C, if it was heard here."""
         return INTERRUPTED if signal.SIGINT in self._received else 0
 
-    def decide(self, iteration: int) -> ExitReason | None:
-        """Why the run ends after `iteration`, which is about to start, or None. Collective over the world."""
-        interval, self._decided = self._config.exit_interval, iteration
+    def decide(self, iteration: int, *, evaluates: bool = False, last: bool = False) -> ExitReason | None:
+        """Why the run ends after `iteration`, which is about to start, or None. Collective over the world.
+
+        evaluates: an evaluation follows it, at whose end `evaluation_over` asks again. last: no iteration follows it.
+        """
+        self._decided, self._ends_here = iteration, evaluates or last
+        reason = self._reason(iteration)
+        self._ends_here |= reason is not None
+        return reason
+
+    def evaluation_over(self) -> bool:
+        """Whether a rank got a signal until now: then the run ends without another iteration. Collective."""
+        self._ends_here = False
+        question = self.interruption()
+        question()
+        return question.close()
+
+    def _reason(self, iteration: int) -> ExitReason | None:
+        interval = self._config.exit_interval
         agreed = self._ballot.vote(self._wish()) if self._votes else None
         if agreed is not None:
             if agreed is not ExitReason.DURATION:
@@ -152,8 +168,12 @@ class ExitPolicy:
         """What is said at once: an iteration may take minutes."""
         if not self._decided:
             when = "after the first iteration"
+        elif self._ends_here:
+            when = f"after iteration {self._decided}, without another one (an evaluation is cut short)"
         else:
-            when = f"after iteration {self._decided + 1}, the one after this (an evaluation is cut short)"
+            number = self._decided + 1 + self._ballot.delay
+            which = "the one after this" if not self._ballot.delay else "the second after this"
+            when = f"after iteration {number}, {which} (an evaluation is cut short)"
         return f"received {name}: the run ends {when}, and {'saves' if self._saves else 'saves nothing (no `save`)'}"
 
 
@@ -161,10 +181,10 @@ _REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED
 
 
 class _Ballot:
-    """A vote whose result is there at once."""
+    """A vote whose result is there at once. delay: iterations between a vote and what it decides."""
 
     def __init__(self, world: Axis) -> None:
-        self._world = world
+        self._world, self.delay = world, 0
 
     def vote(self, wish: ExitReason | None) -> ExitReason | None:
         return _REASONS[int(agree_max(_REASONS.index(wish), self._world))]
@@ -175,7 +195,7 @@ class _DeferredBallot(_Ballot):
 
     def __init__(self, world: Axis, device: torch.device) -> None:
         super().__init__(world)
-        self._device = device
+        self._device, self.delay = device, int(world.size > 1)
         # Of its own: the stream that computes would otherwise wait here for the slowest rank, once an iteration.
         self._stream = torch.cuda.Stream(device)
         self._reading: LateReading | None = None

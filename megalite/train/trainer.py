@@ -150,11 +150,11 @@ class Trainer:
         while self.iteration < self.train_iters:
             number = self.iteration + 1
             self.report_phase(f"iteration {number}")
-            reason = exits.decide(number)
+            evaluates = training.evaluates and _is_due(number, training.eval_interval)
+            reason = exits.decide(number, evaluates=evaluates, last=number == self.train_iters)
             if reason is ExitReason.SAVE_FAILED and self.finish_save is not None:
                 self.finish_save()  # raises on all ranks, with the reason
             stops = reason is not None or number == self.train_iters
-            evaluates = training.evaluates and _is_due(number, training.eval_interval)
             saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
             local = _is_due(number, self.config.checkpoint.local.non_persistent_save_interval) and not saves
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
@@ -170,7 +170,7 @@ class Trainer:
             gc.collect(2 if number % FULL_COLLECTION == 0 else 1)
             if self._rolled_back():
                 continue
-            if evaluates and number < self.train_iters and not self._evaluate(final=False):
+            if evaluates and number < self.train_iters and (not self._evaluate(final=False) or exits.evaluation_over()):
                 reason, stops = ExitReason.SIGNAL, True
             if samples and self.sample is not None:
                 self.report_phase(f"samples after iteration {number}")

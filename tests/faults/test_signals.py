@@ -142,13 +142,13 @@ def test_a_rank_that_waits_in_a_library_hears() -> None:
 
 
 def whole_run(world: World, argv: list[str], at: str = "") -> int:
-    """A training. at: where rank 1 gets SIGTERM: at the second batch of an evaluation, among samples, or after the
-    loop."""
-    if world.rank == 1 and at == "evaluation":
-        losses, calls = Validator._losses, iter(range(1000))
+    """A training. at: where rank 1 gets SIGTERM: at the second batch of an evaluation (or at its first, the only
+    batch), among samples, or after the loop."""
+    if world.rank == 1 and at in ("evaluation", "only batch"):
+        losses, calls, chosen = Validator._losses, iter(range(1000)), int(at == "evaluation")
 
         def evaluated(self: Validator, microbatches: Any) -> Any:
-            if next(calls) == 1:
+            if next(calls) == chosen:
                 os.kill(os.getpid(), signal.SIGTERM)
             return losses(self, microbatches)
 
@@ -182,6 +182,13 @@ def test_an_evaluation_is_cut_short_and_the_state_before_it_saved(tmp_path: Path
     assert run_ranks(whole_run, 2, argv, "evaluation") == [0, 0]
     assert saved(tmp_path) == ["iter_0000002"], "not one iteration more"
     assert records(tmp_path, "summary")[-1]["status"] == "exit_signal" and not records(tmp_path, "valid")
+
+
+def test_no_iteration_follows_an_evaluation_whose_last_batch_met_a_signal(tmp_path: Path) -> None:
+    argv = command(tmp_path, "--eval-iters", "1", "--eval-interval", "2")
+    assert run_ranks(whole_run, 2, argv, "only batch") == [0, 0]
+    assert saved(tmp_path) == ["iter_0000002"]
+    assert records(tmp_path, "summary")[-1]["status"] == "exit_signal" and len(records(tmp_path, "valid")) == 1
 
 
 @pytest.mark.landing

@@ -76,6 +76,32 @@ def test_a_signal_is_answered_at_once(saves: bool, does: str, capfd: pytest.Capt
     assert capfd.readouterr().err == "", "rank 0 says it"
 
 
+@pytest.mark.parametrize(
+    ("asked", "over", "when"),
+    [
+        ({"evaluates": True}, False, "after iteration 50, without another one (an evaluation is cut short)"),
+        ({"evaluates": True}, True, "after iteration 51, the one after this (an evaluation is cut short)"),
+        ({"last": True}, False, "after iteration 50, without another one (an evaluation is cut short)"),
+        ({}, False, "after iteration 51, the one after this (an evaluation is cut short)"),
+    ],
+)
+def test_what_a_signal_is_answered_is_what_happens(
+    asked: dict[str, bool], over: bool, when: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No iteration follows an evaluation in which a signal came, not even one that came with its last batch."""
+    with _policy() as policy:
+        assert policy.decide(50, **asked) is None
+        assert not (over and policy.evaluation_over())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert f"the run ends {when}, and saves" in capfd.readouterr().err
+        assert policy.evaluation_over()
+        assert policy.decide(51) is ExitReason.SIGNAL
+    with _policy(exit_interval=50) as policy:
+        assert policy.decide(50) is ExitReason.INTERVAL
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert "the run ends after iteration 50, without another one" in capfd.readouterr().err
+
+
 def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
     now, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
