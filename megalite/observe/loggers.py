@@ -103,8 +103,8 @@ class ConsoleHook(Hook):
         if (stage := record.get("slowest_stage")) is not None:
             ratio, hosts = record["slowest_stage_ratio"], record["slowest_stage_hosts"]
             self._print(
-                f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others; if no "
-                f"other program runs there, give it fewer layers by {flag_of('pipeline_model_parallel_layout')}"
+                f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others; "
+                f"{_evened(record)}"
             )
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
@@ -138,6 +138,18 @@ class ConsoleHook(Hook):
         stream = self._stream or sys.stdout
         stream.write(line + "\n")
         stream.flush()
+
+
+def _evened(record: Record) -> str:
+    """What the measured times of uneven stages say of the division of the layers."""
+    flag = flag_of("pipeline_model_parallel_layout")
+    if (core := record.get("slowest_stage_core")) is not None:
+        return f"it had {core:.0%} of a core meanwhile, so these times say nothing about the layers of the stages"
+    if "slowest_stage_layout" not in record:
+        return f"if no other program runs there, give it fewer layers by {flag}"
+    if (layout := record["slowest_stage_layout"]) is None:
+        return "these times show no division of the layers that is faster"
+    return f"by these times a faster division of the layers is {flag} '{layout}'"
 
 
 def _way_on(config: Config, saved: str) -> str:

@@ -7,17 +7,24 @@ import os
 import platform
 import statistics
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from megalite.comm import all_gather, all_gather_json
+from megalite.config import Config
+from megalite.inventory import model_layers, stage_layer_ranges
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
+from megalite.planner import program_of
+from megalite.schedule import compact_layout, faster_division
 
 RATIO = 1.3
 LEAST_S = 0.01
+OWN_CORE = 0.8
+"""Part of its working time for which a CPU rank has a core, unless other programs take it."""
 
 
 def slowest(work: Mapping[int, float]) -> tuple[int, float] | None:
@@ -47,10 +54,26 @@ def slowest_stage(work: Sequence[float], stages: Sequence[int]) -> tuple[int, fl
 
     One slow rank does not make a stage slow: a stage is as fast as the lower median of its ranks.
     """
-    by_stage: dict[int, list[float]] = {}
+    return slowest(by_stage(work, stages))
+
+
+def by_stage(work: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
+    """Stage -> the lower median of its ranks."""
+    found: dict[int, list[float]] = {}
     for seconds, stage in zip(work, stages, strict=True):
-        by_stage.setdefault(stage, []).append(seconds)
-    return slowest({stage: statistics.median_low(seconds) for stage, seconds in by_stage.items()})
+        found.setdefault(stage, []).append(seconds)
+    return {stage: statistics.median_low(found[stage]) for stage in sorted(found)}
+
+
+def cuts_of(config: Config, world_size: int) -> list[range] | None:
+    """What the stages hold, where layers can be moved between pipeline ranks: one stage on each, ranks all alike."""
+    parallel = config.parallel
+    if config.model.is_foreign or parallel.meshes or parallel.pipeline_model_parallel_size == 1:
+        return None
+    program = program_of(config, world_size)
+    placement = program.placement
+    movable = placement.num_stages == placement.num_ranks and placement.num_replicas == 1
+    return stage_layer_ranges(config, program) if movable else None
 
 
 class SlowRankHook(Hook):
@@ -62,7 +85,9 @@ class SlowRankHook(Hook):
     compared with those: if it stands out at two log lines in a row, the record gets `slowest_rank`,
     `slowest_rank_ratio` and `slowest_rank_host`. A stage that stands out among the stages is a matter of the layout:
     `slowest_stage`, `slowest_stage_ratio` and `slowest_stage_hosts` are in one record, and in another when it has
-    become `RATIO` times worse. The record's peak memory becomes the largest of all ranks.
+    become `RATIO` times worse. Beside them is `slowest_stage_layout`, the division that is faster by these times (None:
+    none is; absent: not known), or `slowest_stage_core`, the share of a core that other programs left the stage. The
+    record's peak memory becomes the largest of all ranks.
 
     Ranks on more CPU cores than a host has take turns, and how long one works says nothing: none is named.
     cores: of this host, that a process may use.
@@ -73,6 +98,10 @@ class SlowRankHook(Hook):
         self._cores, self._crowded = cores or mine, False
         self._hosts: list[str] = []
         self._work: deque[float] = deque()
+        self._cores_used: deque[float] = deque()
+        self._cpu_s = 0.0
+        self._cuts: list[range] | None = None
+        self._weights: list[float] = []
         self._suspect_rank: int | None = None
         self._suspect_stage: int | None = None
         self._said: dict[int, float] = {}
@@ -82,22 +111,30 @@ class SlowRankHook(Hook):
         most = max(Counter(self._hosts).values())
         self._crowded = trainer.device.type == "cpu" and most > self._cores
         self._work = deque(maxlen=max(10, trainer.config.logging.log_interval))
+        self._cores_used, self._cpu_s = deque(maxlen=self._work.maxlen), time.process_time()
+        if trainer.mesh.size("pp") > 1:
+            self._cuts = cuts_of(trainer.config, trainer.mesh.size("world"))
+            self._weights = [float(layer.flops()) for layer in model_layers(trainer.config.model)][1:-1]
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
         # A rank that reads its data slowly is as slow as one that computes slowly: that time is work here.
         self._work.append(stats.iteration_time_s - stats.wait_time_s)
+        before, self._cpu_s = self._cpu_s, time.process_time()
+        self._cores_used.append((self._cpu_s - before) / max(self._work[-1], 1e-9))
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         world = trainer.mesh.world
         if world.size == 1:
             return
-        mine = [statistics.median(self._work), float(record["peak_memory_bytes"]), trainer.mesh.coordinate("pp")]
+        core = statistics.median(self._cores_used) if trainer.device.type == "cpu" else 1.0
+        mine = [statistics.median(self._work), core, float(record["peak_memory_bytes"]), trainer.mesh.coordinate("pp")]
         rows = all_gather(torch.tensor([mine], dtype=torch.float64, device=trainer.device), world).tolist()
-        record["peak_memory_bytes"] = int(max(peak for _, peak, _ in rows))
+        work, cores, peaks, stages = (list(column) for column in zip(*rows, strict=True))
+        record["peak_memory_bytes"] = int(max(peaks))
         if len(self._work) >= 4 and not self._crowded:
-            self._compare([seconds for seconds, _, _ in rows], [int(stage) for _, _, stage in rows], record)
+            self._compare(work, [int(stage) for stage in stages], cores, record)
 
-    def _compare(self, work: list[float], stages: list[int], record: Record) -> None:
+    def _compare(self, work: list[float], stages: list[int], cores: list[float], record: Record) -> None:
         rank, ratio = slowest_rank(work, stages) or (None, 0.0)
         if rank is not None and rank == self._suspect_rank:
             record["slowest_rank"] = rank
@@ -111,4 +148,14 @@ class SlowRankHook(Hook):
             record["slowest_stage"] = stage
             record["slowest_stage_ratio"] = ratio
             record["slowest_stage_hosts"] = ", ".join(hosts)
+            record |= self._way_out(by_stage(work, stages), by_stage(cores, stages)[stage])
         self._suspect_stage = stage
+
+    def _way_out(self, seconds: dict[int, float], core: float) -> Record:
+        """What to do about stages that work so long. core: the share of one that the slowest stage had."""
+        if core < OWN_CORE:
+            return {"slowest_stage_core": core}
+        if self._cuts is None or len(self._cuts) != len(seconds):
+            return {}
+        found = faster_division(self._cuts, [*seconds.values()], self._weights)
+        return {"slowest_stage_layout": None if found is None else compact_layout(found)}

@@ -58,7 +58,16 @@ from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text
 from megalite.schedule.eviction import belady
-from megalite.schedule.partition import Partition, compact_layout, expand_layout, partition, partition_of
+from megalite.schedule.partition import (
+    Partition,
+    compact_layout,
+    division_text,
+    expand_layout,
+    faster_division,
+    partition,
+    partition_of,
+    who_holds,
+)
 from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
 from megalite.schedule.program import ActivationRoom, BatchRange, PeakActivations, Program, WeightChunks
 from megalite.schedule.schedules.registry import (

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from io import StringIO
+from itertools import accumulate, pairwise
+from math import inf
+from typing import Any
+
 import pytest
 
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.observe.hooks import Hook, Hooks, TrainerView
+from megalite.observe.loggers import ConsoleHook
 from megalite.observe.slow_ranks import SlowRankHook, slowest_rank, slowest_stage
-from megalite.observe.stats import Record
+from megalite.observe.stats import IntervalStats, Record
+from megalite.schedule import expand_layout
 from megalite.testing import run_ranks
 from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
 
@@ -85,3 +93,55 @@ def test_uneven_stages_are_said_once_and_again_when_they_get_worse() -> None:
         assert all("slowest_rank" not in record for record in records)
         assert [record.get("slowest_stage") for record in records] == [None, 1, None, None, 1, None]
         assert [records[at]["slowest_stage_ratio"] for at in (1, 4)] == pytest.approx([4.0, 9.0])
+
+
+def said_of(**record: Any) -> str:
+    """The console's line about uneven stages."""
+    stream, trainer = StringIO(), FakeTrainer(tiny_config())
+    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device, clock=lambda: 0.0)
+    interval.add(trainer.step())
+    uneven = {"slowest_stage": 0, "slowest_stage_ratio": 4.1, "slowest_stage_hosts": "vm"}
+    ConsoleHook(stream).on_log(trainer, interval.record() | uneven | record)
+    return next(line for line in stream.getvalue().splitlines() if "uneven stages" in line)
+
+
+def test_the_line_names_a_division_only_where_the_times_allow_one() -> None:
+    assert said_of(slowest_stage_layout="Et|tL").endswith("--pipeline-model-parallel-layout 'Et|tL'")
+    assert said_of(slowest_stage_layout=None).endswith("; these times show no division of the layers that is faster")
+    loaded = said_of(slowest_stage_core=0.31)
+    assert "it had 31% of a core meanwhile" in loaded and "layout" not in loaded
+    assert "if no other program runs there, give it fewer layers by --pipeline" in said_of()
+
+
+class _Work(SlowRankHook):
+    """With the times of its iterations given, and a core of its own."""
+
+    def way_out(self, cuts: list[range], seconds: list[float], core: float = 1.0) -> Record:
+        self._cuts, self._weights = cuts, [1.0] * (cuts[-1].stop - 2)
+        return self._way_out(dict(enumerate(seconds)), core)
+
+
+def test_obeying_never_leads_back() -> None:
+    """Layers of known times are dealt as the line says until it names no further division: the slowest stage has become
+    faster with each, and none is left."""
+    generator = random.Random(36)
+    for _ in range(200):
+        stages, layers = generator.randint(2, 5), generator.randint(2, 12)
+        true = [generator.uniform(0, 3), *[generator.uniform(0.5, 1.5)] * layers, generator.uniform(0, 6)]
+        edges = [0, *sorted(generator.sample(range(1, layers + 2), min(stages, layers + 2) - 1)), layers + 2]
+        cuts = [range(*pair) for pair in pairwise(edges)]
+        slowest = inf
+        for _ in range(layers + 3):
+            seconds = [sum(true[item] for item in cut) for cut in cuts]
+            assert max(seconds) < slowest, (true, cuts)
+            slowest = max(seconds)
+            layout = _Work(64).way_out(cuts, seconds)["slowest_stage_layout"]
+            if layout is None:
+                break
+            sizes = [len(stage) for stage in expand_layout(layout).split("|")]
+            cuts = [range(*pair) for pair in pairwise([0, *accumulate(sizes)])]
+        else:
+            raise AssertionError("it goes round")
+    two = [range(3), range(3, 4)]
+    assert _Work(64).way_out(two, [4.1, 1.0]) == {"slowest_stage_layout": "Et|tL"}
+    assert _Work(64).way_out(two, [4.1, 1.0], core=0.5) == {"slowest_stage_core": 0.5}
