@@ -288,8 +288,12 @@ def _check(args: argparse.Namespace) -> None:
         )
     of_one = {"upgrades": "no upgrade", "largest-model": "one width"}.get(args.what_if)
     if of_one and args.profile:
+        own = (
+            "; for your own machine take a row's sizes, run tools/profile_layers.py with them and the micro-batch, "
+            "then tools/plan.py with the same sizes and --profile, without --what-if (its last line is the time)"
+        ) * (args.what_if == "largest-model")
         raise ConfigError(
-            f"--profile={args.profile}: measured times know {of_one}; leave it out of --what-if {args.what_if}"
+            f"--profile={args.profile}: measured times know {of_one}; leave it out of --what-if {args.what_if}{own}"
         )
     for flag, value in (("--write-config", args.write_config), ("--json", args.json), ("--explain", args.explain)):
         if args.what_if and value:

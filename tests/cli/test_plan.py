@@ -101,7 +101,12 @@ def test_errors_are_one_line_with_status_two() -> None:
         "--top: invalid int value": ["--top", "many"],
         "--profile=a.json: no such file": ["--profile", "a.json"],
         "--plot=a.gif: not a kind of picture": ["--plot", "a.gif", "--what-if", "upgrades"],
-        "--profile=x: measured times know one width": ["--profile", "x", "--what-if", "largest-model"],
+        "--profile=x: measured times know one width; leave it out of --what-if largest-model; for your own machine": [
+            "--profile",
+            "x",
+            "--what-if",
+            "largest-model",
+        ],
     }
     for message, flags in cases.items():
         done = _plan(*SMALL, "--num-devices", "2", *flags)
