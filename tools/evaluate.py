@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -143,6 +144,8 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
     if flags.seq_length is not None and world.is_first:
         for line in new_positions(None, loaded.config.model):
             print(f"note: {in_flags(line)}", file=sys.stderr, flush=True)
+    if world.is_first and (seen := seen_in_training(flags, loaded.config)):
+        print(f"note: {seen}", file=sys.stderr, flush=True)
     if flags.text_file is not None:
         tell_front(loaded, world)
     world.report_phase("evaluating")
@@ -158,6 +161,18 @@ def evaluate_and_print(flags: argparse.Namespace, world: World) -> None:
         return
     print(f" {loaded.path}, iteration {loaded.iteration}" if trained else f" {loaded.path}")
     show(record)
+
+
+def seen_in_training(flags: argparse.Namespace, config: Config) -> str | None:
+    """What is said of a whole text that the run was trained on, by the paths in its configuration."""
+    if flags.split is not None:
+        return None
+    path = flags.text_file or flags.data_path
+    known = (*config.data.data_path, *config.data.train_data_path)
+    if os.path.realpath(path) not in {os.path.realpath(word) for word in known}:
+        return None
+    held_out = f"; --data-path {path} --split valid scores what was held out" * bool(config.data.data_path)
+    return f"{path}: this model was trained on it, so the score says less of other texts{held_out}"
 
 
 def show(record: Record) -> None:

@@ -20,7 +20,7 @@ from megalite.inference.evaluation import how_scored, open_data_path, score_sour
 from megalite.inference.loaded_model import LoadedModel, load_for_inference
 from megalite.inference.tasks import detokenize_wikitext, last_word_accuracy, score_continuations
 from tests.unit.inference.tiny_checkpoint import TEXT, all_logits, tiny_model_config, write_checkpoint
-from tools.evaluate import changed_by, evaluate, manner, of_split, parse
+from tools.evaluate import changed_by, evaluate, manner, of_split, parse, seen_in_training
 
 LONG = 16  # the model's sequence length
 
@@ -285,6 +285,28 @@ def test_last_word_accuracy_counts_whole_words(loaded: tuple) -> None:
     (other,) = score_continuations(model, [(list(b"once upon a"), list(b" time"))])
     total = pair.log_likelihood + other.log_likelihood
     assert record["last_word_ppl"] == pytest.approx(math.exp(-total / 2))
+
+
+def test_a_text_of_the_training_is_said_to_be_one(
+    loaded: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("story.txt", "other.txt"):
+        (tmp_path / name).write_text(TEXT)
+    data, config = loaded[0].config.data, loaded[0].config
+    config = replace(config, data=replace(data, data_path=("0.5", "story.txt"), mock_data=False))
+    said = {
+        name: seen_in_training(parse(["--load", "run", *flags]), config)
+        for name, flags in {
+            "text": ["--text-file", str(tmp_path / "story.txt")],
+            "whole": ["--data-path", "story.txt"],
+            "held out": ["--data-path", "story.txt", "--split", "valid"],
+            "other": ["--text-file", "other.txt"],
+        }.items()
+    }
+    assert said["held out"] is None and said["other"] is None
+    assert str(said["text"]).startswith(f"{tmp_path}/story.txt: this model was trained on it")
+    assert str(said["whole"]).endswith("; --data-path story.txt --split valid scores what was held out")
 
 
 def test_wikitext_spacing_is_undone() -> None:
