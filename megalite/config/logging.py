@@ -87,6 +87,7 @@ class LoggingConfig:
     )
     trace_pipeline: str | None = option(
         None,
-        "write the measured pipeline timeline of the last iteration here (.html, .svg, .json, .txt)",
+        "write the measured pipeline timeline of the last iteration (of asynchronous schedules: the last four) here "
+        "(.html, .svg, .json, .txt)",
         metavar="FILE",
     )

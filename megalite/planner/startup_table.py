@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import Config, ModelConfig, cache_rows, has_delay, own_rows
+from megalite.config import Config, ModelConfig, StageLayout, cache_rows, has_delay, own_rows
 from megalite.inventory import (
     FLOPS_CONVENTION,
     MemoryPlan,
@@ -23,7 +23,7 @@ from megalite.planner.hardware import available, load_hardware
 from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
 from megalite.planner.model_states import checkpoint_bytes
 from megalite.progress import in_units
-from megalite.schedule import Program
+from megalite.schedule import Program, division_text
 
 
 def startup_rows(
@@ -65,6 +65,7 @@ def startup_rows(
         ("parameters", _parameters(model)),
         *([("experts", _experts(model))] if model.experts.num_experts is not None else []),
         *_run_rows(config, world_size, device),
+        *([("stages", _stages(config, program, cuts))] if len(cuts) > 1 else []),
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
@@ -106,6 +107,13 @@ def foreign_rows(
         ("FLOPs", f"{in_units(flops_per_sample * batch, 'FLOP')} per step (counted in the traced module, x 3)"),
         *(_memory_rows(memory, heaviest, device) if memory else []),
     ]
+
+
+def _stages(config: Config, program: Program, cuts: Sequence[range]) -> str:
+    """Which rank holds which layers, and why."""
+    given = config.parallel.stage_layout
+    by = "given" if given != StageLayout() else "divided by the FLOPs of their forwards"
+    return f"{division_text(cuts, program.placement)} ({by})"
 
 
 def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, str]]:

@@ -91,7 +91,8 @@ class Timeline:
 
     idle_per_rank: makespan minus work. idle_inside_per_rank: gaps between a rank's first and last action.
     peak_activations_per_rank: in micro-batches through a whole rank. weight_versions_per_rank: alive at once.
-    batch_starts: first micro-batch of each batch. unit: of the times, "" if simulated, "ms" if measured.
+    batch_starts: first micro-batch of each batch. unit: of the times, "" if no time was measured, else "ms".
+    division: which rank holds which layers, in words.
     transfers: EVICT and PREFETCH, which run beside the spans.
     """
 
@@ -103,6 +104,7 @@ class Timeline:
     weight_versions_per_rank: tuple[int, ...] = ()
     unit: str = ""
     transfers: tuple[Span, ...] = ()
+    division: str = ""
 
     @classmethod
     def measured(

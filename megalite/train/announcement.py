@@ -10,11 +10,12 @@ import torch
 from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config
 from megalite.errors import ConfigError
-from megalite.inventory import MemoryPlan
+from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.nn import NARROWEST_HEAD, use_newer_kernel
+from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.parallel.tensor import check_float8
 from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
-from megalite.schedule import Program
+from megalite.schedule import Program, division_text
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
 from megalite.train.foreign_memory import memory_of
@@ -61,6 +62,17 @@ def announce(
     check_float8(config, world.device)
     use_newer_kernel(world.device, parameter_dtype(config))
     check_memory(config, world, axis, program, cuts, plan, memory)
+
+
+def make_tracer(
+    path: str | None, config: Config, program: Program, executor: Executor, mesh: ParallelMesh, train_iters: int
+) -> PipelineTracer | None:
+    """What draws the timeline of the pipeline, if it is asked for."""
+    if path is None:
+        return None
+    known = not config.model.is_foreign and program.num_stages > 1
+    division = division_text(stage_layer_ranges(config, program), program.placement) if known else ""
+    return PipelineTracer(path, executor, mesh, train_iters, division)
 
 
 def rows_of(

@@ -25,10 +25,10 @@ from megalite.engine import Hyperparameters, SpikeGuard, Updater
 from megalite.inventory import stage_layer_ranges
 from megalite.observe import Hook, Record, make_hooks
 from megalite.optim import build_scaler
-from megalite.parallel.pipeline import Executor, PipelineTracer, executor_of
+from megalite.parallel.pipeline import Executor, executor_of
 from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
-from megalite.train.announcement import announce, open_module
+from megalite.train.announcement import announce, make_tracer, open_module
 from megalite.train.arithmetic import arithmetic_of
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import Model, build_model, wide_dtype
@@ -211,7 +211,7 @@ def assemble_trainer(
         batch_sizes=config.batch_size_schedule(world.size),
         lengths=config.length_schedule,
         train_iters=(train_iters := config.train_iterations(world.size)),
-        tracer=PipelineTracer(traced, executor, mesh, train_iters) if traced is not None else None,
+        tracer=make_tracer(traced, config, programs.full(world.size), executor, mesh, train_iters),
         hooks=make_hooks(config, world.rank, start_facts, flops, record_hooks(state), model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,

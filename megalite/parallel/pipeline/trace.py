@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.comm import ParallelMesh, all_gather_json, barrier
@@ -36,14 +37,17 @@ ASYNCHRONOUS_ITERATIONS = 4
 
 
 class PipelineTracer:
-    """Switches the executor's notes on for the last iterations and writes them. Collective over the pipeline."""
+    """Switches the executor's notes on for the last iterations and writes them. Collective over the pipeline.
 
-    def __init__(self, path: str, executor: Executor, mesh: ParallelMesh, train_iters: int) -> None:
+    division: which rank holds which layers, in words.
+    """
+
+    def __init__(self, path: str, executor: Executor, mesh: ParallelMesh, train_iters: int, division: str = "") -> None:
         self._path = Path(path)
         self._executor = executor
         self._pipeline = mesh["pp"]
         self._prints = mesh.rank == 0
-        self._train_iters = train_iters
+        self._train_iters, self._division = train_iters, division
         self._zero = 0.0
         self._batches: list[BatchRange] = []
 
@@ -75,6 +79,7 @@ class PipelineTracer:
         ]
         starts = [batch.start for batch in self._batches]
         measured = Timeline.measured(spans, title=f"{program.name}, measured", batch_starts=starts)
+        measured = replace(measured, division=self._division)
         text = _render(self._path.suffix, measured, self._plan(program, measured))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +97,9 @@ class PipelineTracer:
         """
         begun = {part.microbatch for span in measured.spans for part in span.action.computations() if part.kind == "F"}
         first, *others = [batch for batch in self._batches if batch.start in begun] or self._batches
-        return simulate(program, mean_costs(measured), batches=[first._replace(first=True), *others])
+        plan = simulate(program, mean_costs(measured), batches=[first._replace(first=True), *others])
+        title = f"{program.name}, planned from the measured times"
+        return replace(plan, title=title, unit=measured.unit, division=self._division)
 
 
 def mean_costs(measured: Timeline) -> Costs:
@@ -110,4 +117,6 @@ def _render(suffix: str, measured: Timeline, plan: Timeline) -> str:
         return render_html(timelines, heading=measured.title)
     if suffix == ".json":
         return render_trace(timelines)
-    return render_svg(measured) if suffix == ".svg" else render_text(measured) + "\n"
+    if suffix == ".svg":
+        return render_svg(measured)
+    return "\n".join(filter(None, (measured.division, render_text(measured)))) + "\n"

@@ -20,7 +20,10 @@ _MICROSECONDS = 1000.0
 
 def trace_events(timeline: Timeline, *, process: int = 0) -> list[dict[str, Any]]:
     """Events of the Trace Event Format (`ts` and `dur` in microseconds)."""
-    name = f"{timeline.title or 'pipeline'} ({'measured' if timeline.unit else 'simulated'})"
+    title = timeline.title or "pipeline"
+    kind = "measured" if timeline.unit else "simulated"
+    said = title if kind in title or "planned" in title else f"{title} ({kind})"
+    name = "; ".join(filter(None, (said, timeline.division)))
     events: list[dict[str, Any]] = [_meta("process_name", process, 0, name)]
     events += [_meta("thread_name", process, rank, f"rank {rank}") for rank in range(timeline.num_ranks)]
     ranks = timeline.num_ranks

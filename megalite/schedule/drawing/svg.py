@@ -51,6 +51,13 @@ OPTIMIZER = "#b4bccd"
 TRANSFERS = {EVICT: "#9b6fd0", PREFETCH: "#d06fa8", FETCH: "#d0a06f"}
 FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 
+HOW_TO_READ = (
+    "A lane is a rank, a box one micro-batch in one stage, its number that of the micro-batch; time runs to the right. "
+    "<b>bubble</b>: the idle time of all ranks, in % of their whole time, and in brackets in % of the time for which "
+    "they work. <b>act</b>: the most micro-batches whose activations a rank keeps at once; behind it, how much of the "
+    "time the rank is idle. More: docs/schedules.md."
+)
+
 
 @dataclass(frozen=True)
 class _Canvas:
@@ -112,7 +119,7 @@ def render_html(timelines: Sequence[Timeline], *, heading: str = "Pipeline sched
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
-        f"<style>{style}</style></head><body><h1>{escape(heading)}</h1>\n{pictures}\n</body></html>\n"
+        f"<style>{style}</style></head><body><h1>{escape(heading)}</h1>\n<p>{HOW_TO_READ}</p>\n{pictures}\n</body></html>\n"
     )
 
 
@@ -133,6 +140,8 @@ def _heading(canvas: _Canvas, title: str) -> Iterator[str]:
         facts.append(f"{most} weight versions" if most > 1 else "one weight version")
     yield f'<text x="20" y="31" font-size="19" font-weight="650" fill="{INK}">{escape(title)}</text>'
     yield f'<text x="20" y="52" fill="{MUTED}">{escape("  ·  ".join(facts))}</text>'
+    if timeline.division:
+        yield f'<text x="20" y="{TOP - 9}" font-size="11" fill="{MUTED}">{escape(timeline.division)}</text>'
     if timeline.peak_activations_per_rank:
         x = canvas.right + 14
         yield f'<text x="{x:.1f}" y="{TOP - 10}" font-size="11" fill="{MUTED}">activations · idle</text>'

@@ -6,12 +6,13 @@ import importlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from schedule_shapes import build_shape, random_shapes
 
-from megalite.schedule import SCHEDULES, Costs, Timeline, build_program, simulate
+from megalite.schedule import SCHEDULES, Costs, Timeline, build_program, division_text, partition, simulate
 from megalite.schedule.action import Action
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import OPTIMIZER, render_html, render_svg
@@ -134,3 +135,26 @@ def test_measured_runs_are_drawn_like_plans() -> None:
     assert OPTIMIZER not in render_svg(simulate(build_program("1f1b", 2, 2)))  # a plan's takes no time
     assert run.num_ranks == 2 and run.busy_per_rank == pytest.approx((11.0, 28.0))
     assert Timeline.measured([]).makespan == 0 and "<svg" in render_svg(Timeline.measured([]))
+
+
+def test_a_picture_says_who_holds_which_layers_and_the_page_how_to_read_it() -> None:
+    cuts, division = [range(3), range(3, 4)], "Et*2|L: rank 0 embedding, 2 layers | rank 1 head"
+    program = build_program("2bw", 2, 4)
+    assert division_text(cuts, program.placement) == division
+    page = render_html([replace(simulate(program), division=division)])
+    texts = [each.text for each in ElementTree.fromstring(page.split("<figure>")[1].split("</figure>")[0]).iter()]
+    assert division in texts
+    assert "<b>bubble</b>" in page and "<b>act</b>" in page
+
+
+def test_a_division_is_short_at_many_stages() -> None:
+    cut = partition(94, build_program("1f1b", 16, 16).placement)
+    cuts = [cut.items(stage) for stage in range(16)]
+    one = division_text(cuts, build_program("1f1b", 16, 16).placement)
+    assert one == (
+        "Et*6|(t*6|)*13t*5|t*5L: rank 0 embedding, 6 layers | ranks 1 to 13 6 layers each | rank 14 5 layers | "
+        "rank 15 5 layers, head"
+    )
+    chunked, loop = partition(8, build_program("interleaved", 2, 4, 2).placement), build_program("interleaved", 2, 4, 2)
+    text = division_text([chunked.items(stage) for stage in range(4)], loop.placement)
+    assert text == "Ett|(tt|)*2ttL: rank 0 embedding, 2 + 2 layers | rank 1 2 + 2 layers, head".replace("tt", "t*2")

@@ -52,6 +52,34 @@ def test_a_disk_without_room_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mo
     assert "free some space or choose another --save" in lines[0]
 
 
+def test_it_says_which_rank_holds_which_layers() -> None:
+    """Not more than a row where there are many stages, and whether somebody asked for this division."""
+    small = [
+        *QUICKSTART,
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--ffn-hidden-size",
+        "176",
+        "--vocab-size",
+        "2048",
+    ]
+    small += ["--pipeline-model-parallel-size", "2"]
+    for given, row in (
+        ([], "Et*2|L: rank 0 embedding, 2 layers | rank 1 head (divided by the FLOPs of their forwards)"),
+        (
+            ["--pipeline-model-parallel-layout", "Et|tL"],
+            "Et|tL: rank 0 embedding, 1 layer | rank 1 1 layer, head (given)",
+        ),
+    ):
+        parsed = parse_with_origins([*small, *given], world_size=2)
+        rows = dry_run(parsed.config, parsed.origins, 2).splitlines()
+        assert [line.split(maxsplit=1)[1] for line in rows if line.startswith(" stages ")] == [row]
+    alone = parse_with_origins(QUICKSTART)
+    assert "\n stages " not in dry_run(alone.config, alone.origins, 1)
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_mock_data_go_with_every_configuration(path: Path) -> None:
     """Whether it names data of its own or not, and a tokenizer whose files are nowhere."""
