@@ -15,7 +15,7 @@ import pytest
 import torch
 from store_server import KINDS, FaultProxy, make_bucket, moto_server, random_plan
 
-from megalite.checkpoint import Checkpointer, CheckpointReader, resolve_checkpoint, step_of
+from megalite.checkpoint import Checkpointer, CheckpointReader, resolve_checkpoint, step_of, sweep_staging
 from megalite.checkpoint.lease import RunLease
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.rectangles import TensorShard
@@ -71,6 +71,7 @@ def save_steps(world: World, url: str, staging: str, steps: list[int], backgroun
     lease = RunLease(where) if world.rank == 0 else None
     if lease is not None:
         lease.acquire()
+        sweep_staging(Path(staging))  # others have nothing there before they meet this rank in `check_room`
     saver = Checkpointer(url, world=axis, staging=Path(staging), lease=lease, keep_last=keep_last, block_bytes=BLOCK)
     saver.check_room(shards_of(1, world.rank))
     for step in steps:

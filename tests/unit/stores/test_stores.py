@@ -17,7 +17,7 @@ from megalite.checkpoint import Checkpointer, CheckpointReader, committed, resol
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.remote import attempt_place, committed_urls, read_proven, remove_url, save_id_of, sweep
 from megalite.checkpoint.run_dir import set_aside_newer
-from megalite.checkpoint.uploads import Upload
+from megalite.checkpoint.uploads import Upload, sweep_staging
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
@@ -275,7 +275,6 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
     url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all ranks of the host: each has its own part there, and the next save is staged while one is sent."""
-    (tmp_path / "iter_0000005.tmp-x-0").mkdir()
     saver = Checkpointer(url, world=Axis.single("world"), staging=tmp_path)
     size, asked = saver._agree_on_plan(weights(1)).nbytes, list[int]()
     for ranks, free, fits in (
@@ -294,7 +293,15 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
         ):
             saver.check_room(weights(1))
     assert asked == [size] * 4, "what is kept on the hosts needs room, too"
-    assert not list(tmp_path.iterdir()), "what an interrupted run has staged gives its room back"
+
+
+def test_what_an_interrupted_run_has_staged_gives_its_room_back(tmp_path: Path) -> None:
+    """Nothing else in the folder does: it is the run's own, with its metrics."""
+    for name in ("iter_0000005.tmp-x-0", "iter_0000010.tmp-y-1", "data_cache"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    sweep_staging(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["data_cache"]
 
 
 def test_a_checkpoint_that_is_deleted_is_none_before_its_files_go(
