@@ -95,7 +95,7 @@ class DataParallel:
         given, group, numel = self.config.parallel.zero_plus_plus, self.shard_group(copies), self.size.compute
         sent = 1 + 2 * numel / ALIGNMENT if given.zero_quantized_weights else numel
         first = group.gather(elements * sent, layers)
-        if given.zero_hpz_partition_size == 1:
+        if given.zero_hpz_partition_size == 1 or copies.shards == 1:
             return first
         near = CommGroup(self.hardware, given.zero_hpz_partition_size, copies.stride)
         passes = 2 * max(1, self.config.num_microbatches(self.world_size))
@@ -104,7 +104,7 @@ class DataParallel:
     def _scatter(self, copies: Copies, elements: int, layers: int) -> float:
         """Seconds of the gradients of a backward."""
         given, numel = self.config.parallel.zero_plus_plus, self.size.gradient
-        if not given.zero_quantized_gradients:
+        if not given.zero_quantized_gradients or copies.shards == 1:
             return self.shard_group(copies).gather(elements * numel, layers)
         place, sent = given.zero_hpz_partition_size, elements * (1 / 2 + numel / ALIGNMENT)
         near = CommGroup(self.hardware, place, copies.stride)

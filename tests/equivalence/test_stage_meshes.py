@@ -35,6 +35,7 @@ SP = "--sequence-parallel --check-pipeline-messages"
 CORNERS = {
     "replicas first": ("", "1x2,1x1", "", {}),
     "sequence parallel and not": ("", "2x1,1x2", f"{SP} --zero-stage 1", {}),
+    "partitions beside one shard": ("", "1x1,1x2", "--zero-stage 3 --zero-plus-plus partition=2", {}),
     "2bw": (UNTIED, "1x1,1x2", "--pipeline-schedule 2bw", {"delay": 1}),
     "pipedream": (
         ASYNCHRONOUS,
@@ -48,6 +49,7 @@ MORE = {
     "tp first": (UNTIED, "2x1,1x1", "", {}),
     "tp last": ("", "1x1,2x1", "--zero-stage 2", {}),
     "three stages": ("", "1x2,1x1,1x1", "--zero-stage 3", {}),
+    "partitions of three stages": ("", "1x2,1x1,1x1", "--zero-stage 3 --zero-plus-plus partition=2", {}),
     "replicas in the middle": ("", "1x1,1x2,1x1", "--pipeline-schedule zb-h1", {}),
     "4 x 1 and 1 x 2": ("", "4x1,1x2", f"--pipeline-schedule gpipe {SP}", {}),
     "both in one stage": ("", "2x2,1x2", f"--pipeline-schedule eager-1f1b --zero-stage 1 {SP}", {}),

@@ -45,8 +45,17 @@ def in_4_bits(x: Tensor) -> Tensor:
     return torch.cat(found)[: x.numel()].view(x.shape)
 
 
-def emulated(argv: list[str], steps: int, ranks: int, partition: int, *, weights: bool, gradients: bool) -> Trajectory:
-    """One process, micro-batches of one sample, replica after replica."""
+def emulated(
+    argv: list[str],
+    steps: int,
+    ranks: int,
+    partition: int,
+    *,
+    weights: bool,
+    gradients: bool,
+    within: tuple[str, ...] = ("",),
+) -> Trajectory:
+    """One process, micro-batches of one sample, replica after replica. within: how names of what travels begin."""
     pupil = Pupil(tuple(argv))
     for parameter in pupil.model.parameters():
         if weights and not parameter.requires_grad:  # the model beside adapters
@@ -56,7 +65,7 @@ def emulated(argv: list[str], steps: int, ranks: int, partition: int, *, weights
         for step in range(steps):
             used = pupil.weights()
             if weights:
-                used |= {name: in_8_bits(used[name]) for name in pupil.parameters}
+                used |= {name: in_8_bits(used[name]) for name in pupil.parameters if name.startswith(within)}
             batch, loss = loader.next_batch(pupil.samples), 0.0
             total = {name: torch.zeros_like(master) for name, master in pupil.masters.items()}
             for first in range(0, len(batch), ranks):
@@ -66,7 +75,9 @@ def emulated(argv: list[str], steps: int, ranks: int, partition: int, *, weights
                     loss += one / len(batch)
                     own.append({name: value / len(batch) for name, value in each.items()})
                 for name in total:
-                    total[name] += reduced([each[name] for each in own], partition, gradients)
+                    total[name] += reduced(
+                        [each[name] for each in own], partition, gradients and name.startswith(within)
+                    )
             losses.append(loss)
             norms.append(pupil.update(total, step * pupil.samples))
     return Trajectory(losses, norms, pupil.tensors(), pupil.rule.unsettled, pupil.rule.magnified)
@@ -104,11 +115,19 @@ def test_other_trainings_equal_their_emulation(case: int) -> None:
     check_emulation(*CASES[case])
 
 
-def check_emulation(model: str, layout: str, world: int, replicas: int, partition: int) -> None:
+def test_a_stage_of_one_shard_rounds_nothing_beside_one_of_several() -> None:
+    """All ranks make the groups of both stages; of the first, nothing travels."""
+    flags = f"{DP4} --zero-plus-plus weights gradients partition=2 --stage-meshes 1x1,1x2"
+    check_emulation("", flags, 3, 2, 2, ("layers.1.", "head."))
+
+
+def check_emulation(
+    model: str, layout: str, world: int, replicas: int, partition: int, within: tuple[str, ...] = ("",)
+) -> None:
     whole = [*TINY, "--num-layers", "2", "--untie-embeddings-and-output-weights", *model.split()]
     asked = layout.split()
     kinds = {"weights": "weights" in asked, "gradients": "gradients" in asked}
-    expected = emulated([*whole, "--micro-batch-size", "1"], 3, replicas, partition, **kinds)
+    expected = emulated([*whole, "--micro-batch-size", "1"], 3, replicas, partition, within=within, **kinds)
     found = train([*whole, *asked], world, 3)
     assert_close(found.losses, expected.losses, 1e-12, "loss")
     assert_close(found.norms, expected.norms, 1e-12, "gradient norm")

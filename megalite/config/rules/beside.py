@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from math import gcd
 
 from megalite.config.root import Config, all_options
 from megalite.config.schema import flat
@@ -184,15 +185,17 @@ def zero_plus_plus(config: Config, world_size: int) -> Iterator[str]:
         yield f"{flag}: not with `param_offload`=cpu, whose weights come from the host; drop one"
     if config.gathers_float8 and given.changes_gathers:
         yield f"{flag}: not with `fp8_param_gather`, whose weights travel in 8 bits already; drop one"
-    if parallel.meshes or world_size % parallel.model_parallel_size:
+    if not parallel.meshes and world_size % parallel.model_parallel_size:
         return
-    shards = config.gradient_ranks(world_size) // parallel.num_distributed_optimizer_instances
-    if shards < 2:
+    alike = config.gradient_ranks(world_size) // parallel.num_distributed_optimizer_instances
+    several = [shards for shards in parallel.workers or (alike,) if shards > 1]
+    if not several:
         yield f"{flag}: one rank holds all weights of a stage, so nothing travels; leave it out, or add ranks"
-    elif shards % size:
+    elif odd := [shards for shards in several if shards % size]:
+        common = gcd(*several)
         yield (
-            f"`zero_hpz_partition_size`={size}: does not divide the {shards} ranks over which weights are sharded; use "
-            f"{next(n for n in range(min(size, shards), 0, -1) if shards % n == 0)}"
+            f"`zero_hpz_partition_size`={size}: does not divide the {odd[0]} ranks over which weights are sharded; use "
+            f"{next(n for n in range(min(size, common), 0, -1) if common % n == 0)}"
         )
     elif size > 1 and config.model.experts.num_experts is not None:
         yield f"`zero_hpz_partition_size`={size}: not with `num_experts`, which are sharded over other ranks; drop one"

@@ -53,11 +53,12 @@ class ZeroOptions:
     def axes(self, mesh: ParallelMesh, family: str) -> FamilyAxes:
         """Those of a family. Collective at first use."""
         found = mesh.family(family)
-        if not self.plus_plus.on or found.shard.size == 1:
+        if not self.plus_plus.on:
             return found
         from megalite.parallel.zero.plus_plus import divided
 
-        return divided(found, mesh, self.plus_plus)
+        parted = divided(found, mesh, self.plus_plus)  # by all ranks: of stages that differ, another may have shards
+        return parted if found.shard.size > 1 else found
 
     def weights(self, full: Tensor, owned: slice, *, axes: FamilyAxes, plan: BucketPlan) -> BucketWeights:
         """Of a bucket in one version."""

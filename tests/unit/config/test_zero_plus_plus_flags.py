@@ -23,6 +23,17 @@ ROWS = [
         "--zero-plus-plus partition=3: does not divide the 4 ranks over which weights are sharded; use 2",
     ),
     (
+        "--zero-plus-plus partition=4 --zero-stage 3 --stage-meshes 1x4,1x6,1x1 --global-batch-size 12",
+        11,
+        "--zero-plus-plus partition=4: does not divide the 6 ranks over which weights are sharded; use 2",
+    ),
+    (
+        "--zero-plus-plus weights --zero-stage 3 --stage-meshes 2x1,1x1",
+        3,
+        "--zero-plus-plus weights: one rank holds all weights of a stage, so nothing travels; leave it out, or add "
+        "ranks",
+    ),
+    (
         "--zero-plus-plus partition=2 --zero-stage 3 --global-batch-size 4 --num-experts 4",
         4,
         "--zero-plus-plus partition=2: not with --num-experts, which are sharded over other ranks; drop one",

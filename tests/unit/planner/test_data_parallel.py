@@ -76,6 +76,12 @@ def test_zero_plus_plus_sends_a_quarter_of_the_bytes_between_nodes() -> None:
     assert kept == pytest.approx(whole / node, rel=1e-3)
 
 
+def test_zero_plus_plus_sends_nothing_on_a_stage_of_one_replica() -> None:
+    meshes, hardware = "--stage-meshes 1x1,1x2 --zero-stage 3", _hardware(1e10, 1e-5)
+    less = _predict(3, f"{meshes} --zero-plus-plus weights gradients partition=2", hardware)
+    assert less.messages == _predict(3, meshes, hardware).messages
+
+
 def test_partial_backpropagation_leaves_the_share_of_its_paper() -> None:
     """(k + 1) / 2k of the backward of blocks; embedding and head are a small part here."""
     link = _hardware(1e12, 0.0)
