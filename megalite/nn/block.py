@@ -36,7 +36,7 @@ from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
-from megalite.nn.segment import MakeMessage, Segment, chained
+from megalite.nn.segment import MakeMessage, Segment, chained, present
 from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.tensor import LayerContext, Message, make_layer
 
@@ -93,6 +93,7 @@ class Block(nn.Module):
             attention[2:4] = [chained(*attention[2:4])]
         enter, *attention, attended = attention
         begin, *mlp, made = mlp
+        middle, last = ((), ()) if self.adapters is None else (self.adapters.attention.layers, self.adapters.mlp.layers)
 
         def norm(x: Tensor) -> tuple[Any, ...]:
             return x, enter.run(x.to(self.dtype) if self.input_norm is None else self.input_norm(x))
@@ -104,9 +105,9 @@ class Block(nn.Module):
         return [
             Segment(norm, (*present(self.input_norm), *enter.owners)),
             *(part.beside() for part in attention),
-            Segment(add_and_norm, (*present(self.post_attention_norm, self.mlp_norm), *begin.owners)),
+            Segment(add_and_norm, (*present(*middle, self.post_attention_norm, self.mlp_norm), *begin.owners)),
             *(part.beside() for part in mlp),
-            Segment(lambda x, y: (self.after_mlp(x, made.run(y), microbatch),), present(self.post_mlp_norm)),
+            Segment(lambda x, y: (self.after_mlp(x, made.run(y), microbatch),), present(*last, self.post_mlp_norm)),
         ]
 
     def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -153,8 +154,3 @@ class Block(nn.Module):
             setattr(owner, name, torch.compile(getattr(owner, name), backend=backend))
         if mlp is not None:
             mlp.fc2.keeps_activated = True
-
-
-def present(*norms: Norm | None) -> tuple[Norm, ...]:
-    """Those that a block has."""
-    return tuple(norm for norm in norms if norm is not None)

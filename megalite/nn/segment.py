@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from megalite.parallel.tensor import Message
 
@@ -30,8 +30,9 @@ class Segment(NamedTuple):
 
 def chained(first: Segment, second: Segment) -> Segment:
     """Both, as one segment."""
+    return Segment(lambda x: second.run(first.run(x)), (*first.owners, *second.owners))
 
-    def run(x: Tensor) -> Any:
-        return second.run(first.run(x))
 
-    return Segment(run, (*first.owners, *second.owners))
+def present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:
+    """Those that there are."""
+    return tuple(module for module in modules if module is not None)

@@ -70,6 +70,11 @@ OTHERS = {
         4,
     ),
     "prefix, tp and pp": ("--lora kind=prefix --max-position-embeddings 19", f"{TP} {PP}", 4),
+    "bottleneck, halves and ZeRO 3": (
+        "--lora kind=bottleneck",
+        f"{TP} --sequence-parallel --zero-stage 3 --tp-comm-overlap --micro-batch-size 2",
+        4,
+    ),
     "bottleneck, tp, 8 bits and cp": ("--lora kind=bottleneck int8 --swiglu", f"{TP} --context-parallel-size 2", 4),
     "bottleneck, 2bw": ("--lora kind=bottleneck", f"{PP} --pipeline-schedule 2bw --zero-stage 1", 4),
     "bottleneck of experts": ("--lora kind=bottleneck --num-experts 4", "--expert-model-parallel-size 2", 2),
@@ -81,7 +86,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*[*OTHERS][:2], *(pytest.param(n, marks=pytest.mark.full) for n in [*OTHERS][2:])])
+@pytest.mark.parametrize("name", [*[*OTHERS][:3], *(pytest.param(n, marks=pytest.mark.full) for n in [*OTHERS][3:])])
 def test_adapters_that_are_layers_are_plain_torch(name: str) -> None:
     model, flags, world_size = OTHERS[name]
     own = ("--num-layers", "4", "--lora", "rank=3", *model.split())

@@ -58,6 +58,12 @@ def test_halves_whose_rows_alone_travel_are_two_micro_batches() -> None:
     equals_two_micro_batches("--hidden-dropout 0.1", 2, EXPERTS, 1, cut=cut, layers=2)
 
 
+@pytest.mark.parametrize("kind", ["bottleneck", "prefix --max-position-embeddings 19"])
+def test_halves_with_adapters_are_two_micro_batches(kind: str) -> None:
+    """Those that are layers, whose gradients are autograd's."""
+    equals_two_micro_batches("--sequence-parallel", 2, f"--lora rank=3 kind={kind}", 2, layers=1)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "world_size", "model"),

@@ -29,7 +29,7 @@ from megalite.nn.attention.core import AttentionCore, new_sinks
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary, rotate
-from megalite.nn.segment import MakeMessage, Segment
+from megalite.nn.segment import MakeMessage, Segment, present
 from megalite.parallel.tensor import (
     ColumnParallelLinear,
     LayerContext,
@@ -75,7 +75,7 @@ class LatentAttention(nn.Module):
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut as attention is: the small vectors travel in place of x."""
         before, behind, tp, split = message(), message(), self.tp, self.split
-        norms = tuple(norm for norm in (self.q_down_norm, self.kv_down_norm) if norm is not None)
+        norms = present(self.q_down_norm, self.kv_down_norm)
         return [
             Segment(lambda x: before.send(self.project(x), tp, sequence=split), norms),
             Segment(lambda small: enter_parallel(small, before, tp, sequence=split)),

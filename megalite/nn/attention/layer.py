@@ -24,7 +24,7 @@ from megalite.nn.further_adapters import Prefix
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate
-from megalite.nn.segment import MakeMessage, Segment
+from megalite.nn.segment import MakeMessage, Segment, present
 from megalite.parallel.tensor import LayerContext, Message, column_linear, row_linear
 
 
@@ -54,11 +54,11 @@ class Attention(nn.Module):
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut behind its messages, and in front of the last product."""
         before, behind, tp, split = message(), message(), self.tp, self.split
-        head_norms = (norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        owners = present(self, self.q_norm, self.k_norm, self.adapters)
         return [
             Segment(lambda x: before.send(x, tp, sequence=split)),
             Segment(lambda x: self.project(x, before)),
-            Segment(lambda qkv: self.attend(qkv, microbatch, cache), (self, *head_norms)),
+            Segment(lambda qkv: self.attend(qkv, microbatch, cache), owners),
             Segment(lambda context: self.proj(context, behind)),
             Segment(lambda y: behind.receive(y, tp, sequence=split)),
         ]
