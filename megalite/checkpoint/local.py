@@ -64,6 +64,8 @@ class LocalSaves:
         self._hosts = Hosts(settings, world, host)
         self._mine, self._leads = self._hosts.mine, self._hosts.leads
         self._found: _Found | None = None
+        self.is_ahead = False
+        """Whether what `newest` has found is newer than all that `save` holds."""
 
     @property
     def root(self) -> Path:
@@ -203,7 +205,7 @@ class LocalSaves:
             found = self._found_whole(step, holders[step, save_id])
             if found is not None:
                 self._spread(found)
-                self._found = found
+                self._found, self.is_ahead = found, step > at_least
                 return found.path
         return None
 

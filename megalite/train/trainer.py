@@ -71,7 +71,8 @@ class Trainer:
 
     program: (micro-batches per replica, iteration) -> its schedule. train_iters: number of the last iteration.
     evaluate: (iteration, whether it is the last) -> records; None: a signal has cut it short.
-    save: writes a checkpoint of the present state and returns its path; None: nothing is saved. save_locally: the same
+    save: writes a checkpoint of the present state and returns its path; None: nothing is saved. unsaved: where the
+        run begins, there is none, so one is written also if nothing is left to train. save_locally: the same
         on the hosts themselves, returns a record. report_phase: records what this rank is doing, for its supervisor.
     finish_save: waits for a save in the background. sample: iteration -> texts of the model; None: it writes none.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
@@ -102,6 +103,7 @@ class Trainer:
     tracer: PipelineTracer | None = None
     passed: PassedOver = field(default_factory=PassedOver)
     roll_back: Rollback | None = None
+    unsaved: bool = False
 
     def __post_init__(self) -> None:
         self._drained = True
@@ -132,6 +134,8 @@ class Trainer:
         try:
             with quiet_collector():
                 status = self._loop(self.exits)
+                if status == COMPLETED:  # where nothing was left to train
+                    self._save()
             if status == COMPLETED and not self._evaluate(final=True):
                 status = str(ExitReason.SIGNAL.value)
         finally:
@@ -330,12 +334,12 @@ class Trainer:
         return records is not None
 
     def _save(self) -> None:
-        if self.save is None or self._last_saved == self.iteration:
+        if self.save is None or (self._last_saved == self.iteration and not self.unsaved):
             return
         self.report_phase(f"checkpoint of iteration {self.iteration}")
         began = time.perf_counter()
         path = self.save(self.progress)
-        self._last_saved = self.iteration
+        self._last_saved, self.unsaved = self.iteration, False
         self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
 
 

@@ -116,9 +116,14 @@ def test_a_store_that_answers_is_not_hurried(tmp_path: Path, proxy: FaultProxy) 
 
 
 @pytest.mark.landing
-@pytest.mark.parametrize("fault", ["503", pytest.param("silent", marks=pytest.mark.full)])
-def test_a_run_gets_sigterm_while_its_store_is_dead(tmp_path: Path, proxy: FaultProxy, fault: str) -> None:
-    """It ends within a minute with one line; the same command then ends as if nothing had been."""
+@pytest.mark.parametrize(
+    ("fault", "trained"), [("503", False), ("503", True), pytest.param("silent", False, marks=pytest.mark.full)]
+)
+def test_a_run_gets_sigterm_while_its_store_is_dead(
+    tmp_path: Path, proxy: FaultProxy, fault: str, trained: bool
+) -> None:
+    """It ends within a minute with one line; the same command then ends as if nothing had been. trained: what it has
+    kept is its last iteration."""
     flags = [*TINY, "--nprocs", "2", "--global-batch-size", "4", "--train-iters", "60", "--save-interval", "20"]
     stored = [
         "--save",
@@ -141,6 +146,9 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(tmp_path: Path, proxy: Fault
         assert time.monotonic() < deadline and run.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
     proxy.plan = lambda method, path: fault
+    while trained and " 60/      60 |" not in log.read_text():
+        assert time.monotonic() < deadline and run.poll() is None, log.read_text()[-3000:]
+        time.sleep(0.05)
     run.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert run.wait(300) == 2, log.read_text()[-3000:]
