@@ -203,8 +203,7 @@ def read_small(path: Path, limit: int, nbytes: int | None = None) -> bytes:
 def read_manifest(path: Place) -> Manifest:
     """The proven manifest of a committed checkpoint. Raises CheckpointError where it is not committed or damaged."""
     if isinstance(path, StoreUrl):
-        proof, raw, save_id = read_proven(path)
-        _check_proof(path, proof, raw)
+        raw, save_id = read_proven(path)
         return parse_manifest(raw, f"{attempt_place(path, save_id) / MANIFEST}")
     if not os.path.isdir(path):
         raise CheckpointError(f"{path}: no such checkpoint directory")
@@ -212,12 +211,6 @@ def read_manifest(path: Place) -> Manifest:
         raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} file)")
     proof = read_small(path / COMMITTED, 4096)
     raw = read_small(path / MANIFEST, MAX_MANIFEST_BYTES)
-    _check_proof(path, proof, raw)
-    return parse_manifest(raw, str(path / MANIFEST))
-
-
-def _check_proof(path: Place, proof: bytes, raw: bytes) -> None:
-    """Raises CheckpointError where COMMITTED does not prove a manifest."""
     if proof != commit_text(raw):
         newer = re.match(rb"%s (\d{1,5})\s" % FORMAT.encode(), proof)
         if newer and int(newer[1]) > VERSION:
@@ -225,6 +218,7 @@ def _check_proof(path: Place, proof: bytes, raw: bytes) -> None:
                 f"{path}: format v{int(newer[1])}, this megalite reads <= v{VERSION}; upgrade megalite"
             )
         raise CheckpointError(f"{path / MANIFEST}: does not match {COMMITTED}; one of the two is damaged")
+    return parse_manifest(raw, str(path / MANIFEST))
 
 
 def copy_extras(path: Place, manifest: Manifest, into: Path) -> None:

@@ -52,14 +52,13 @@ def attempt_place(path: StoreUrl, save_id: str) -> StoreUrl:
     return path.with_name(f"{path.name.partition('.')[0]}.{save_id}")
 
 
-def read_proven(path: StoreUrl) -> tuple[bytes, bytes, str]:
-    """COMMITTED without its last line, manifest.json as it stands, and the save id. Raises CheckpointError."""
-    where, wrong = path / COMMITTED, f"{path}: {COMMITTED} and {MANIFEST} do not fit each other"
+def read_proven(path: StoreUrl) -> tuple[bytes, str]:
+    """manifest.json as it stands, which COMMITTED proves, and the save id. Raises CheckpointError."""
+    wrong = f"{path}: {COMMITTED} and {MANIFEST} do not fit each other"
     for _ in range(REREADS):
-        try:
-            proof = where.store.read(where.key)
-        except Missing:
-            raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} object)") from None
+        proof = (path / COMMITTED).read_if_there()
+        if proof is None:
+            raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} object)")
         own, _, whose = proof.rpartition(b"save ")
         found = _WHOSE.fullmatch(b"save " + whose)
         if len(proof) > 4096 or found is None:
@@ -73,16 +72,13 @@ def read_proven(path: StoreUrl) -> tuple[bytes, bytes, str]:
             wrong = f"{manifest}: missing"
             continue
         if own == commit_text(raw):
-            return own, raw, found[1].decode()
+            return raw, found[1].decode()
     raise CheckpointError(f"{wrong}; the checkpoint is damaged")
 
 
 def save_id_of(path: StoreUrl) -> str | None:
     """The save that COMMITTED names; None where there is none, or it is not legible."""
-    try:
-        found = _WHOSE.search((path / COMMITTED).read_bytes())
-    except Missing:
-        return None
+    found = _WHOSE.search((path / COMMITTED).read_if_there() or b"")
     return None if found is None else found[1].decode()
 
 
@@ -97,24 +93,16 @@ def settled_urls(directory: StoreUrl, tracker: str, *, seconds: float = SETTLE_S
     deadline = time.monotonic() + seconds
     while True:
         found = committed_urls(directory)
-        newest = _tracked(directory / tracker)
-        if newest is None or (found and int(found[-1].name[5:]) >= newest):
+        newest = ((directory / tracker).read_if_there() or b"")[:20].strip()
+        if not newest.isdigit() or (found and int(found[-1].name[5:]) >= int(newest)):
             return found
-        named = directory / f"iter_{newest:07d}"
+        named = directory / f"iter_{int(newest):07d}"
         if (named / COMMITTED).is_file():
             return [path for path in found if path != named] + [named]
         if time.monotonic() > deadline:
             logger.warning("%s: %s is ahead of what is there; is the listing stale?", directory, tracker)
             return found
         time.sleep(1.0)
-
-
-def _tracked(path: StoreUrl) -> int | None:
-    try:
-        text = path.read_bytes()[:20].strip()
-    except Missing:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def send_file(target: StoreUrl, file: Path, *, rank: int, step: int) -> None:
@@ -206,7 +194,7 @@ def _may_need(path: StoreUrl, save_id: str) -> bool:
     if save_id_of(path) is None and not (path / COMMITTED).is_file():
         return False
     try:
-        return read_proven(path)[2] == save_id
+        return read_proven(path)[1] == save_id
     except CheckpointError:
         return True
 
@@ -215,12 +203,8 @@ def take_up(directory: StoreUrl, folder: Path, names: Sequence[str]) -> None:
     """Fetches files that a run goes on writing, where this host has shorter ones or none."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        try:
-            data = (directory / name).read_bytes()
-        except Missing:
-            continue
-        mine = folder / name
-        if not mine.is_file() or mine.stat().st_size < len(data):
+        data, mine = (directory / name).read_if_there(), folder / name
+        if data is not None and (not mine.is_file() or mine.stat().st_size < len(data)):
             mine.write_bytes(data)
 
 

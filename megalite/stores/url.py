@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.errors import CheckpointError
 from megalite.files import served_url, url_problem
 from megalite.stores.generic import GenericStore
 from megalite.stores.s3 import S3Store
-from megalite.stores.store import Store
+from megalite.stores.store import Missing, Store
 
 
 @functools.cache
@@ -21,11 +21,13 @@ def _opened(scheme: str, bucket: str, process: int) -> Store:
     return S3Store(bucket) if scheme == "s3" else GenericStore(scheme, bucket)
 
 
+@dataclass(frozen=True, order=True)
 class StoreUrl:
-    """`s3://bucket/run/iter_0000100`: equal, ordered and shown by its text. key: the name inside the bucket."""
+    """`s3://bucket/run/iter_0000100`. key: the name inside the bucket."""
 
-    def __init__(self, scheme: str, bucket: str, key: str) -> None:
-        self.scheme, self.bucket, self.key = scheme, bucket, key
+    scheme: str
+    bucket: str
+    key: str
 
     @property
     def store(self) -> Store:
@@ -34,10 +36,6 @@ class StoreUrl:
     @property
     def name(self) -> str:
         return self.key.rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        return os.path.splitext(self.name)[1]
 
     @property
     def parent(self) -> StoreUrl:
@@ -52,31 +50,21 @@ class StoreUrl:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}" + f"/{self.key}" * bool(self.key)
 
-    def __repr__(self) -> str:
-        return f"StoreUrl({str(self)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StoreUrl) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    def __lt__(self, other: StoreUrl) -> bool:
-        return str(self) < str(other)
-
     def resolve(self) -> StoreUrl:
         return self
 
     def is_file(self) -> bool:
         return self.store.exists(self.key)
 
-    def iterdir(self) -> Iterator[StoreUrl]:
-        """The objects and folders directly under it."""
-        found = self.store.list(self.key)
-        return (self / name for name in sorted({*found.objects, *found.folders}))
-
     def read_bytes(self) -> bytes:
         return self.store.read(self.key)
+
+    def read_if_there(self) -> bytes | None:
+        """None where there is no such object."""
+        try:
+            return self.read_bytes()
+        except Missing:
+            return None
 
     def write_bytes(self, data: bytes) -> None:
         self.store.put(self.key, data)

@@ -136,7 +136,7 @@ def test_flipped_bits_are_refused(url: StoreUrl, tmp_path: Path, count: int) -> 
     save(url, tmp_path, 10)
     path = url / "iter_0000010"
     attempt = attempt_place(path, str(save_id_of(path)))
-    files = [path / "COMMITTED", *attempt.iterdir()]
+    files = [path / "COMMITTED", *(attempt / name for name in sorted(attempt.store.list(attempt.key).objects))]
     rng = random.Random(5)
     for _ in range(count):
         file = rng.choice(files)
@@ -164,7 +164,7 @@ def test_a_name_that_is_damaged_on_the_way_is_asked_for_again(
         return data.replace(whose.encode(), b"g" + whose[1:].encode())
 
     monkeypatch.setattr(url.store, "read", read)
-    assert read_proven(path)[2] == whose
+    assert read_proven(path)[1] == whose
     damaged[:] = [True] * 9
     with pytest.raises(CheckpointError, match=r"manifest.json: missing; the checkpoint is damaged"):
         read_proven(path)
