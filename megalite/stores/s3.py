@@ -28,7 +28,8 @@ from megalite.stores.store import (
 
 AT_ONCE = 8
 CONNECTIONS = 64
-_PASSES = (408, 429)
+_PASSES = (408, 409, 429)  # 409: another conditional write was under way
+_ON_THE_WAY = ("BadDigest", "InvalidDigest", "RequestTimeout", "XAmzContentChecksumMismatch")
 
 
 class S3Store(Store):
@@ -94,10 +95,8 @@ class S3Store(Store):
             return Missing(f"{self.root}/{name}: no such object")
         if status == 412 or code == "PreconditionFailed":
             return Refused(text)
-        if status in _PASSES or status >= 500 or not status:
+        if status in _PASSES or status >= 500 or not status or code in _ON_THE_WAY:
             return Again(f"{status} {code}")
-        if status == 409 or code in ("BadDigest", "InvalidDigest", "RequestTimeout", "XAmzContentChecksumMismatch"):
-            return Again(f"{status} {code}")  # 409: another conditional write was under way
         if status in (401, 403):
             return StoreError(f"{self.root}/{name}: refused ({status} {code}); check the credentials and their rights")
         return StoreError(f"{self.root}/{name}: {text}")
@@ -144,23 +143,24 @@ class S3Store(Store):
             self.put(name, file.read_bytes())
             return
         step = PART_BYTES * -(-size // (PART_BYTES * MOST_PARTS))
-        begin = {"Key": name, "ChecksumAlgorithm": "CRC32"}
-        upload = self._retrying(lambda: self._call("create_multipart_upload", **begin), f"write {name}")["UploadId"]
+
+        def ask(method: str, **arguments: Any) -> Any:
+            return self._retrying(lambda: self._call(method, Key=name, **arguments), f"write {name}")
+
+        upload = ask("create_multipart_upload", ChecksumAlgorithm="CRC32")["UploadId"]
 
         def send(number: int) -> dict[str, Any]:
             with open(file, "rb") as source:
                 source.seek(number * step)
                 body = source.read(step)
-            part = {"Key": name, "UploadId": upload, "PartNumber": number + 1, "ChecksumCRC32": _crc(body)}
-            answer = self._retrying(lambda: self._call("upload_part", Body=body, **part), f"write {name}")
-            return {"PartNumber": number + 1, "ETag": answer["ETag"], "ChecksumCRC32": part["ChecksumCRC32"]}
+            part = {"PartNumber": number + 1, "ChecksumCRC32": _crc(body)}
+            return {**part, "ETag": ask("upload_part", UploadId=upload, Body=body, **part)["ETag"]}
 
         try:
             with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="upload") as pool:
                 parts = list(pool.map(send, range(-(-size // step))))
-            finish = {"Key": name, "UploadId": upload, "MultipartUpload": {"Parts": parts}}
             try:
-                self._retrying(lambda: self._call("complete_multipart_upload", **finish), f"write {name}")
+                ask("complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
             except Missing:  # no such upload: an answer was lost, and this was its repetition
                 if self.size(name) != size:
                     raise

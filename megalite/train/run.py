@@ -48,7 +48,7 @@ from megalite.train.samples import Measures, ModelInUse, SampleWriter, sending_p
 from megalite.train.shared_disks import check_shared_disks
 from megalite.train.starting_point import open_start, tell_other_ids
 from megalite.train.trainer import Trainer, TrainingProgress
-from megalite.train.uploads_hook import upload_hooks
+from megalite.train.uploads_hook import UploadsHook
 from megalite.train.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -308,4 +308,4 @@ def make_rollback(
 
 def record_hooks(state: RunState) -> list[Hook]:
     """The hooks that add to records what the others write: traffic of host rows, uploads to a store."""
-    return [*traffic_hooks(state.config, state.model.rows), *upload_hooks(state.checkpointer)]
+    return [*traffic_hooks(state.config, state.model.rows), UploadsHook(state.checkpointer)]

@@ -8,7 +8,8 @@ from megalite.stores import StoreUrl
 
 
 class UploadsHook(Hook):
-    """Adds `store_retries` (since the record before) and `uploads_waiting` (this save included), of rank 0."""
+    """Adds `store_retries` (since the record before) and `uploads_waiting` (this save included), of rank 0; nothing to
+    a run that saves elsewhere."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
@@ -16,12 +17,8 @@ class UploadsHook(Hook):
 
     def on_save(self, trainer: TrainerView, record: Record) -> None:
         where, uploads = self._checkpointer.directory, self._checkpointer.uploads
-        assert isinstance(where, StoreUrl) and uploads is not None
+        if not isinstance(where, StoreUrl) or uploads is None:
+            return
         retries = where.store.retries
         record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(uploads)
         self._seen = retries
-
-
-def upload_hooks(checkpointer: Checkpointer) -> list[Hook]:
-    """The hook of a run that saves to a store; none for any other."""
-    return [] if checkpointer.uploads is None else [UploadsHook(checkpointer)]
