@@ -223,15 +223,11 @@ def _check(name: str, axis: Axis, operation: str, device: torch.device, hosts: S
     elif operation == "all-gather":
         found, right = all_gather((own * part)[None], axis), numbers[:, None] * part
     elif operation == "reduce-scatter":
-        found, right = (
-            reduce_scatter((own + columns)[:, None] * part, axis),
-            (numbers.sum() + n * axis.rank) * part[None],
-        )
+        found = reduce_scatter((own + columns)[:, None] * part, axis)
+        right = (numbers.sum() + n * axis.rank) * part[None]
     else:
-        found, right = (
-            all_to_all((own + 1000 * columns)[:, None] * part, axis),
-            (numbers + 1000 * axis.rank)[:, None] * part,
-        )
+        found = all_to_all((own + 1000 * columns)[:, None] * part, axis)
+        right = (numbers + 1000 * axis.rank)[:, None] * part
     if not torch.equal(found, right):
         place = (found != right).flatten().nonzero()[0]
         got, wanted = found.flatten()[place].item(), right.expand_as(found).flatten()[place].item()

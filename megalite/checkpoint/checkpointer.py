@@ -112,7 +112,8 @@ class Checkpointer:
         started = time.perf_counter()
         job = self._prepare(step, shards, meta, files or {})
         if background:
-            self._start(job, started)
+            job = self._copied(job)
+            self._flight = BackgroundSave(job, self.world.size, lambda: self._after_commit(job, started))
             return job.final
         reports = all_gather_json(patiently(job.write_part, self.world), self.world)
 
@@ -161,10 +162,6 @@ class Checkpointer:
             problem = f"`async_save`: no host memory for a copy of this rank's part ({str(error).splitlines()[0]})"
         self._together(problem)
         return job
-
-    def _start(self, job: SaveJob, started: float) -> None:
-        job = self._copied(job)
-        self._flight = BackgroundSave(job, self.world.size, lambda: self._after_commit(job, started))
 
     def save_locally(
         self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]

@@ -62,21 +62,23 @@ def committed(directory: Place | str) -> list[Place]:
 
 def uncommitted(directory: Place | str) -> list[Path]:
     """Directories named like a checkpoint that are none, oldest first: damaged, or made by another program."""
-    where = place(directory)
-    if isinstance(where, StoreUrl):
-        return []  # what has no COMMITTED there has another name
-    return [path for path in _named(where) if not os.path.isfile(path / COMMITTED)]
+    return [path for path in _named(directory) if not os.path.isfile(path / COMMITTED)]
 
 
-def _named(directory: Path | str) -> list[Path]:
+def _named(directory: Place | str) -> list[Path]:
     """Lists everything that is named like a checkpoint, oldest first."""
     return sorted((path for path in listing(directory) if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def listing(directory: Place | str) -> list[Path]:
-    """Lists a directory, sorted; empty where there is none. Raises CheckpointError where it cannot be read."""
+    """Lists a directory, sorted; empty where there is none. Raises CheckpointError where it cannot be read.
+
+    Empty also for a store, where what has no COMMITTED has no name of a checkpoint either."""
+    where = place(directory)
+    if isinstance(where, StoreUrl):
+        return []
     try:
-        return sorted(Path(str(directory)).iterdir())
+        return sorted(where.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -85,8 +87,6 @@ def listing(directory: Place | str) -> list[Path]:
 
 def interrupted(directory: Place | str) -> list[Path]:
     """Staging directories: saves that are in flight or were interrupted."""
-    if isinstance(place(directory), StoreUrl):
-        return []
     return [path for path in listing(directory) if _STAGED.fullmatch(path.name)]
 
 
@@ -358,11 +358,7 @@ def in_the_way(save: Place | str, files: Sequence[str]) -> str | None:
 
 def mark_completed(save: Place | str, step: int) -> None:
     """Writes COMPLETED: training has done all it was asked for (a requeue loop may stop)."""
-    where = place(save) / COMPLETED
-    if isinstance(where, StoreUrl):
-        where.write_bytes(f"{step}\n".encode())
-    else:
-        where.write_text(f"{step}\n")
+    (place(save) / COMPLETED).write_bytes(f"{step}\n".encode())
 
 
 def clear_completed(save: Place | str) -> None:
