@@ -104,7 +104,7 @@ class ConsoleHook(Hook):
             ratio, hosts = record["slowest_stage_ratio"], record["slowest_stage_hosts"]
             self._print(
                 f" uneven stages: pipeline rank {stage} ({hosts}) works {ratio:.2f} x as long as the others; "
-                f"{_evened(record)}"
+                f"{evened(record, foreign=trainer.config.model.is_foreign)}"
             )
 
     def on_evaluation(self, trainer: TrainerView, record: Record) -> None:
@@ -140,11 +140,13 @@ class ConsoleHook(Hook):
         stream.flush()
 
 
-def _evened(record: Record) -> str:
+def evened(record: Record, *, foreign: bool) -> str:
     """What the measured times of uneven stages say of the division of the layers."""
     flag = flag_of("pipeline_model_parallel_layout")
     if (core := record.get("slowest_stage_core")) is not None:
         return f"it had {core:.0%} of a core meanwhile, so these times say nothing about the layers of the stages"
+    if foreign:
+        return f"layers of {flag_of('model_module')} are divided by counted operations; megalite.Pipeline takes `sizes`"
     if "slowest_stage_layout" not in record:
         return f"if no other program runs there, give it fewer layers by {flag}"
     if (layout := record["slowest_stage_layout"]) is None:

@@ -13,7 +13,7 @@ import pytest
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.observe.hooks import Hook, Hooks, TrainerView
-from megalite.observe.loggers import ConsoleHook
+from megalite.observe.loggers import ConsoleHook, evened
 from megalite.observe.slow_ranks import SlowRankHook, slowest_rank, slowest_stage
 from megalite.observe.stats import IntervalStats, Record
 from megalite.schedule import expand_layout
@@ -111,6 +111,8 @@ def test_the_line_names_a_division_only_where_the_times_allow_one() -> None:
     loaded = said_of(slowest_stage_core=0.31)
     assert "it had 31% of a core meanwhile" in loaded and "layout" not in loaded
     assert "if no other program runs there, give it fewer layers by --pipeline" in said_of()
+    of_module = evened({}, foreign=True)
+    assert "layers of --model-module" in of_module and "--pipeline-model-parallel-layout" not in of_module
 
 
 class _Work(SlowRankHook):
