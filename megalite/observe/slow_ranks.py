@@ -114,6 +114,7 @@ class SlowRankHook(Hook):
         self._cores_used, self._cpu_s = deque(maxlen=self._work.maxlen), time.process_time()
         if trainer.mesh.size("pp") > 1:
             self._cuts = cuts_of(trainer.config, trainer.mesh.size("world"))
+        if self._cuts is not None:
             self._weights = [float(layer.flops()) for layer in model_layers(trainer.config.model)][1:-1]
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:

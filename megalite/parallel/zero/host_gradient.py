@@ -287,6 +287,10 @@ class LayerSink(GradSink):
         self.layer.open()
         super().add(gradient)
 
+    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
+        self.layer.open()
+        super().add_scaled(gradient, scale)
+
     def addmm(self, a: Tensor, b: Tensor) -> None:
         self.layer.open()
         super().addmm(a, b)

@@ -11,7 +11,7 @@ ON = "--cuda-graph-impl local"
 ROWS = [
     ("--zero-stage 3", "not with --zero-stage=3, whose weights are elsewhere each time; use 0, 1 or 2"),
     ("--num-experts 4", "not with --num-experts, which get another number of tokens each time; drop one"),
-    ("--attention-dropout 0.1", "not with --attention-dropout, whose tiles are chosen by the host; drop one"),
+    ("--attention-dropout 0.1", "not with --attention-dropout, whose kernel is compiled; drop one"),
     ("--seq-length-schedule 0:64", "not with --seq-length-schedule, whose samples have other lengths; drop one"),
     ("--offload activations=1", "not with --cpu-offloading-num-layers, whose activations move; drop one"),
     ("--recompute-granularity full", "not with --recompute-granularity, which runs blocks twice; drop one"),
