@@ -64,8 +64,7 @@ def run_training(config: Config, world: World, measures: Measures | None = None)
         if trainer.iteration < trainer.train_iters:
             opened.state.check_room(trainer.progress)
         opened.directory.begin(trainer.iteration)
-        local = opened.state.checkpointer.local
-        trainer.unsaved = local is not None and local.is_ahead
+        trainer.unsaved = (local := opened.state.checkpointer.local) is not None and local.is_ahead
         last.enter_context(trainer.exits)  # left after everything else: a second signal must not tear the last save
         status = trainer.train()
         opened.directory.end(trainer.iteration, completed=status == COMPLETED)

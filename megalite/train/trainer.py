@@ -71,9 +71,8 @@ class Trainer:
 
     program: (micro-batches per replica, iteration) -> its schedule. train_iters: number of the last iteration.
     evaluate: (iteration, whether it is the last) -> records; None: a signal has cut it short.
-    save: writes a checkpoint of the present state and returns its path; None: nothing is saved. unsaved: where the
-        run begins, there is none, so one is written also if nothing is left to train. save_locally: the same
-        on the hosts themselves, returns a record. report_phase: records what this rank is doing, for its supervisor.
+    save: writes a checkpoint of the present state and returns its path; None: nothing is saved. unsaved: there is none
+        of the beginning. save_locally: the same on the hosts, returns a record. report_phase: tells a supervisor.
     finish_save: waits for a save in the background. sample: iteration -> texts of the model; None: it writes none.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     measure: iteration -> records of `--eval-tasks`; None: there are none. passed: iterations that are passed over.
