@@ -1,8 +1,7 @@
 """The training loop.
 
     until --train-iters:
-        decide    does the run end after this iteration, is it evaluated, is it saved? (before the step: a pipeline that
-                  never drains must know whether there will be another batch)
+        decide    is this the last iteration, is it evaluated, saved? (before the step: some pipelines never drain)
         step      the executor runs this rank's forwards, backwards and messages; the updater REDUCE, NORM and STEP
         report    hooks see the step; then evaluation and checkpoint, if they are due
 
