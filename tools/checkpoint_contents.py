@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ def group_of(name: str) -> str:
     return "/".join(parts[:-1]) or "weights"
 
 
+def layers_of(names: Iterable[str]) -> list[int]:
+    """Numbers of the transformer layers that any of these tensors belong to, counted from 0."""
+    return sorted({int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))})
+
+
 def summarize(path: Place) -> Json:
     """Step, layout, sizes by kind of state, files and meta of one checkpoint. Raises CheckpointError."""
     manifest = read_manifest(path)
@@ -40,7 +46,14 @@ def summarize(path: Place) -> Json:
         "saved_by_ranks": manifest.world_size,
         "bytes": manifest.nbytes,
         "groups": groups,
-        "files": {name: {"bytes": f.nbytes, "rectangles": len(f.shards)} for name, f in manifest.files.items()},
+        "files": {
+            name: {
+                "bytes": file.nbytes,
+                "rectangles": len(file.shards),
+                "layers": layers_of(shard.tensor for shard in file.shards),
+            }
+            for name, file in manifest.files.items()
+        },
         "extra_files": {name: entry.nbytes for name, entry in manifest.extra_files.items()},
         "meta": dict(manifest.meta),
     }

@@ -133,12 +133,24 @@ def checkpoint_lines(checkpoint: Json) -> list[str]:
             f"{amount(group['bytes'], 'B'):>9} {', '.join(group['dtypes'])}"
         )
     for name, row in checkpoint["files"].items():
-        lines.append(f"  {name:28} {row['rectangles']:5} rectangles {amount(row['bytes'], 'B'):>9}")
+        layers = f"  layers {numbers(row['layers'])}" if row["layers"] else ""
+        lines.append(f"  {name:28} {row['rectangles']:5} rectangles {amount(row['bytes'], 'B'):>9}{layers}")
     lines += [f"  {name:28} {amount(size, 'B'):>9}" for name, size in checkpoint["extra_files"].items()]
     for key, value in checkpoint["meta"].items():
         text = json.dumps(value)
         lines.append(f"  {key}: {text if len(text) <= 100 else text[:97] + '...'}")
     return lines
+
+
+def numbers(ascending: Sequence[int]) -> str:
+    """`0-3, 8`: runs of numbers by their ends."""
+    runs: list[list[int]] = []
+    for number in ascending:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def tensor_lines(tensors: Json) -> list[str]:

@@ -111,7 +111,8 @@ def _decide(
             return StartDecision((), reason)
     elif held and not _same(str(save), str(place(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
-            f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or `load` {save}"
+            f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or continue that run: "
+            f"`auto_resume`, or `load` {save}"
         )
     if foreign_model:
         what = "the weights of a Hugging Face model; a run of its own begins"

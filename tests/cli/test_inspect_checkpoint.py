@@ -60,6 +60,14 @@ def test_a_run_and_its_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureF
     assert [row["step"] for row in report["run"]["checkpoints"]] == [10, 20]
 
 
+def test_each_file_names_the_layers_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which rank of a pipeline held what."""
+    rows = [f"decoder.layers.{number}.mlp.weight" for number in (0, 1, 2, 7, 11, 12)]
+    save(tmp_path, 1, {"w": torch.zeros(2)} | {name: torch.zeros(2) for name in rows}, {})
+    out = run(capsys, tmp_path)[1]
+    assert next(line for line in out.splitlines() if "rank_00000" in line).endswith("layers 0-2, 7, 11-12")
+
+
 def test_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = model()
     tensors["bad"] = torch.tensor([1.0, math.nan, math.inf, 3.0])

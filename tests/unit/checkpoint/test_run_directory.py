@@ -69,7 +69,12 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
             None,
             f"--save={a}: holds checkpoints already (newest iter_0000020); add --auto-resume or --load {a}",
         ),
-        (a, b, None, f"--save={a}: holds another run (newest iter_0000020); choose a new directory, or --load {a}"),
+        (
+            a,
+            b,
+            None,
+            f"--save={a}: holds another run (newest iter_0000020); choose a new directory, or continue that run: --auto-resume, or --load {a}",
+        ),
         (None, empty, None, "no committed checkpoint (found iter_0000003.tmp-x, interrupted)"),
         (None, tmp_path / "none", None, "no such directory"),
         (empty, None, 5, "--ckpt-step=5: of which run? add --load DIR"),
