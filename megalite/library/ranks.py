@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
 from megalite.comm import World
 from megalite.config import DeviceOptions, ParallelConfig
-from megalite.errors import MegaliteError
+from megalite.errors import MegaliteError, RuntimeFailure
 from megalite.launch import LaunchEnvironment, launch, print_error, read_environment
 from megalite.library.returned import read_value, write_value
 from megalite.scratch import scratch_folder
@@ -48,16 +49,19 @@ def run(
 
     Of ranks that are started here rank 0 must return None, numbers, strings, tensors (which come back on the CPU), or
     lists, tuples and dicts of them. A failure ends in SystemExit, once its lines are printed: status 2 for a
-    MegaliteError other than RuntimeFailure, otherwise the rank that failed first has been named. In a single process
-    exceptions that are no MegaliteError pass through.
+    MegaliteError other than RuntimeFailure, otherwise the rank that failed first has been named; at Python's prompt, in
+    RuntimeFailure. In a single process exceptions that are no MegaliteError pass through.
     """
     try:
         place = read_environment()
         with scratch_folder() as folder:
-            return _run(function, place, nprocs, device, timeout_minutes, folder)
+            status, value = _run(function, place, nprocs, device, timeout_minutes, folder)
     except MegaliteError as error:
         print_error(error)
-        raise SystemExit(2) from None
+        status, value = 2, []
+    if status:
+        _end(status)
+    return value[0]
 
 
 def _run(
@@ -67,8 +71,9 @@ def _run(
     device: str,
     timeout_minutes: float,
     folder: Path,
-) -> Value:
-    """As `run`. place: who has started this process. folder: where rank 0 leaves what it returns."""
+) -> tuple[int, list[Value]]:
+    """The launcher's status, and, if that is 0, what `run` returns. place: who has started this process. folder: where
+    rank 0 leaves what it returns."""
     parallel = ParallelConfig(
         nprocs=None if place.launcher else nprocs,
         hardware=DeviceOptions(device=device),
@@ -96,10 +101,14 @@ def _run(
             write_value(value, folder, name)
 
     status = launch(LaunchSettings(parallel), begin, place)
-    if status:
-        raise SystemExit(status)
-    value: Value = here[0] if here else read_value(folder)
-    return value
+    return status, here if status or here else [read_value(folder)]
+
+
+def _end(status: int) -> NoReturn:
+    """Ends a script or a cell. Python's prompt would end, too, with all that its user has there: it gets an error."""
+    if hasattr(sys, "ps1") and "IPython" not in sys.modules:
+        raise RuntimeFailure(f"megalite.run failed with status {status}; the lines above say why")
+    raise SystemExit(status)
 
 
 def _threads_survive_a_fork() -> bool:

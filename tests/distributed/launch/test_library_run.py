@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,21 @@ def test_what_does_not_leave_its_rank_is_one_line_and_a_failure_ends_with_its_st
     ]
     assert other == 1 and "error: rank 1 failed in phase 'fail': ValueError: rank one is unwell" in text
     assert "in fail" in text and "megalite/launch" not in text and "ranks.py" not in text, text
+
+
+def test_a_failure_does_not_close_pythons_prompt() -> None:
+    lines = """import megalite
+def train(world):
+    return 1 / world.rank
+
+megalite.run(train, nprocs=2, device="cpu")
+print("still", "here")
+"""
+    root = Path(megalite.__file__).parents[1]
+    prompt = [sys.executable, "-q", "-i"]
+    done = subprocess.run(prompt, input=lines, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    assert "rank 0" in done.stderr and "ZeroDivisionError" in done.stderr
+    assert "RuntimeFailure: megalite.run failed with status 1" in done.stderr and "still here" in done.stdout
 
 
 def test_ranks_of_a_process_that_has_computed_do_not_wait_for_its_threads() -> None:
