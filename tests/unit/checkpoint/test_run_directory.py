@@ -73,7 +73,8 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
             a,
             b,
             None,
-            f"--save={a}: holds another run (newest iter_0000020); choose a new directory, or continue that run: --auto-resume, or --load {a}",
+            f"--save={a}: holds another run (newest iter_0000020); choose a new directory, or continue that run: "
+            f"--auto-resume, or --load {a}",
         ),
         (None, empty, None, "no committed checkpoint (found iter_0000003.tmp-x, interrupted)"),
         (None, tmp_path / "none", None, "no such directory"),
