@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m pytest -p cpu_seconds                (Linux; writes `dear.txt` anew for all that ran)
 
 A test that takes more than `BAR` is in that list, but for those that README's promises and the table of planted faults
-in docs/proving.md name: a plain run turns red for a fault in any room.
+in docs/proving.md name, with or without a case: a plain run turns red for a fault in any room.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def dear() -> dict[str, float]:
 
 
 def always_run() -> set[str]:
-    """The tests that two tables name: `unit/data/test_mix.py::test_a_mix`."""
+    """The tests that two tables name: `unit/data/test_mix.py::test_a_mix`, or one case: `test_a_mix[two]`."""
     promised = (ROOT / "README.md").read_text().partition("## What is promised")[2].partition("\n## ")[0]
     planted = (ROOT / "docs" / "proving.md").read_text().partition("## Faults that turn it red")[2]
     found, path = set(), ""
-    for file, name in re.findall(r"`([\w/.]*)::(\w+)`", promised + planted):
+    for file, name in re.findall(r"`([\w/.]*)::(\w+(?:\[[^`]*\])?)`", promised + planted):
         path = file or path
         found.add(f"{path}::{name}")
     return found
@@ -63,13 +63,14 @@ costs = pytest.StashKey[dict[str, float]]()
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     before = used()
     yield
-    name = item.nodeid.removeprefix("tests/")
-    item.config.stash.setdefault(costs, {})[name] = used() - before
+    if not item.get_closest_marker("skip"):  # else it costs what collecting garbage costs, if anything
+        name = item.nodeid.removeprefix("tests/")
+        item.config.stash.setdefault(costs, {})[name] = used() - before
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What was left out keeps its row."""
-    kept, ran = always_run(), {k: v for k, v in session.config.stash.get(costs, {}).items() if v > 0.02}
-    rows = dear() | ran
-    lines = [f"{v:.1f} {k}" for k, v in sorted(rows.items()) if v > BAR and k.partition("[")[0] not in kept]
+    kept = always_run()
+    rows = dear() | session.config.stash.get(costs, {})
+    lines = [f"{v:.1f} {k}" for k, v in sorted(rows.items()) if v > BAR and not {k, k.partition("[")[0]} & kept]
     LIST.write_text("".join(line + "\n" for line in lines))
