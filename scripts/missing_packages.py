@@ -53,7 +53,7 @@ def requirements(extra: str | None = None) -> Iterator[str]:
 def installed(requirement: str) -> str | None:
     """Version of the package that is there."""
     try:
-        return importlib.metadata.version(requirement.partition(">=")[0])
+        return importlib.metadata.version(re.split(r"[^\w.-]", requirement)[0])  # `moto[s3]>=5` is moto's
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -6,10 +6,13 @@ packages whose pip is a few lines of this file.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -153,6 +156,20 @@ def test_condas_base_counts_only_with_torch_in_it(clone: Path, tmp_path: Path) -
     (next((tmp_path / "conda").glob("lib/python*/site-packages")) / "torch.py").write_text("")
     _, output, _ = use_environment(clone, **base)
     assert output.startswith(f"installing into {tmp_path / 'conda'}, once: ")
+
+
+def test_where_nothing_is_missing_nothing_is_installed(clone: Path, tmp_path: Path) -> None:
+    """A requirement that names an extra (`moto[s3]`) is there under its own name."""
+    active = environment_with_pip(tmp_path / "env", CHATTER, 0)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = next((tmp_path / "env").glob("lib/python*/site-packages"))
+    for requirement in itertools.chain(project["dependencies"], *project["optional-dependencies"].values()):
+        name = re.findall(r"[\w-]+", requirement)[0]
+        information = packages / f"{name.replace('-', '_')}-9999.dist-info"
+        information.mkdir(exist_ok=True)
+        (information / "METADATA").write_text(f"Name: {name}\nVersion: 9999\n")
+        (information / "RECORD").write_text("")
+    assert use_environment(clone, "dev", **active) == (0, "", "")
 
 
 def test_a_torch_that_is_too_old_is_not_replaced(clone: Path, tmp_path: Path) -> None:
