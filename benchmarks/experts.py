@@ -87,6 +87,7 @@ def ours(name: str, dtype: Any, place: Place, tokens: int, hidden: int, width: i
     from megalite.gradient import GradSink, attach_sink
     from megalite.microbatch import Microbatch
     from megalite.nn import Block
+    from megalite.parallel.expert import expert_axes
     from megalite.parallel.tensor import LayerContext
 
     sparse = Experts(num_experts=EXPERTS, moe_router_topk=CHOSEN, moe_ffn_hidden_size=width)
@@ -98,7 +99,7 @@ def ours(name: str, dtype: Any, place: Place, tokens: int, hidden: int, width: i
     if name == "megalite-ep":
         mesh = ParallelMesh.build(rank=place.rank, size=place.ranks, ep=place.ranks)
         mesh.adopt(share_axis(mesh["ep"]))
-        axes = mesh.experts()
+        axes = expert_axes(mesh)
     ctx = LayerContext(dtype=dtype, device=place.device, experts=axes)
     layer = Block(config, 0, ctx).mlp
     for parameter in layer.parameters():

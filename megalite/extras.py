@@ -36,6 +36,9 @@ EXTRA_OF = {
     "gcsfs": "gcs",
 }
 
+#: Package that no index has -> where it comes from, and what does without it.
+ELSEWHERE = {"deep_ep": "https://github.com/deepseek-ai/DeepEP, or leave the flag out"}
+
 #: Module -> package, without which nothing runs.
 CORE = {
     "numpy": "numpy",
@@ -61,6 +64,12 @@ def install_command(extra: str) -> str:
     return f'pip install -e "{"." if os.path.realpath(clone) == os.getcwd() else clone}[{extra}]"'
 
 
+def lacking(flag: str, package: str) -> str:
+    """The line for a package that is not installed and that `flag` needs."""
+    fix = install_command(EXTRA_OF[package]) if package in EXTRA_OF else f"build it from {ELSEWHERE[package]}"
+    return f"{flag}: needs the package {package}; {fix}"
+
+
 def lacks(module: str) -> bool:
     """Whether a package is not installed; nothing is imported."""
     try:
@@ -73,7 +82,7 @@ def optional_package(flag: str, module: str, package: str | None = None) -> Any:
     """Import `module`, which `flag` (as the user gave it, with its value) needs.
 
     Args:
-        package: key of EXTRA_OF where it is not the first word of `module`.
+        package: key of EXTRA_OF or ELSEWHERE where it is not the first word of `module`.
 
     Raises:
         ConfigError: it is not installed, or its import fails.
@@ -83,11 +92,12 @@ def optional_package(flag: str, module: str, package: str | None = None) -> Any:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == package:
-            raise ConfigError(f"{flag}: needs the package {package}; {install_command(EXTRA_OF[package])}") from None
+            raise ConfigError(lacking(flag, package)) from None
         reason: ImportError = error
     except ImportError as error:
         reason = error
-    raise ConfigError(f"{flag}: the package {package} cannot be imported ({reason}); pip install -U {package}")
+    renew = f"pip install -U {package}" if package in EXTRA_OF else f"build it anew from {ELSEWHERE[package]}"
+    raise ConfigError(f"{flag}: the package {package} cannot be imported ({reason}); {renew}")
 
 
 def require_core(*, torch: bool = True, plain: Sequence[str] = ()) -> None:

@@ -118,10 +118,12 @@ class ContextAxes:
 
 @dataclass(frozen=True)
 class ExpertAxes:
-    """etp: its ranks share each expert. ep: experts are dealt out over its ranks, and tokens travel to them."""
+    """etp: its ranks share each expert. ep: experts are dealt out over its ranks, and tokens travel to them. library:
+    what carries tokens in place of messages of our own (`parallel.expert.TokenLibrary`)."""
 
     etp: Axis = field(default_factory=lambda: Axis.single("etp"))
     ep: Axis = field(default_factory=lambda: Axis.single("ep"))
+    library: Any = None
 
 
 def make_axis(

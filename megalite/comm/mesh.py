@@ -24,7 +24,7 @@ from datetime import timedelta
 from math import prod
 from typing import NamedTuple
 
-from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, WaitClock, make_axis
+from megalite.comm.axis import Axis, ContextAxes, FamilyAxes, WaitClock, make_axis
 from megalite.comm.ring import Parts, neighbours
 from megalite.errors import ConfigError
 from megalite.inventory import AXIS_FAMILIES, DIRECT, fastest_way
@@ -251,10 +251,6 @@ class ParallelMesh:
     def context(self, *, gathers: bool) -> ContextAxes:
         """The axes over which a sequence is cut. Collective at first use."""
         return ContextAxes(self["cp_heads"], self["cp_ring"], gathers)
-
-    def experts(self) -> ExpertAxes:
-        """The axes over which experts are cut and dealt out. Collective at first use."""
-        return ExpertAxes(self["etp"], self["ep"])
 
     def adopt(self, axis: Axis) -> None:
         """Replaces the axis of this name by `axis`, the same ranks with another transport."""

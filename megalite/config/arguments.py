@@ -90,12 +90,13 @@ ARGUMENT_FLAGS: Mapping[str, ArgumentFlag] = {
         {"linear_offset": "glu_linear_offset", "clamp_value": "activation_func_clamp_value"},
     ),
     "moe_router": ArgumentFlag(
-        "how the router chooses and weighs experts",
+        "how the router chooses and weighs experts, and what carries tokens to them",
         {
             **Prefixed("moe_router_", "score_function", "pre_softmax", "num_groups", "group_topk"),
             **Prefixed("moe_router_", "topk_scaling_factor", "bias"),
             "expert_bias": "moe_router_enable_expert_bias",
             "bias_update_rate": "moe_router_bias_update_rate",
+            "dispatcher": "moe_token_dispatcher_type",
         },
     ),
     "lora": ArgumentFlag(

@@ -16,7 +16,7 @@ from megalite.config.data import DataConfig
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ConfigError, ScheduleError
-from megalite.extras import EXTRA_OF, install_command, lacks
+from megalite.extras import EXTRA_OF, install_command, lacking, lacks
 from megalite.files import hub_advice, input_problem, served_url, url_problem
 from megalite.schedule import load_program
 
@@ -43,7 +43,7 @@ def missing_files(config: Config) -> list[str]:
 
 
 def missing_packages(config: Config) -> list[str]:
-    """Those by which stores are reached that are named."""
+    """Those by which stores are reached that are named, and the one that carries tokens to experts."""
     given = {"load": config.checkpoint.load, "save": config.checkpoint.save}
     found = [(name, url) for name, url in given.items() if url is not None]
     data = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
@@ -53,7 +53,9 @@ def missing_packages(config: Config) -> list[str]:
         served = served_url(str(url))
         package = PACKAGES.get(served[0]) if served is not None else None
         if package is not None and lacks(package):
-            lines.append(f"`{name}`={url}: needs the package {package}; {install_command(EXTRA_OF[package])}")
+            lines.append(lacking(f"`{name}`={url}", package))
+    if config.parallel.experts.moe_token_dispatcher_type == "flex" and lacks("deep_ep"):
+        lines.append(lacking("`moe_token_dispatcher_type`=flex", "deep_ep"))
     return lines
 
 

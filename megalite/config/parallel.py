@@ -72,6 +72,12 @@ class ExpertParallelism(Spelled):
     expert_tensor_parallel_size: int | None = option(
         None, "ranks that share each expert: 1 or `tensor_model_parallel_size`; unset: the latter", ge=1
     )
+    moe_token_dispatcher_type: str = option(
+        "alltoall",
+        "how tokens travel to their experts: by messages of torch's (alltoall), or carried by the package deep_ep "
+        "(flex; in bf16; no GPU has run it yet)",
+        choices=("alltoall", "flex"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ _CHOICE_ALIASES = {
     "pipeline_schedule": SCHEDULE_ALIASES,
     "optimizer": {"adamw": "adam", "dist_muon": "muon"},
     "tokenizer_type": TOKENIZER_ALIASES,
+    "moe_token_dispatcher_type": {"allgather": "alltoall", "alltoall_seq": "alltoall"},
     "activation": {"swish-glu": "swiglu", "gelu_tanh": "gelu-tanh", "squared_relu": "squared-relu"},
 }
 

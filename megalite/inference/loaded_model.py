@@ -34,6 +34,7 @@ from megalite.generation import Generator, ModelParts
 from megalite.inventory import placement_of, stage_layer_ranges
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack, expert_biases
+from megalite.parallel.expert import expert_axes
 from megalite.parallel.tensor import LayerContext, hold_in_8_bits
 from megalite.schedule import ScheduleShape, StagePlacement, forward_program, token_pairs
 from megalite.stores import Place
@@ -232,7 +233,7 @@ def _empty_parts(
         tp=mesh["tp"],
         sharers=mesh.sharing_keys(config.model.query_groups),
         cp=cp,
-        experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
+        experts=expert_axes(mesh) if config.model.experts.num_experts is not None else ExpertAxes(),
         dtype=dtype,
         device=device,
     )

@@ -23,7 +23,7 @@ from megalite.nn.activation import ACTIVATIONS, activation_of
 from megalite.nn.mlp import MLP
 from megalite.nn.router import Router
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.expert import Dispatched, GroupedProduct, Returning, RowCounts, plan_dispatch
+from megalite.parallel.expert import Carried, Dispatched, GroupedProduct, RowCounts, plan_dispatch
 from megalite.parallel.tensor import (
     LayerContext,
     Message,
@@ -130,13 +130,13 @@ class MoE(nn.Module):
         self.shared_gate = SharedGate(config, ctx) if config.experts.moe_shared_expert_gate else None
         # The ranks that share an expert are those of the tensor axis, whose messages are the faster ones.
         self.shares = ctx.tp if ctx.experts.etp.size > 1 else ctx.experts.etp
-        self.split, self.ep = ctx.sequence_split, ctx.experts.ep
+        self.split, self.axes = ctx.sequence_split, ctx.experts
 
     def segments(self, microbatch: Microbatch, message: MakeMessage = Message) -> list[Segment]:
         """Cut behind its messages, and between the experts' two products."""
         run = _SparseRun(self, microbatch, message)
         # In halves (`nn.halves`) the rows of one travel while the other multiplies only if it rests between products.
-        rests = self.ep.size > 1 and self.shared_experts is None
+        rests = self.axes.ep.size > 1 and self.shared_experts is None
         products = [Segment(run.up), *([Segment(lambda hidden: hidden)] if rests else []), Segment(run.down)]
         return [
             Segment(run.route, (self.router, *(() if self.shared_gate is None else (self.shared_gate,)))),
@@ -180,8 +180,12 @@ class _SparseRun:
             kept = None if kept is None else all_gather(kept.to(torch.uint8), axis).bool()
         weights = self.routing.weights.flatten(0, 1).contiguous()
         self.weights = enter_parallel(weights, Message(), axis, sequence=split)
-        self.plan = plan_dispatch(experts, kept, layer.router.num_experts, layer.ep, counts)
-        self.dispatched = Dispatched(tokens, self.plan)
+        number, axes = layer.router.num_experts, layer.axes
+        self.dispatched: Dispatched | Carried
+        if axes.library is None:
+            self.dispatched = Dispatched(tokens, plan_dispatch(experts, kept, number, axes.ep, counts))
+        else:
+            self.dispatched = Carried(tokens, experts, kept, self.weights, number, axes)
         if self.shared:
             _, fc1, fc2, _ = self.shared
             self.shared_y = fc2.run(fc1.run(self.shared_x))
@@ -189,11 +193,12 @@ class _SparseRun:
 
     def up(self, _: Tensor) -> Tensor:
         """The first product of this rank's experts."""
-        return self.layer.experts.up(self.dispatched.wait(), self.plan.counts)
+        rows = self.dispatched.wait()
+        return self.layer.experts.up(rows, self.dispatched.counts)
 
     def down(self, hidden: Tensor) -> Tensor:
         """The second product; its rows start back."""
-        self.returning = Returning(self.layer.experts.down(hidden, self.plan.counts), self.plan)
+        self.returning = self.dispatched.back(self.layer.experts.down(hidden, self.dispatched.counts))
         return self.returning.rows
 
     def combine(self, _: Tensor) -> Tensor:

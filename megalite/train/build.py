@@ -35,6 +35,7 @@ from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import BlockGraphs, LayerStack, fill, on_grid
 from megalite.optim import Delay
+from megalite.parallel.expert import expert_axes
 from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, gather_rounded
@@ -259,7 +260,7 @@ def layer_context(
         tp=mesh["tp"],
         sharers=mesh.sharing_keys(config.model.query_groups),
         cp=mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather"),
-        experts=mesh.experts() if config.model.experts.num_experts is not None else ExpertAxes(),
+        experts=expert_axes(mesh, config) if config.model.experts.num_experts is not None else ExpertAxes(),
         dtype=parameter_dtype(config),
         device=device,
         host_embedding=None if rows is None else layer_of(rows),

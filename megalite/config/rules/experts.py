@@ -9,6 +9,8 @@ from megalite.config.rules.text import EP, ETP, TP, divisors, listed, multiples_
 from megalite.config.values import show
 from megalite.errors import ConfigError
 
+DISPATCHER = "`moe_token_dispatcher_type`"
+
 
 def experts(config: Config, world_size: int) -> Iterator[str]:
     """What the model's own numbers must fit."""
@@ -54,16 +56,28 @@ def _groups(config: Config) -> Iterator[str]:
             yield f"`moe_router_topk`={k}: `moe_router_group_topk`={chosen} groups have {have} experts"
 
 
+def _carried(config: Config) -> Iterator[str]:
+    """What DeepEP must find. On a CPU there is no such package, but a stand-in of tests, which takes any dtype."""
+    flag, precision = f"{DISPATCHER}=flex", config.training.precision.name
+    if config.parallel.experts.expert_model_parallel_size == 1:
+        yield f"{flag}: carries tokens to other ranks, and {EP} is 1; give that, or drop this"
+    if precision != "bf16" and config.parallel.hardware.device != "cpu":
+        yield f"{flag}: DeepEP carries bf16, and the run is in {precision}; add `bf16`, or drop it"
+
+
 def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
     """What the axes of experts must divide."""
     given, parallel = config.model.experts, config.parallel
     axes, tp = parallel.experts, parallel.tensor_model_parallel_size
     ep, etp, number = axes.expert_model_parallel_size, parallel.expert_tensor_size, given.num_experts
     if number is None:
-        for flag, value in ((EP, ep), (ETP, axes.expert_tensor_parallel_size)):
-            if value not in (None, 1):
+        given_of = {EP: ep, ETP: axes.expert_tensor_parallel_size, DISPATCHER: axes.moe_token_dispatcher_type}
+        for flag, value in given_of.items():
+            if value not in (None, 1, "alltoall"):
                 yield f"{flag}={value}: needs `num_experts`"
         return
+    if axes.moe_token_dispatcher_type == "flex":
+        yield from _carried(config)
     stage = world_size // parallel.pipeline_model_parallel_size
     if number % ep:
         legal = [size for size in divisors(number) if stage % (etp * size) == 0]

@@ -12,12 +12,14 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     plan.py         the plan of a micro-batch, the way there and the way back
     row_counts.py   how many rows each expert has, on the device and, where the host must know, there
     grouped.py      products of the experts of a rank
+    carried.py      the way there and back by another library, which deep_ep.py calls
 
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
 distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/test_expert_layers.py`,
-`tests/equivalence/test_experts.py`.
+`tests/equivalence/test_experts.py`, of another library `tests/equivalence/test_carried_experts.py`.
 """
 
+from megalite.parallel.expert.carried import Carried, CarriedBack, TokenLibrary, expert_axes
 from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
 from megalite.parallel.expert.plan import Dispatched, Returning, plan_dispatch
 from megalite.parallel.expert.row_counts import RowCounts

@@ -31,7 +31,7 @@ class Plan:
     tokens, choices: n and k.
     order: int64 `[m]`, which of the n * k choices each row is that leaves this rank.
     owners: int64 `[m]`, the token of each row.
-    places: int64 `[n, k]`, the row of each choice; None: some were dropped.
+    places: int64 `[n, k]`, the row of each choice; of one that was dropped a number behind all rows.
     traffic[i][j]: rows from rank i of the axis to rank j.
     arrangement: int64, which received row comes first, second ...; None: they stay in their order.
     counts: rows of this rank's experts.
@@ -41,7 +41,7 @@ class Plan:
     choices: int
     order: Tensor
     owners: Tensor
-    places: Tensor | None
+    places: Tensor
     traffic: tuple[tuple[int, ...], ...]
     arrangement: Tensor | None
     counts: RowCounts
@@ -85,7 +85,7 @@ def plan_dispatch(
         choices=experts.shape[1],
         order=order,
         owners=order // experts.shape[1],
-        places=places.view_as(experts) if kept is None else None,
+        places=places.view_as(experts),
         traffic=tuple(map(tuple, traffic)),
         arrangement=arrangement,
         counts=RowCounts(everyone, axis.rank, reading),
@@ -107,6 +107,15 @@ class Dispatched:
     def wait(self) -> Tensor:
         """Rows of this rank's experts, one expert after the other, `[sum(counts), h]`."""
         return self.rows if self._plan.axis.size == 1 else _Arrive.apply(self.rows, self._plan, self._flight)
+
+    @property
+    def counts(self) -> RowCounts:
+        """Rows of this rank's experts."""
+        return self._plan.counts
+
+    def back(self, y: Tensor) -> Returning:
+        """Starts the experts' results on their way back."""
+        return Returning(y, self._plan)
 
 
 class Returning:
@@ -219,9 +228,8 @@ def _sums(rows: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
     """Sums each token's rows (in the order in which they left) times its weights `[n, k]`: `[n, h]`. One pass over
     memory; 16-bit rows are added in fp32."""
     places = plan.places
-    if places is None:  # of a choice that was dropped: zeros
-        rows = rows.new_zeros(plan.tokens * plan.choices, rows.shape[1]).index_copy_(0, plan.order, rows)
-        places = torch.arange(len(rows), device=rows.device).view(plan.tokens, plan.choices)
+    if len(rows) < places.numel():  # of a choice that was dropped: a row of zeros
+        rows, places = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), places.clamp(max=len(rows))
     return F.embedding_bag(places, rows.detach(), mode="sum", per_sample_weights=weights)
 
 

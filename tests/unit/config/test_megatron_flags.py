@@ -25,7 +25,8 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "llama3 8b fsdp": ("", ()),
     "mixtral 8x7b": ("", ()),
     "deepseek v3 fsdp": (
-        "--moe-router-force-load-balancing --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype",
+        "--moe-router-force-load-balancing --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype "
+        "--moe-flex-dispatcher-backend",
         (),
     ),
     "gpt-oss": (

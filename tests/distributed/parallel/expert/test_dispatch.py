@@ -16,7 +16,7 @@ from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.nn.experts import MoE
-from megalite.parallel.expert import Dispatched, Returning, plan, plan_dispatch
+from megalite.parallel.expert import Dispatched, Returning, expert_axes, plan, plan_dispatch
 from megalite.parallel.tensor import LayerContext
 from megalite.testing import run_ranks, run_single
 
@@ -93,7 +93,7 @@ def sparse_layer(world: World, hides: bool) -> tuple[list[str], list[Tensor]]:
         num_layers=1, hidden_size=16, num_attention_heads=2, seq_length=8, activation="swiglu", add_bias_linear=False,
         experts=Experts(num_experts=4, moe_ffn_hidden_size=8, moe_shared_expert_intermediate_size=12),
     )  # fmt: skip
-    axes = ParallelMesh.build(rank=world.rank, size=world.size, ep=world.size).experts()
+    axes = expert_axes(ParallelMesh.build(rank=world.rank, size=world.size, ep=world.size))
     layer = MoE(config, 0, LayerContext(dtype=torch.float64, experts=axes))
     generator = torch.Generator().manual_seed(5)
     for parameter in layer.parameters():

@@ -1,0 +1,174 @@
+"""Tokens that another library carries to the ranks of their experts and back (`--moe-token-dispatcher-type flex`).
+
+    there   a token goes to each rank that has an expert of its choice, once, with its choices and weights
+    here    as on one rank (`plan.py`): rows one expert after the other, products, each token's weighted sum
+    back    the ranks' sums of a token are added up
+
+Backward is the same way round: gradients of the sums go there, those of tokens and weights come back added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.comm import Axis, Done, ExpertAxes, Handle, ParallelMesh
+from megalite.config import Config
+from megalite.gradient import Node
+from megalite.parallel.expert.deep_ep import deep_ep_over
+from megalite.parallel.expert.plan import Dispatched, Plan, Returning, plan_dispatch
+from megalite.parallel.expert.row_counts import RowCounts
+
+Sent = tuple[tuple[Tensor, ...], Handle]
+"""Tensors that arrive, and the handle that tells when."""
+
+
+class TokenLibrary(Protocol):
+    """What such a library does. Each call is collective and starts a message: the tensors are valid once its handle has
+    been waited for. n: tokens of this rank; r: those that come here, each once."""
+
+    def dispatch(
+        self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int
+    ) -> tuple[Tensor, Tensor, Tensor, Any, Handle]:
+        """Tokens `[n, h]`, their choices `[n, k]` (int64, -1: none) and weights `[n, k]` -> `[r, h]`, `[r, k]` (this
+        rank's experts from 0; -1: another rank's), `[r, k]`, and the trip, which is the way to go again. The shapes
+        are known at once."""
+        ...
+
+    def dispatch_again(self, x: Tensor, trip: Any) -> tuple[Tensor, Handle]:
+        """`[n, h]` -> `[r, h]`, the same way."""
+        ...
+
+    def combine(self, x: Tensor, trip: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Handle]:
+        """`[r, h]`, and perhaps `[r, k]`, the way back: each token's sums over the ranks, `[n, h]` and `[n, k]`."""
+        ...
+
+
+def expert_axes(mesh: ParallelMesh, config: Config | None = None) -> ExpertAxes:
+    """The axes over which experts are cut and dealt out, and the library that carries tokens, if config names one.
+    Collective at first use. Raises ConfigError: it cannot be imported."""
+    etp, ep = mesh["etp"], mesh["ep"]
+    if config is None or config.parallel.experts.moe_token_dispatcher_type != "flex":
+        return ExpertAxes(etp, ep)
+    return ExpertAxes(etp, ep, deep_ep_over(ep.group, ep.size, config.model.hidden_size))
+
+
+class Carried:
+    """Tokens on their way, as `Dispatched` is, carried by `axes.library`.
+
+    x: `[n, h]`. experts, kept, weights: `[n, k]`, of `num_experts`; kept: None: all. rows: stands for the tokens in
+    autograd's graph until they are waited for. plan: of what came here, once it was waited for.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self, x: Tensor, experts: Tensor, kept: Tensor | None, weights: Tensor, num_experts: int, axes: ExpertAxes
+    ) -> None:
+        chosen = experts if kept is None else experts.masked_fill(~kept, -1)
+        self._way, self._local = _Way(axes.library, chosen, num_experts), num_experts // axes.ep.size
+        self._leg = _Leg(self._way.there, self._way.gradients_back)
+        self.rows, self._weights = _Begin.apply(self._leg, x, weights)
+
+    @property
+    def counts(self) -> RowCounts:
+        """Rows of this rank's experts."""
+        return self.plan.counts
+
+    def wait(self) -> Tensor:
+        """Rows of this rank's experts, one expert after the other."""
+        rows, self._weights = _End.apply(self._leg, self.rows, self._weights)
+        here = self._way.here
+        self.plan = plan_dispatch(here, here >= 0, self._local, Axis.single("ep"))
+        return Dispatched(rows, self.plan).wait()
+
+    def back(self, y: Tensor) -> CarriedBack:
+        """Starts the sums of each token's results here on their way back."""
+        return CarriedBack(Returning(y, self.plan).combine(self._weights), self._way)
+
+
+class CarriedBack:
+    """Sums of tokens on their way back, as `Returning` is."""
+
+    def __init__(self, sums: Tensor, way: _Way) -> None:
+        self._leg = _Leg(way.back, way.gradients_there)
+        (self.rows,) = _Begin.apply(self._leg, sums)
+
+    def combine(self, _: Tensor) -> Tensor:
+        """`[n, h]`. The weights have travelled with the tokens."""
+        arrived: tuple[Tensor, ...] = tuple(_End.apply(self._leg, self.rows))
+        return arrived[0]
+
+
+class _Way:
+    """The four messages of a micro-batch. It holds nothing of autograd's graph, which holds it."""
+
+    here: Tensor
+    trip: Any
+
+    def __init__(self, library: TokenLibrary, chosen: Tensor, num_experts: int) -> None:
+        self._library, self._chosen, self._number = library, chosen, num_experts
+
+    def there(self, x: Tensor, weights: Tensor) -> Sent:
+        rows, self.here, weights, self.trip, handle = self._library.dispatch(x, self._chosen, weights, self._number)
+        return (rows, weights), handle
+
+    def gradients_back(self, dx: Tensor, dweights: Tensor) -> Sent:
+        dx, summed, handle = self._library.combine(dx, self.trip, dweights)
+        assert summed is not None
+        return (dx, summed), handle
+
+    def back(self, y: Tensor) -> Sent:
+        y, _, handle = self._library.combine(y, self.trip)
+        return (y,), handle
+
+    def gradients_there(self, dy: Tensor) -> Sent:
+        dy, handle = self._library.dispatch_again(dy, self.trip)
+        return (dy,), handle
+
+
+class _Leg:
+    """A message of the forward and that of its gradients, one of them in flight at a time."""
+
+    tensors: tuple[Tensor, ...] = ()
+
+    def __init__(self, forward: Callable[..., Sent], backward: Callable[..., Sent]) -> None:
+        self.forward, self.backward = forward, backward
+        self._handle: Handle = Done()
+
+    def start(self, send: Callable[..., Sent], given: tuple[Tensor, ...]) -> None:
+        self.tensors, self._handle = send(*(x.contiguous() for x in given))
+
+    def finish(self) -> tuple[Tensor, ...]:
+        self._handle.wait()
+        arrived, self.tensors, self._handle = self.tensors, (), Done()
+        return arrived
+
+
+class _Begin(Node):
+    @staticmethod
+    def forward(ctx: Any, leg: _Leg, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.leg = leg
+        leg.start(leg.forward, given)
+        return tuple(x.new_empty(()).expand_as(x) for x in given)  # the shapes of their gradients, which _End returns
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.leg.finish()
+
+
+class _End(Node):
+    @staticmethod
+    def forward(ctx: Any, leg: _Leg, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.leg = leg
+        return leg.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.leg.start(ctx.leg.backward, gradients)
+        return None, *ctx.leg.tensors
