@@ -139,7 +139,7 @@ def parallel_of(layout: Layout) -> ParallelConfig:
 
 def continued(world: World, directory: str, layout: Layout, sampling: list[Sampling], **options: Any) -> list[Any]:
     """What every rank was told."""
-    loaded = load_for_inference(directory, device="cpu", world=world, parallel=parallel_of(layout))
+    loaded = load_for_inference(directory, device=world.device.type, world=world, parallel=parallel_of(layout))
     options = {"max_new_tokens": 12, "micro_batch_size": 2} | options
     # Prompts in pieces of two tokens and rounds of three between agreements: nothing may depend on either.
     requests = [Request(number, tuple(prompt)) for number, prompt in enumerate(PROMPTS)]
@@ -152,7 +152,7 @@ def continued(world: World, directory: str, layout: Layout, sampling: list[Sampl
 
 def scored(world: World, directory: str, layout: Layout) -> Any:
     """Loss of a text in windows, and the scores of continuations."""
-    loaded = load_for_inference(directory, device="cpu", world=world, parallel=parallel_of(layout))
+    loaded = load_for_inference(directory, device=world.device.type, world=world, parallel=parallel_of(layout))
     whole = score_text(loaded, TEXT, overlap=3, micro_batch_size=2)
     scores = list(score_continuations(loaded, PAIRS, micro_batch_size=2))
     return [whole.loss_sum, whole.num_tokens, whole.num_bytes], [(s.log_likelihood, s.is_greedy) for s in scores]

@@ -88,13 +88,15 @@ def numbers(losses: Losses) -> Tensor:
 def body(world: World, schedule: str, pp: int, zero_stage: int, chunks: int | None) -> tuple[Losses, dict[str, Tensor]]:
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=pp)
     example = torch.empty(SAMPLES, 7, dtype=torch.int64, device="meta")
-    pipe = Pipeline(layers(), loss=loss, example=example, schedule=schedule, mesh=mesh, chunks=chunks)
+    here = [layer.to(world.device) for layer in layers()]
+    pipe = Pipeline(here, loss=loss, example=example, schedule=schedule, mesh=mesh, chunks=chunks)
     optimizer = ShardedOptimizer(
         pipe, lr=LR, weight_decay=DECAY, clip_grad=CLIP, zero_stage=zero_stage, adam_beta2=0.95
     )
     found: Losses = []
     for step in range(STEPS):
-        total = pipe.step(batches(step, mesh.size("dp"))[mesh.coordinate("dp")])
+        pairs = batches(step, mesh.size("dp"))[mesh.coordinate("dp")]
+        total = pipe.step([(x.to(world.device), y.to(world.device)) for x, y in pairs])
         found.append((total.item(), optimizer.step().item()))
     return found, optimizer.weights()
 
