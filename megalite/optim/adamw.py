@@ -1,23 +1,21 @@
 """AdamW with a dtype for each moment.
 
-With moments in the master's dtype a step is one call of torch's fused kernel. With 16-bit moments (half the optimizer
-state) each step widens a piece of them, runs the kernel on it, and rounds them back. The first moment loses nothing
-that matters. The second does: a bf16 value (8 bits) does not change by less than 0.4 %, so with `beta2` = 0.999 its
-decay stalls. Keep `--exp-avg-sq-dtype fp32` unless memory forces you to change it.
+With moments in the master's dtype a step of a group is one call of torch's fused kernel, for all of its tensors. With
+16-bit moments (half the optimizer state) each step widens a piece of them, runs the kernel on it, and rounds them back
+(`in_pieces.py`). The first moment loses nothing that matters. The second does: a bf16 value (8 bits) does not change by
+less than 0.4 %, so with `beta2` = 0.999 its decay stalls. Keep `--exp-avg-sq-dtype fp32` unless memory forces you to
+change it.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_kernel
 
 from megalite.config import OptimizerConfig
-from megalite.optim.rule import ParamGroup, UpdateRule, moment_like, pieces
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from megalite.optim.in_pieces import MOMENTS, step_in_pieces
+from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
 
 
 class AdamW(UpdateRule):
@@ -32,25 +30,24 @@ class AdamW(UpdateRule):
 
     @torch.no_grad()
     def step(self) -> None:
-        for p, grad, group, _ in self.with_gradients():
-            self.update(p, grad, group)
+        for group in self.param_groups:
+            self.update([p for p in group["params"] if p.grad is not None], group)
 
-    def update(self, p: Tensor, grad: Tensor, group: ParamGroup) -> None:
-        """One step of one tensor."""
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state.update({name: moment_like(p, dtype) for name, dtype in zip(MOMENTS, self.dtypes, strict=True)})
-        wide = all(state[name].dtype == p.dtype for name in MOMENTS)
-        update = self._nadamw if group.get("nesterov") else self._adamw
-        for piece in [slice(None)] if wide else pieces(p):
-            stored = [state[name].view(-1)[piece] for name in MOMENTS]
-            moments = [moment.to(p.dtype) for moment in stored]
-            update(p.view(-1)[piece], grad.view(-1)[piece], moments, state["step"], group)
-            for narrow, value in zip(stored, moments, strict=True):
-                if narrow.dtype != value.dtype:
-                    narrow.copy_(value)  # unchanged if the step is skipped
-        self.count(state["step"])
+    def update(self, tensors: list[Tensor], group: ParamGroup) -> None:
+        """One step of tensors of a group, by one call of the kernel for all of them where nothing is rounded."""
+        together = []
+        for p in tensors:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+                state.update({name: moment_like(p, dtype) for name, dtype in zip(MOMENTS, self.dtypes, strict=True)})
+            if not group.get("nesterov") and all(state[name].dtype == p.dtype for name in MOMENTS):
+                together.append(p)
+            else:
+                step_in_pieces(self, self.kernel, p, group)
+        if together:
+            moments, squares, steps = ([self.state[p][name] for p in together] for name in (*MOMENTS, "step"))
+            self.kernel(together, [p.grad for p in together if p.grad is not None], moments, squares, steps, group)
 
     def foresees(self, group: ParamGroup) -> bool:
         return True
@@ -66,15 +63,23 @@ class AdamW(UpdateRule):
         direction: Tensor = (moment / (1 - beta1**step)).div_(denominator)
         return direction.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)
 
-    def _adamw(self, p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-        """torch's fused kernel. step: number of steps before this one."""
+    def kernel(
+        self,
+        tensors: list[Tensor],
+        grads: list[Tensor],
+        moments: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+        group: ParamGroup,
+    ) -> None:
+        """torch's fused kernel. steps: of each tensor, before this one; it counts them."""
         adamw_kernel(
-            [p],
-            [grad],
-            moments[:1],
-            moments[1:],
+            tensors,
+            grads,
+            moments,
+            squares,
             [],
-            [step.clone()],  # the kernel increments it for each piece of the step
+            steps,
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
@@ -86,14 +91,3 @@ class AdamW(UpdateRule):
             eps=group["eps"],
             maximize=False,
         )
-
-    def _nadamw(self, p: Tensor, grad: Tensor, moments: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
-        """NAdam (Dozat 2016) with constant beta1 and decoupled weight decay: the moment as the next step will have it,
-        without the gradient of that step."""
-        (beta1, beta2), (moment, square) = group["betas"], moments
-        count = step.double() + 1
-        self.write(moment, moment.mul(beta1).add_(grad, alpha=1 - beta1))
-        self.write(square, square.mul(beta2).addcmul_(grad, grad, value=1 - beta2))
-        direction = moment * (beta1 / (1 - beta1 ** (count + 1))) + grad * ((1 - beta1) / (1 - beta1**count))
-        direction.div_((square.sqrt() / (1 - beta2**count).sqrt()).add_(group["eps"]))
-        self.write(p, p.mul(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"]))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megalite.inventory import ParameterPlacement
-from megalite.optim.adamw import MOMENTS
+from megalite.optim.in_pieces import MOMENTS
 from megalite.optim.matrix_rule import TwoSidedRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
