@@ -8,13 +8,13 @@ embedding and the head transpose.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megalite.visibility import Documents
+from megalite.visibility import Documents, Shared
 
 PIECE = 2**40
 """Stride of the ids of a sample's pieces (`in_pieces`). It exceeds every sample id, so ids are unique within a run."""
@@ -51,6 +51,7 @@ class Microbatch:
     host_tokens: `tokens` in host memory, where something there looks at them and they are on a device.
     blend_parts: int64 `[b]`, the part of the blend that each sample comes from; None without `--loss-by-part`.
     token_losses: `[b, s]`, where the loss writes that of each token, unweighted; None without `--loss-by-part`.
+    shared: what one layer makes of it for the others: who sees whom. A changed micro-batch begins with nothing.
     """
 
     tokens: Tensor
@@ -70,6 +71,7 @@ class Microbatch:
     host_tokens: Tensor | None = None
     blend_parts: Tensor | None = None
     token_losses: Tensor | None = None
+    shared: Shared = field(init=False, default_factory=Shared, compare=False, repr=False)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,7 +81,7 @@ class Microbatch:
     @property
     def of_attention(self) -> dict[str, Any]:
         """What attention to whole sequences takes of it, by its names."""
-        return {name: getattr(self, name) for name in ("document_starts", "documents", "sample_ids")}
+        return {name: getattr(self, name) for name in ("document_starts", "documents", "sample_ids", "shared")}
 
     def arranged(self, x: Tensor) -> Tensor:
         """Messages have the shape of whole samples, however these are cut into sequences."""

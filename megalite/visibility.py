@@ -14,10 +14,28 @@ Nothing of size s x s is needed to say it, and which blocks nobody sees can be t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Shared:
+    """What the first who asks makes, for all who ask later: of a micro-batch its layers, which see the same."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, what: Hashable, make: Callable[[], T]) -> T:
+        """What `make` makes, made once. what: by which everything that makes it another differs."""
+        if what not in self._made:
+            self._made[what] = make()
+        found: T = self._made[what]
+        return found
 
 
 @dataclass(frozen=True)
@@ -56,7 +74,8 @@ class Visibility:
     """queries, keys: positions in the sample, int64 `[s]` and `[k]`. first: the first position that each query sees,
     int64 `[b, s]` (`[1, s]` where all samples are alike), None: from 0 on; it follows from `starts`, where the queries'
     documents begin, and `window`. documents: the same as `starts`, where the host knows it. at: position of the first
-    query, where the host knows that both follow one another without a gap, the keys from 0 on.
+    query, where the host knows that both follow one another without a gap, the keys from 0 on. shared: what kernels
+    make of it.
     """
 
     queries: Tensor
@@ -66,6 +85,7 @@ class Visibility:
     window: int | None = None
     documents: Documents | None = None
     at: int | None = None
+    shared: Shared = field(init=False, default_factory=Shared, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -85,8 +105,30 @@ class Visibility:
             first = earliest if first is None else torch.maximum(first, earliest)
         return cls(queries, keys, first, document_starts, window, documents, at)
 
+    @classmethod
+    def of_last(
+        cls,
+        queries: int,
+        keys: int,
+        *,
+        window: int | None,
+        document_starts: Tensor | None,
+        documents: Documents | None,
+        device: torch.device,
+    ) -> Visibility:
+        """Of the last of so many tokens."""
+        places, at = torch.arange(keys, device=device), keys - queries
+        how: dict[str, Any] = {"window": window, "document_starts": document_starts, "documents": documents, "at": at}
+        return cls.of(places[at:], places, **how)
+
     def of_queries(self, part: slice) -> Visibility:
         """Of a part of the queries."""
+        begin, end, _ = part.indices(len(self.queries))
+        if (begin, end) == (0, len(self.queries)):
+            return self
+        return self.shared.once(("queries", begin, end), lambda: self._of_queries(part))
+
+    def _of_queries(self, part: slice) -> Visibility:
         first, starts = (None if x is None else x[:, part] for x in (self.first, self.starts))
         at = None if self.at is None else self.at + part.indices(len(self.queries))[0]
         return Visibility(self.queries[part], self.keys, first, starts, self.window, at=at)

@@ -135,7 +135,7 @@ class Attend(nn.Module):
         if self.cp.size > 1:
             y: Tensor = context_attention(self.core, q, k, v, microbatch, self.cp, training=False)
         else:
-            y = self.core(q, k, v, document_starts=microbatch.document_starts)
+            y = self.core(q, k, v, document_starts=microbatch.document_starts, shared=microbatch.shared)
         y = y.unflatten(2, (-1, width))[..., :out].permute(1, 2, 0, 3)
         return y.permute(self._order).contiguous().permute([self._order.index(dim) for dim in range(4)])
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +52,7 @@ class ModuleInput(Microbatch):
 
     @classmethod
     def of(cls, microbatch: Microbatch) -> ModuleInput:
-        return cls(**vars(microbatch))
+        return cls(**{each.name: getattr(microbatch, each.name) for each in fields(Microbatch) if each.init})
 
 
 class TokenStage(StageModule):

@@ -95,10 +95,15 @@ def _over_ring(
     own = None if starts is None else starts.chunk(ring.size, 1)[ring.rank]
     logits = sinks_by_query(sinks, q)
 
-    def sight(keys: Tensor) -> Visibility:
-        return Visibility.of(places[ring.rank], keys, window=core.window, document_starts=own)
+    def sight(rank: int | None) -> Visibility:
+        """Of the keys of one rank, or of all at rising positions: the same in all layers of this window."""
+
+        def say() -> Visibility:
+            keys = torch.arange(len(order), device=order.device) if rank is None else places[rank]
+            return Visibility.of(places[ring.rank], keys, window=core.window, document_starts=own)
+
+        return microbatch.shared.once((rank, core.window, order.device), say)
 
     if axes.gathers:
-        everywhere = torch.arange(len(order), device=order.device)
-        return gathered_attention(q, k, v, sight(everywhere), microbatch.order, ring, kernel, logits).to(narrow)
-    return ring_attention(q, k, v, lambda rank: sight(places[rank]), ring, kernel, logits).to(narrow)
+        return gathered_attention(q, k, v, sight(None), microbatch.order, ring, kernel, logits).to(narrow)
+    return ring_attention(q, k, v, sight, ring, kernel, logits).to(narrow)

@@ -9,6 +9,7 @@ s: the queries are the last s of k tokens (k > s while generating from a cache).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
-from megalite.nn.attention.choose import BLOCKED, FUSED, TILED, Need, choose
-from megalite.nn.attention.masked import FLEX, MASKED, fused_words, words_of
-from megalite.nn.attention.tiles import WeightDropout, tiled_attention
+from megalite.nn.attention.by_sight import attention_by_sight
+from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
+from megalite.nn.attention.masked import fused_words, words_of
+from megalite.nn.attention.tiles import WeightDropout
 from megalite.nn.dropout import site_key
 from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
-from megalite.visibility import Documents, Visibility
+from megalite.visibility import Documents, Shared
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class AttentionCore:
         document_starts: Tensor | None = None,
         documents: Documents | None = None,
         sample_ids: Tensor | None = None,
+        shared: Shared | None = None,
         training: bool = False,
     ) -> Tensor:
         """q `[s, b, g, r, d]`, k, v `[k, b, g, d]` -> `[s, b, g * r * d]`.
@@ -81,7 +84,7 @@ class AttentionCore:
         values: channels of v that are no padding; a kernel that can leaves out the others: `[s, b, g * r * values]`.
         sinks: a logit `[g * r]` of each head that joins its softmax and has no value (gpt-oss, arXiv 2508.10925).
         document_starts: int64 `[b, s]`; attention sees nothing before them. documents: the same, if the host knows.
-        sample_ids: int64 `[b]`, needed for dropout in training.
+        sample_ids: int64 `[b]`, needed for dropout in training. shared: of the micro-batch.
         """
         narrow, wide = q.dtype, self.product_dtype or q.dtype
         drops = self.dropout > 0.0 and training
@@ -105,22 +108,11 @@ class AttentionCore:
             return blocked_attention(packed.to(wide), values).to(narrow)
         if name == FUSED:
             return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(narrow)
-        keys = torch.arange(len(k), device=k.device)
-        at = len(k) - len(q)
-        sight = Visibility.of(
-            keys[at:], keys, window=window, document_starts=document_starts, documents=documents, at=at
-        )
-        drop = None
-        if drops:
-            assert sample_ids is not None, "attention dropout needs the samples' numbers"
-            drop = self.weight_dropout(sample_ids, sight.queries, q, fused=name == FLEX)
-        if name in MASKED:
-            more = {"softcap": self.softcap, "sinks": sinks, "drop": drop} if name == FLEX else {}
-            y: Tensor = MASKED[name](q.to(wide), k.to(wide), v.to(wide), sight, **more)
-            return y.to(narrow)
-        assert name == TILED, f"attention by {name}, which is not called here"
-        q, k, v = (x.to(self.tile_dtype(q)) for x in (q, k, v))
-        return tiled_attention(q, k, v, sight, drop, softcap=self.softcap, sinks=sinks).to(narrow)
+        assert sample_ids is not None or not drops, "attention dropout needs the samples' numbers"
+        dropped = sample_ids if drops else None
+        seen: dict[str, Any] = {"window": window, "document_starts": document_starts, "documents": documents}
+        y: Tensor = attention_by_sight(self, name, q, k, v, sinks=sinks, dropped=dropped, shared=shared, **seen)
+        return y.to(narrow)
 
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores need extra work: on CUDA the fused kernels compute them, and so does a widened

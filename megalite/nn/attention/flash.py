@@ -49,6 +49,11 @@ def rectangles(sight: Visibility) -> Iterator[tuple[slice, slice, bool]]:
             yield slice(begin, end), slice(0, before), False
 
 
+def seen_by(sight: Visibility) -> list[tuple[slice, slice, bool]]:
+    """The same, worked out once."""
+    return sight.shared.once("rectangles", lambda: list(rectangles(sight)))
+
+
 def merge(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor, kept: Tensor | None = None, p: float = 0.0) -> None:
     """Merges the result of a part `[n, r, s, d]` and its log-sums `[n, r, s]`, -inf where a query sees none of it.
     kept: log-sums of the weights of which the result is made, where others were dropped with probability p."""
@@ -70,7 +75,7 @@ class FlashKernel(TileKernel):
     def forward(self, out: Tensor, lse: Tensor, operands: Operands, sight: Visibility) -> None:
         q, k, v = operands
         r = q.shape[1] // len(sight.queries)
-        for queries, keys, causal in rectangles(sight):
+        for queries, keys, causal in seen_by(sight):
             rows = slice(queries.start * r, queries.stop * r)
             part = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
             merge(out[:, rows], lse[:, rows], *part)
@@ -81,7 +86,7 @@ class FlashKernel(TileKernel):
         """delta: the final result."""
         q, k, v = operands
         r = q.shape[1] // len(sight.queries)
-        for queries, keys, causal in rectangles(sight):
+        for queries, keys, causal in seen_by(sight):
             rows = slice(queries.start * r, queries.stop * r)
             inputs = _by_heads(r, q[:, rows], k[:, keys], v[:, keys])
             result, dresult, sums = (rows_by_heads(x[:, rows], r) for x in (delta, dy, lse[..., None]))

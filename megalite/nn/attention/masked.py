@@ -42,14 +42,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     s, b, g, r, d = q.shape
-    if sight.starts is None:  # a sample is one document: the host needs nothing from the device
-        bounds, longest = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=q.device), s
-    elif sight.documents is not None:
-        bounds, longest = sight.documents.bounds, sight.documents.longest
-    else:
-        begins = (sight.starts.expand(b, s) == sight.queries).flatten().nonzero()[:, 0]
-        bounds = torch.cat((begins, begins.new_tensor([b * s]))).to(torch.int32)
-        longest = int(bounds.diff().max())
+    bounds, longest = sight.shared.once(("bounds", b), lambda: _bounds(sight, b))
     grouped: Any = {}
     if r > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         grouped = {"enable_gqa": True}
@@ -60,6 +53,18 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, sight: Visibility) -> Tensor:
     y: Any = varlen_attn(query, key, value, bounds, bounds, longest, longest, window_size=window, **grouped)
     joined: Tensor = y.view(b, s, g * r * d).transpose(0, 1)
     return joined
+
+
+def _bounds(sight: Visibility, b: int) -> tuple[Tensor, int]:
+    """(Where each document of all b samples begins, and the end, int32; tokens of the longest one)."""
+    s, device = len(sight.queries), sight.queries.device
+    if sight.starts is None:  # a sample is one document: the host needs nothing from the device
+        return torch.arange(0, b * s + 1, s, dtype=torch.int32, device=device), s
+    if sight.documents is not None:
+        return sight.documents.bounds, sight.documents.longest
+    begins = (sight.starts.expand(b, s) == sight.queries).flatten().nonzero()[:, 0]
+    bounds = torch.cat((begins, begins.new_tensor([b * s]))).to(torch.int32)
+    return bounds, int(bounds.diff().max())
 
 
 @functools.cache
@@ -149,7 +154,9 @@ def attended(
     """(Result of the weights that are kept, their log-sums, the log-sums of all; -inf of none), of queries `[b, heads,
     s, d]` and keys `[b, groups, k, d]`."""
     attend, blocks_of = flex()
-    how |= {"block_mask": block_mask(sight, len(query), blocks_of), "return_lse": True}
+    b = len(query)
+    blocks = sight.shared.once(("blocks", b), lambda: block_mask(sight, b, blocks_of))
+    how |= {"block_mask": blocks, "return_lse": True}
     y: Tensor
     lse: Tensor
     if drop is None:

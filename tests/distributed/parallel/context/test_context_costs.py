@@ -92,7 +92,8 @@ def kept_body(world: World, argv: list[str]) -> tuple[float, float]:
         reader.plan(0, first=0, samples=config.global_batch_size(world.size))
         batch, _ = reader.get(0)
         module = stage.modules[0]
-        outside = {x.untyped_storage()._cdata for x in [*module.parameters(), *vars(batch).values()] if x is not None}
+        given = [x for x in vars(batch).values() if isinstance(x, torch.Tensor)]
+        outside = {x.untyped_storage()._cdata for x in [*module.parameters(), *given]}
         kept: dict[int, torch.Tensor] = {}
 
         def pack(x: torch.Tensor) -> torch.Tensor:
