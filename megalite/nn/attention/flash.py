@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.nn.attention import masked
 from megalite.nn.attention.tiles import TileKernel, heads_first, runs
 from megalite.parallel.context import Operands
 from megalite.visibility import Visibility
@@ -77,8 +78,8 @@ class FlashKernel(TileKernel):
         r = q.shape[1] // len(sight.queries)
         for queries, keys, causal in seen_by(sight):
             rows = slice(queries.start * r, queries.stop * r)
-            part = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
-            merge(out[:, rows], lse[:, rows], *part)
+            part, sums = _attend(*_by_heads(r, q[:, rows], k[:, keys], v[:, keys]), causal)
+            masked.on_device(merge, part)(out[:, rows], lse[:, rows], part, sums)
 
     def backward(
         self, grads: Operands, dy: Tensor, delta: Tensor, lse: Tensor, operands: Operands, sight: Visibility
@@ -86,14 +87,15 @@ class FlashKernel(TileKernel):
         """delta: the final result."""
         q, k, v = operands
         r = q.shape[1] // len(sight.queries)
+        seed = sight.shared.once("seed", lambda: _no_seed(q.device))
         for queries, keys, causal in seen_by(sight):
             rows = slice(queries.start * r, queries.stop * r)
             inputs = _by_heads(r, q[:, rows], k[:, keys], v[:, keys])
             result, dresult, sums = (rows_by_heads(x[:, rows], r) for x in (delta, dy, lse[..., None]))
-            dq, dk, dv = _attend_backward(dresult, *inputs, result, sums[..., 0], causal)
-            grads[0][:, rows] += flat(dq)
-            grads[1][:, keys] += dk.sum(1) if r > 1 else dk[:, 0]
-            grads[2][:, keys] += dv.sum(1) if r > 1 else dv[:, 0]
+            dq, dk, dv = _attend_backward(dresult, *inputs, result, sums[..., 0], causal, seed)
+            grads[0][:, rows].add_(flat(dq))  # += would copy the sum to where it is
+            for grad, more in zip(grads[1:], (dk, dv), strict=True):
+                grad[:, keys].add_(more.sum(1) if r > 1 else more[:, 0])
 
 
 def rows_by_heads(x: Tensor, r: int) -> Tensor:
@@ -124,7 +126,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tens
 
 
 def _attend_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, seed: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     found: Any
     if q.device.type == "cpu":
@@ -132,7 +134,12 @@ def _attend_backward(
         found = backward(dy, q, k, v, y, lse, 0.0, causal, scale=1.0)
     else:
         backward = aten._scaled_dot_product_flash_attention_backward
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, of which there is none
         lengths = (None, None, q.shape[2], k.shape[2])
-        found = backward(dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, seed, seed[0].clone(), scale=1.0)
+        found = backward(dy, q, k, v, y, lse.contiguous(), *lengths, 0.0, causal, *seed, scale=1.0)
     return found[0], found[1], found[2]
+
+
+def _no_seed(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(Seed, offset) of the dropout of which there is none."""
+    seed = torch.zeros(2, dtype=torch.uint64, device=device)
+    return seed, seed[0].clone()

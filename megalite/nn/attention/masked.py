@@ -16,6 +16,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -80,8 +81,8 @@ def flex() -> tuple[Any, Any]:
 
 @functools.cache
 def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """As a kernel of a device."""
-    kernel: Callable[P, T] = torch.compile(function)
+    """As a kernel of a device, where torch can make kernels."""
+    kernel: Callable[P, T] = torch.compile(function) if find_spec("triton") else function
     return kernel
 
 

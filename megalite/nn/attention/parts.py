@@ -68,7 +68,7 @@ class FlexKernel(TileKernel):
         made = [part, sums] if drop is None else [part, kept, sums]
         found = torch.autograd.grad(made, inputs, given)
         for grad, more in zip(grads, found, strict=True):
-            grad += more
+            grad.add_(more)
 
     def _attend(self, operands: Operands, sight: Visibility) -> tuple[Tensor, Tensor, Tensor]:
         """(result `[n, r, s, d]`, log-sums `[n, r, s]` of the weights that it is made of and of all, -inf where a query
