@@ -30,28 +30,27 @@ MANY_PARTS = 256
 ROUNDS = 8
 
 Floats = NDArray[np.float64]
+Numbers = NDArray[np.int64]
+Order = tuple[NDArray[np.int16], Numbers]
 
 
-def greedy_order(shares: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+def greedy_order(shares: Sequence[float], size: int) -> Order:
     """Part, int16 `[size]`, and number of the sample in it, int64 `[size]`, of each step; shares sum to 1."""
     weights = np.array(shares, np.float64)
     count = max(1, min(ELEMENTS // len(weights), size // SHORTEST))
     length = -(-size // count)
     first = np.arange(count) * length
-    parts = np.empty((length, count), np.int16)
-    samples = np.empty((length, count), np.int64)
     begin = _guess(weights, np.maximum(first - WARM, 0))
-    _advance(weights, np.maximum(first - WARM, 0), begin, min(WARM, length), None, None)
+    _advance(weights, np.maximum(first - WARM, 0), begin, min(WARM, length))
     begin[0] = 0.0
-    wrong = np.arange(count)
+    parts, samples = np.empty((length, count), np.int16), np.empty((length, count), np.int64)
     ends = np.empty_like(begin)
+    wrong = np.arange(count)
     for number in range(count + ROUNDS):
         taken = begin[wrong]
-        columns = np.empty((length, len(wrong)), np.int16), np.empty((length, len(wrong)), np.int64)
-        _advance(weights, first[wrong], taken, length, *columns)
-        ends[wrong], parts[:, wrong], samples[:, wrong] = taken, *columns
-        differs = (ends[:-1] != begin[1:]).any(axis=1)
-        wrong = np.flatnonzero(differs) + 1
+        parts[:, wrong], samples[:, wrong] = _advance(weights, first[wrong], taken, length)
+        ends[wrong] = taken
+        wrong = np.flatnonzero((ends[:-1] != begin[1:]).any(axis=1)) + 1
         if not len(wrong):
             break
         if number >= ROUNDS:  # a part of next to no weight remembers for long: one after the other
@@ -60,42 +59,39 @@ def greedy_order(shares: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     return parts.T.reshape(-1)[:size].copy(), samples.T.reshape(-1)[:size].copy()
 
 
-def _guess(weights: Floats, steps: NDArray[np.int64]) -> Floats:
+def _guess(weights: Floats, steps: Numbers) -> Floats:
     """Samples taken of each part before these steps, `[steps, parts]`, if all parts are as close as they can be."""
     wanted = steps[:, None] * weights
     taken = np.floor(wanted)
     more = (steps - taken.sum(axis=1)).astype(np.int64)
     place = np.argsort(np.argsort(taken - wanted, axis=1, kind="stable"), axis=1, kind="stable")
-    taken += place < more[:, None]
-    return taken
+    return taken + (place < more[:, None])
 
 
-def _advance(
-    weights: Floats,
-    first: NDArray[np.int64],
-    taken: Floats,
-    length: int,
-    parts: NDArray[np.int16] | None,
-    samples: NDArray[np.int64] | None,
-) -> None:
-    """`length` steps of every stretch. taken `[stretches, parts]` is changed; parts, samples `[length, stretches]` are
-    written."""
-    step = AHEAD if len(weights) > MANY_PARTS else length
-    for begin in range(0, length, step):
-        steps = range(begin, min(begin + step, length))
-        if step == length:
-            _steps(weights, first, taken, steps, parts, samples)
-            continue
+def _advance(weights: Floats, first: Numbers, taken: Floats, length: int) -> Order:
+    """Part and sample of `length` steps of every stretch, `[length, stretches]`; taken `[stretches, parts]` is changed.
+
+    At step t of each stretch the first part with the largest `weight * max(t, 1) - taken` gives its next sample.
+    """
+    parts, samples = np.empty((length, len(taken)), np.int16), np.empty((length, len(taken)), np.int64)
+    ahead = AHEAD if len(weights) > MANY_PARTS else length
+    for begin in range(0, length, ahead):
+        steps = range(begin, min(begin + ahead, length))
         columns = _candidates(weights, first + begin, taken, len(steps))
-        some = np.take_along_axis(taken, columns, axis=1)
-        _steps(weights[columns], first, some, steps, parts, samples)
+        some, some_weights = np.take_along_axis(taken, columns, axis=1), weights[columns]
+        behind, rows = np.empty_like(some), np.arange(len(some)) * some.shape[1]
+        flat, part_of = some.reshape(-1), columns.reshape(-1)
+        for step in steps:
+            np.multiply(np.maximum(first + step, 1).astype(np.float64)[:, None], some_weights, out=behind)
+            behind -= some
+            chosen = rows + behind.argmax(axis=1)
+            parts[step], samples[step] = part_of[chosen], flat[chosen]
+            flat[chosen] += 1.0
         np.put_along_axis(taken, columns, some, axis=1)
-        if parts is not None:
-            rows = parts[begin : steps.stop]
-            rows[:] = np.take_along_axis(columns, rows.T.astype(np.int64), axis=1).T
+    return parts, samples
 
 
-def _candidates(weights: Floats, first: NDArray[np.int64], taken: Floats, steps: int) -> NDArray[np.int64]:
+def _candidates(weights: Floats, first: Numbers, taken: Floats, steps: int) -> Numbers:
     """Parts of which one is chosen in each of the next steps, `[stretches, candidates]`, in ascending order.
 
     Of the `steps` parts that are furthest behind one is left until the last of these steps, and it is no less behind
@@ -104,32 +100,9 @@ def _candidates(weights: Floats, first: NDArray[np.int64], taken: Floats, steps:
     behind = np.maximum(first, 1)[:, None] * weights - taken
     reach = behind + weights * steps
     reach += 1e-9 + 8 * np.finfo(np.float64).eps * float(first[-1] + steps)  # rounding
-    least = np.partition(behind, len(weights) - steps, axis=1)[:, len(weights) - steps]
+    place = max(0, len(weights) - steps)
+    least = np.partition(behind, place, axis=1)[:, place]
     count = int((reach >= least[:, None]).sum(axis=1).max())
     columns = np.argpartition(reach, len(weights) - count, axis=1)[:, len(weights) - count :]
     columns.sort(axis=1)
     return columns
-
-
-def _steps(
-    weights: Floats,
-    first: NDArray[np.int64],
-    taken: Floats,
-    steps: range,
-    parts: NDArray[np.int16] | None,
-    samples: NDArray[np.int64] | None,
-) -> None:
-    """At step t of each stretch the first part with the largest `weight * max(t, 1) - taken` gives its next sample."""
-    behind, rows = np.empty_like(taken), np.arange(len(taken)) * taken.shape[1]
-    flat = taken.reshape(-1)
-    for step in steps:
-        scale = np.maximum(first + step, 1).astype(np.float64)
-        np.multiply(scale[:, None], weights, out=behind)
-        behind -= taken
-        best = behind.argmax(axis=1)
-        chosen = rows + best
-        now = flat[chosen]
-        if parts is not None and samples is not None:
-            parts[step] = best
-            samples[step] = now
-        flat[chosen] = now + 1.0
