@@ -214,7 +214,17 @@ class ParallelConfig:
         """Ranks that hold one replica of the model; where stages differ, all of them."""
         if self.meshes:
             return sum(mesh.size for mesh in self.meshes)
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context.context_parallel_size
+        return self.ranks_together * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_together(self) -> int:
+        """Ranks that share a layer or a sequence, and stay on one host where that has room for them."""
+        return self.tensor_model_parallel_size * self.context.context_parallel_size
+
+    @property
+    def timeout_seconds(self) -> float:
+        """After which a collective that waits ends the run."""
+        return 60 * self.distributed_timeout_minutes
 
     @property
     def expert_tensor_size(self) -> int:

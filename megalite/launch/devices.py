@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import ParallelConfig
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, HostProblem
 from megalite.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 LOOKS = 5
 """How often `busy_cores` looks."""
+
+ANSWER_SECONDS = 120.0
+"""Within which a host's check answers."""
 
 
 def gpu_driver() -> Path | None:
@@ -75,6 +80,28 @@ def check_devices(parallel: ParallelConfig, local_size: int, devices: int | None
         problems.append("`cuda_graph_impl`=local: torch sees no GPU; leave it out")
     if problems:
         raise ConfigError(problems)
+
+
+def host_problem(ranks: int, device: str) -> str:
+    """What is wrong with this host; empty where it computes right. It is asked in a process of its own, `host_check`: a
+    device that hangs is ended with it, and the rank that asks has touched none yet."""
+    command = [sys.executable, "-m", "megalite.launch.host_check", str(ranks), device]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its devices did not answer for {ANSWER_SECONDS:g} s"
+    if done.returncode == 0:
+        return ""
+    lines = [*done.stdout.strip().splitlines(), *done.stderr.strip().splitlines()[-1:]]
+    return lines[0] if lines else f"its check ended with status {done.returncode}"
+
+
+def check_host(parallel: ParallelConfig, place: LaunchEnvironment) -> None:
+    """Whether this host computes right: asked on one rank a host, where `--check-hosts` says so. Raises HostProblem."""
+    if parallel.restarts.check_hosts and place.local_rank == 0:
+        problem = host_problem(place.local_size, parallel.hardware.device)
+        if problem:
+            raise HostProblem(f"host {socket.gethostname()} is left out: {problem}")
 
 
 def choose_device(parallel: ParallelConfig, place: LaunchEnvironment) -> torch.device:

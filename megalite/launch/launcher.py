@@ -32,6 +32,7 @@ from megalite.launch.devices import (
     bind_to_node,
     busy_cores,
     check_devices,
+    check_host,
     choose_backend,
     choose_device,
     count_devices,
@@ -41,10 +42,9 @@ from megalite.launch.devices import (
     threads_of,
 )
 from megalite.launch.environment import LaunchEnvironment
-from megalite.launch.left_out import check_host, list_host
 from megalite.launch.meeting import leave_together, open_store
 from megalite.launch.network import check_interface, interface_hint
-from megalite.launch.output import print_error, print_interrupted, print_lines
+from megalite.launch.output import list_host, print_error, print_interrupted, print_lines, print_lost
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.signals import EndAtOnce, ends_at_once, ignored
 from megalite.launch.spares import release_spares, take_seat, wait_as_spare
@@ -113,26 +113,18 @@ def launch(
         EndAtOnce(lambda: page.phase, tells=place.rank == 0).install()
     watch: RankWatch | None = None
     try:
-        restarts = config.parallel.restarts.max_restarts
-        if place.launcher and restarts:
-            raise ConfigError(
-                f"`max_restarts`={restarts}: {place.launcher} started these ranks; drop it, or `nprocs` alone"
-            )
-        if place.launcher and nprocs not in (None, place.size, ranks):
-            raise ConfigError(
-                f"`nprocs`={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
-                f"{place.size}; drop `nprocs`"
-            )
+        if place.launcher:
+            _check_launcher(config.parallel, place, ranks)
         if max(place.size, nprocs or 1) > 1:
             check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-        if place.launcher or nprocs is None or (nprocs == 1 and not restarts):
-            seat = _take_seat(config, started, ranks)
+        if place.launcher or nprocs is None or (nprocs == 1 and not config.parallel.restarts.max_restarts):
+            seat = started if ranks is None else take_seat(started, ranks, config.parallel.ranks_together)
+            host, seconds = socket.gethostname(), config.parallel.timeout_seconds
             if seat is None:
-                return wait_as_spare(started, socket.gethostname(), 60 * config.parallel.distributed_timeout_minutes)
+                return wait_as_spare(started, host, seconds)
             place = seat
             if place.size > 1:
-                seconds = 60 * config.parallel.distributed_timeout_minutes
-                watch = RankWatch(place, page, hang_seconds=seconds, host=socket.gethostname())
+                watch = RankWatch(place, page, hang_seconds=seconds, host=host)
             return _run_rank(config, main, place, page.set_phase, watch=watch, spares=started.size - place.size)
         check_devices(config.parallel, nprocs, count_devices())
         return _run_local_attempts(config, main, nprocs, saves)
@@ -153,8 +145,7 @@ def _leave_failed(error: Exception, place: LaunchEnvironment, watch: RankWatch |
     speaks = isinstance(error, MegaliteError) and not isinstance(error, PeerLost)
     if watch is not None and description.communication and not speaks:
         if blame := watch.account(description.text.strip().split("\n")[0]):
-            print_lines(blame)
-            tell_event("lost", line=blame)
+            print_lost(blame)
         return 1
     if isinstance(error, MegaliteError):
         tells = watch.tells(str(error)) if watch is not None else None
@@ -180,17 +171,23 @@ def end_launcher(place: LaunchEnvironment) -> None:
         os.kill(os.getppid(), signal.SIGUSR2 if place.keeps_status else signal.SIGTERM)
 
 
-def _take_seat(config: Launched, started: LaunchEnvironment, ranks: int | None) -> LaunchEnvironment | None:
-    """The place among the ranks that train. Raises ConfigError for a torchrun whose ranks would not find each other
-    after a restart."""
-    parallel = config.parallel
-    if parallel.restarts.elastic is not None and started.launch and started.agent_store:
+def _check_launcher(parallel: ParallelConfig, place: LaunchEnvironment, ranks: int | None) -> None:
+    """What does not go together with the launcher of these ranks. Raises ConfigError."""
+    restarts, nprocs = parallel.restarts, parallel.nprocs
+    if restarts.max_restarts:
+        raise ConfigError(
+            f"`max_restarts`={restarts.max_restarts}: {place.launcher} started these ranks; drop it, or `nprocs` alone"
+        )
+    if nprocs not in (None, place.size, ranks):
+        raise ConfigError(
+            f"`nprocs`={nprocs}: {place.launcher} already started this process as rank {place.rank} of "
+            f"{place.size}; drop `nprocs`"
+        )
+    if restarts.elastic is not None and place.launch and place.agent_store:
         raise ConfigError(
             "env: TORCH_DISABLE_SHARE_RDZV_TCP_STORE is not set: `elastic` under torchrun needs it to be 1, or ranks "
             "would look for each other at a host that is lost; export it before torchrun, on every host"
         )
-    together = parallel.tensor_model_parallel_size * parallel.context.context_parallel_size
-    return started if ranks is None else take_seat(started, ranks, together)
 
 
 def _run_local_attempts(config: Settings, main: Main[Settings], nprocs: int, saves: bool) -> int:
@@ -225,7 +222,7 @@ def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> Out
             place = LaunchEnvironment("nprocs", rank, nprocs, rank, nprocs, launch=name)
             return _run_rank(config, main, place, page.set_phase, rendezvous)
 
-        seconds = config.parallel.distributed_timeout_minutes * 60 + HANG_GRACE_SECONDS
+        seconds = config.parallel.timeout_seconds + HANG_GRACE_SECONDS
         return supervise(nprocs, body, hang_seconds=seconds, forward=FORWARDED)
 
 
@@ -331,7 +328,7 @@ def _join(
 
     from megalite.launch import self_test
 
-    seconds = config.parallel.distributed_timeout_minutes * 60
+    seconds = config.parallel.timeout_seconds
     store = open_store(place, world.host, seconds, rendezvous=rendezvous, serves=True)
     if watch is not None:
         watch.meet(open_store(place, world.host, seconds))

@@ -1,12 +1,16 @@
-"""What is printed: log lines, errors, the end by a signal; in the words of the command line."""
+"""What is said: log lines, errors, the end by a signal, in the words of the command line; hosts that are left out."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
+import time
+from pathlib import Path
 
 from megalite.errors import MegaliteError, in_flags
+from megalite.events import tell_event
 from megalite.launch.signals import interrupted_line
 
 
@@ -34,6 +38,20 @@ def print_lines(text: str) -> None:
     """Prints an account of what went wrong."""
     for line in text.split("\n"):
         print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def print_lost(line: str) -> None:
+    """Tells who does not answer any more, on standard error and to the command of `--on-event`."""
+    print_lines(line)
+    tell_event("lost", line=line)
+
+
+def list_host(path: Path, line: str) -> None:
+    """Adds a line to the list of hosts that were left out."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')} {line}\n")
 
 
 def print_interrupted(phase: str = "", number: int = signal.SIGINT, *, saves: bool = True) -> None:

@@ -1,6 +1,6 @@
 """Who is lost: asked by every rank of an outer launcher once a second, in the store where the ranks have met.
 
-    host a: rank 0 -> rank 1 -> rank 2 -> rank 0     each watches the process of the next one on its host: seen at once
+    host a: rank 0 -> rank 1 -> rank 2 -> rank 0     each watches the process of the next one of its host: seen at once
        |                                             (a peer behind shared memory or NCCL breaks no connection)
        |  beat/0, beat/1: one rank a host writes every 3 s; 15 s of silence, and the host is lost
        v
@@ -37,8 +37,7 @@ class Patience:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._looked = clock()
-        self._silence = 0.0
+        self.heard()
 
     def heard(self) -> None:
         """There was a sign of life."""
@@ -60,10 +59,9 @@ class Pulse:
     def __init__(self, store: dist.Store, place: LaunchEnvironment, host: str) -> None:
         self._store, self._place, self._host = store, place, host
         self._neighbour: tuple[int, int] | None = None  # rank, descriptor of its process
-        self._next_beat, self._beats = 0.0, 0
         self._heard, self._last = Patience(), b""
-        here = self._here = f"processes/{_machine()} {os.getppid()}"  # a launcher may run twice on one machine
-        store.set(f"{here}/{store.add(here, 1)}", f"{place.rank} {os.getpid()}")
+        self._here = f"processes/{_machine()} {os.getppid()}"  # a launcher may run twice on one machine
+        store.set(f"{self._here}/{place.local_rank}", f"{place.rank} {os.getpid()}")
         self._number = store.add("beat/hosts", 1) - 1 if place.local_rank == 0 else None
         if self._number is not None:
             self._beat(self._number)
@@ -81,19 +79,15 @@ class Pulse:
 
     def _beat(self, number: int) -> None:
         self._next_beat = time.monotonic() + BEAT_SECONDS
-        self._beats += 1
-        alone = self._place.local_size == 1
-        ranks = rank_name(self._place.rank, self._host) + " and the others of its host" * (not alone)
-        self._store.set(f"beat/{number}", f"{self._beats} {ranks}")
+        others = " and the others of its host" if self._place.local_size > 1 else ""
+        self._store.set(f"beat/{number}", f"{self._next_beat} {rank_name(self._place.rank, self._host)}{others}")
 
     def _find_neighbour(self) -> tuple[int, int] | None:
-        """The next rank of this host; None until all have met, and where they do not see each other's processes."""
-        keys = [f"{self._here}/{number + 1}" for number in range(self._place.local_size)]
-        if len(keys) == 1 or not self._store.check(keys) or sys.platform != "linux":
+        """The next rank of this host; None until it comes, and where ranks do not see each other's processes."""
+        key = f"{self._here}/{(self._place.local_rank + 1) % self._place.local_size}"
+        if self._place.local_size == 1 or sys.platform != "linux" or not self._store.check([key]):
             return None
-        processes = sorted(tuple(map(int, self._store.get(key).split())) for key in keys)
-        mine = [rank for rank, _ in processes].index(self._place.rank)
-        neighbour, process = processes[(mine + 1) % len(processes)]
+        neighbour, process = map(int, self._store.get(key).split())
         try:
             return neighbour, os.pidfd_open(process)
         except ProcessLookupError:

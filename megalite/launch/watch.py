@@ -25,9 +25,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from megalite.errors import rank_name
-from megalite.events import tell_event
 from megalite.launch import pulse
 from megalite.launch.environment import LaunchEnvironment
+from megalite.launch.output import print_lost
 from megalite.launch.pulse import Patience, Pulse
 from megalite.launch.rank_page import BEAT_SECONDS, RankPage
 from megalite.launch.signals import ear, ends_at_once
@@ -97,15 +97,16 @@ class RankWatch:
         store = self._store
         if store is None:
             return self._place.local_rank == 0
-        _within(ANSWER_SECONDS, lambda: self._roll_call(f"{self._me} failed{self._where()}: {cause}"))
+        _within(ANSWER_SECONDS, lambda: self._roll_call(store, f"{self._me} failed{self._where()}: {cause}"))
         return _within(ANSWER_SECONDS, lambda: store.add(f"failed/{self._host}", 1)) in (1, None)
 
     def account(self, lost: str) -> str | None:
         """Who is to blame for a peer that was lost; None where another rank says so. lost: what this rank saw."""
         self._leaving.set()
-        if self._store is None:
+        store = self._store
+        if store is None:
             return f"{self._me} lost a peer{self._where()}: {lost}"
-        answer = _within(ANSWER_SECONDS, lambda: self._roll_call(""))
+        answer = _within(ANSWER_SECONDS, lambda: self._roll_call(store, ""))
         if answer is not None:
             return answer[0] if answer else None
         if self._place.local_rank and self._place.rank != 1:
@@ -116,17 +117,14 @@ class RankWatch:
         who = "the launcher's meeting point" if self._place.agent_store else "rank 0"
         return f"{who} ({self._place.master_addr}:{self._place.master_port})"
 
-    def _roll_call(self, cause: str) -> list[str]:
+    def _roll_call(self, store: dist.Store, cause: str) -> list[str]:
         """Says that this rank ends, waits for the others to do so; what is to be told, if it is this rank's part."""
-        store, size = self._store, self._place.size
-        if store is None:
-            return []
         store.set(f"end/{self._place.rank}", self._page.phase)
         if cause:
             store.set(CAUSE, cause)
         store.set(OVER, "")
         deadline = time.monotonic() + ROLL_CALL_SECONDS
-        missing = [rank for rank in range(size) if rank != self._place.rank]
+        missing = [rank for rank in range(self._place.size) if rank != self._place.rank]
         agent, first = self._place.agent_store, self._place.rank == 0
         if not agent and not first:
             return []  # rank 0 serves the store: it stays while others may ask, and it tells
@@ -160,15 +158,11 @@ class RankWatch:
                     reason = " though another rank has ended"
                     stacks = not self._store.check([CAUSE])  # where the cause is told they would only bury it
                     break
-        except (
-            RuntimeError,
-            OSError,
-        ):  # the connections break with the store's server, except those through shared memory
+        except (RuntimeError, OSError):
+            # The connections break with the store's server, except those through shared memory.
             reason = f": {self._meeting_point()} does not answer any more"
-        if self._leaving.wait(GRACE_SECONDS):
-            return
-        line = f"{self._me} did not finish{self._where()}{reason}"
-        self._end(line, stacks=stacks)
+        if not self._leaving.wait(GRACE_SECONDS):
+            self._end(f"{self._me} did not finish{self._where()}{reason}", stacks=stacks)
 
     def _tell_lost(self, lost: str) -> None:
         """Names who is lost, unless somebody has, and has all ranks end."""
@@ -177,9 +171,7 @@ class RankWatch:
         if self._leaving.is_set() or self._store.check([CAUSE]):
             return
         if self._store.add(TOLD, 1) == 1:
-            line = f"{lost} did not answer any more; {self._me} waited{self._where()}"
-            print(f"error: {line}", file=sys.stderr, flush=True)
-            tell_event("lost", line=line)
+            print_lost(f"{lost} did not answer any more; {self._me} waited{self._where()}")
         self._leave_cause(f"{lost} did not answer any more")
 
     def _leave_cause(self, cause: str) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.launch import host_check, left_out
+from megalite.launch import devices, host_check
 
 
 def test_a_device_that_computes_right_passes_and_one_wrong_number_does_not(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_a_device_that_computes_right_passes_and_one_wrong_number_does_not(capsy
 )
 def test_what_a_host_is_left_out_for(answer: object, problem: str) -> None:
     with mock.patch.object(subprocess, "run", side_effect=[answer]):
-        assert left_out.host_problem(8, "auto") == problem
+        assert devices.host_problem(8, "auto") == problem
 
 
 def test_asked_by_hand_it_answers_in_one_line() -> None:
