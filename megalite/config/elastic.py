@@ -24,22 +24,12 @@ def training_ranks(config: Config, started: int, local_size: int) -> int:
     validator says what is wrong."""
     if not _counts(config):
         return started
-    together, stages = ranks_together(config), config.parallel.pipeline_model_parallel_size
-    groups = seats(started, local_size, together) // together
-    most = groups // stages
+    replica = config.parallel.ranks_together * config.parallel.pipeline_model_parallel_size
+    most = seats(started, local_size, config.parallel.ranks_together) // replica * replica
     if most == 0:
         return started
-    legal = [d for d in range(most, 0, -1) if _divides(config, together * stages * d)]
-    for d in legal[:MOST_TRIALS]:
-        if not config_problems(config, together * stages * d):
-            return together * stages * d
-    return together * stages * (legal[0] if legal else most)
-
-
-def ranks_together(config: Config) -> int:
-    """Ranks that share a layer or a sequence, and stay on one host where that has room for them."""
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.context.context_parallel_size
+    even = [ranks for ranks in range(most, 0, -replica) if _divides(config, ranks)] or [most]
+    return next((ranks for ranks in even[:MOST_TRIALS] if not config_problems(config, ranks)), even[0])
 
 
 def seats(started: int, local_size: int, together: int) -> int:
@@ -58,20 +48,13 @@ def elastic_problems(config: Config, started: int, training: int) -> Iterator[st
         yield f"`elastic`={floor}: the global batch would grow and shrink with the ranks; add `global_batch_size`"
     replicas = config.data_parallel_size(training)
     if replicas < floor:
-        size, room = config.training.global_batch_size, started // config.parallel.model_parallel_size
-        better = "start more of them, or lower it"
+        size, whole = config.training.global_batch_size, config.parallel.model_parallel_size
+        better, room, micro = "start more of them", started // whole, config.training.micro_batch_size
         if size is not None and room >= floor:
-            micro = config.training.micro_batch_size
             other = _dividing(size // micro, room)
             other = other if _most(other, room) >= floor else max(1, round(size / micro / floor)) * floor
-            better = (
-                "their number times the micro-batch size must divide "
-                f"`global_batch_size`={size}; use {other * micro}, or lower it"
-            )
-        yield (
-            f"`elastic`={floor}: {started} ranks give {replicas} data-parallel ranks of "
-            f"{config.parallel.model_parallel_size}; {better}"
-        )
+            better = f"their number times the micro-batch size must divide `global_batch_size`={size}; use {other * micro}"
+        yield f"`elastic`={floor}: {started} ranks give {replicas} data-parallel ranks of {whole}; {better}, or lower it"
 
 
 def elastic_warnings(config: Config, started: int, training: int) -> Iterator[str]:
@@ -111,9 +94,9 @@ def _most(microbatches: int, replicas: int) -> int:
 def _counts(config: Config) -> bool:
     """Whether ranks and samples can be counted: the validator has a line for a size that is not above 0."""
     parallel, training = config.parallel, config.training
-    batch = 1 if training.global_batch_size is None else training.global_batch_size
-    sizes = parallel.tensor_model_parallel_size, parallel.context.context_parallel_size, training.micro_batch_size
-    return min(*sizes, parallel.pipeline_model_parallel_size, batch) > 0
+    ranks = parallel.tensor_model_parallel_size, parallel.context.context_parallel_size
+    samples = training.micro_batch_size, training.global_batch_size
+    return all(size is None or size > 0 for size in (*ranks, parallel.pipeline_model_parallel_size, *samples))
 
 
 def _divides(config: Config, ranks: int) -> bool:

@@ -8,11 +8,10 @@ launch counts anew.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+from megalite.checkpoint import write_small
 from megalite.errors import CheckpointError
 
 ATTEMPTS_FILE = "attempts.json"
@@ -30,30 +29,21 @@ class Attempts:
         """The ranks start from `iteration`. Raises CheckpointError where that has failed too often."""
         if self._path is None:
             return
-        count = self._count(iteration)
-        if count >= MOST:
+        this = [self._launch, iteration]
+        same: list[object] = []
+        with suppress(OSError, ValueError, TypeError):
+            same = [attempt for attempt in json.loads(self._path.read_text()) if attempt == this]
+        if len(same) >= MOST:
             self.end()
             raise CheckpointError(
-                f"`save`={self._path.parent}: {count} attempts from iteration {iteration} have failed before a new "
+                f"`save`={self._path.parent}: {len(same)} attempts from iteration {iteration} have failed before a new "
                 "checkpoint; the cause is told above, where they failed"
             )
-        staged = self._path.with_name(f".{ATTEMPTS_FILE}.tmp")
         with suppress(OSError):  # who cannot write here will hear of it where it matters
-            staged.write_text(json.dumps({"launch": self._launch, "iteration": iteration, "count": count + 1}))
-            os.replace(staged, self._path)
+            write_small(self._path, json.dumps([*same, this]).encode())
 
     def end(self) -> None:
         """The run ends in good order, or must not be tried again."""
         if self._path is not None:
             with suppress(OSError):
                 self._path.unlink()
-
-    def _count(self, iteration: int) -> int:
-        """Attempts from this iteration so far."""
-        assert self._path is not None
-        try:
-            told: Any = json.loads(self._path.read_text())
-            same = told["launch"] == self._launch and told["iteration"] == iteration
-            return int(told["count"]) if same else 0
-        except (OSError, ValueError, KeyError, TypeError):
-            return 0

@@ -35,32 +35,29 @@ def check_shared_disks(config: Config, world: World, ranks: Axis) -> None:
     if not config.data.mock_data:
         folders["data_cache_path"] = str(cache_directory(config.data.data_cache_path, config.checkpoint.run_folder))
     token = str(all_gather_json(uuid.uuid4().hex if world.is_first else None, ranks)[0])
-    first = {name: _write(Path(folder) / f".probe-{token}") for name, folder in folders.items() if world.is_first}
+    probes = {name: Path(folder) / f".probe-{token}" for name, folder in folders.items()}
+    found = {name: _write(probe) for name, probe in probes.items() if world.is_first}
     all_gather_json(None, ranks)  # rank 0 has written
-    found = first
     if world.local_rank == 0 and not world.is_first:
-        found = {name: _look(Path(folder), token, world.rank, LOOK_SECONDS[name]) for name, folder in folders.items()}
+        found = {name: _look(probe, world.rank, LOOK_SECONDS[name]) for name, probe in probes.items()}
     answers = all_gather_json({"host": world.host, "found": found} if world.local_rank == 0 else None, ranks)
     if world.is_first:
-        for folder in folders.values():
-            _remove(Path(folder) / f".probe-{token}")
+        for probe in probes.values():
+            _remove(probe)
     hosts = [(f"{answer['host']} (rank {rank})", answer["found"]) for rank, answer in enumerate(answers) if answer]
+    first = hosts[0][0]
     for name, folder in folders.items():
         lacking = [(host, found[name]) for host, found in hosts if found[name]]
         if name == "save" and lacking:
-            raise CheckpointError(_refusal(folder, hosts[0][0], lacking, len(hosts)))
-        own = f"{len(lacking)} of {len(hosts)} hosts do not see that of {hosts[0][0]} and make their own"
+            some = ", ".join(host for host, _ in lacking[:MOST_NAMES])
+            more = f" and {len(lacking) - MOST_NAMES} more" if len(lacking) > MOST_NAMES else ""
+            raise CheckpointError(
+                f"`save`={save}: {len(lacking)} of {len(hosts)} hosts, {some}{more}, do not share it with {first} "
+                f"({lacking[0][1]}); every rank writes its part of a checkpoint: name a folder that all hosts can write"
+            )
+        own = f"{len(lacking)} of {len(hosts)} hosts do not see that of {first} and make their own"
         if world.is_first:
             logger.info("`%s`=%s: %s", name, folder, own if lacking else f"shared by all {len(hosts)} hosts")
-
-
-def _refusal(save: str, first: str, lacking: list[tuple[str, str]], hosts: int) -> str:
-    names = ", ".join(host for host, _ in lacking[:MOST_NAMES])
-    more = f" and {len(lacking) - MOST_NAMES} more" if len(lacking) > MOST_NAMES else ""
-    return (
-        f"`save`={save}: {len(lacking)} of {hosts} hosts, {names}{more}, do not share it with {first} "
-        f"({lacking[0][1]}); every rank writes its part of a checkpoint: name a folder that all hosts can write"
-    )
 
 
 def _write(path: Path) -> str | None:
@@ -73,14 +70,14 @@ def _write(path: Path) -> str | None:
     return None
 
 
-def _look(folder: Path, token: str, rank: int, seconds: float) -> str | None:
+def _look(probe: Path, rank: int, seconds: float) -> str | None:
     """Whether this host sees rank 0's file within `seconds`, and can write one beside it; else what is wrong."""
     deadline = time.monotonic() + seconds
-    while not os.path.isfile(folder / f".probe-{token}"):
+    while not os.path.isfile(probe):
         if time.monotonic() > deadline:
             return "what that has written is not there"
         time.sleep(0.05)
-    mine = folder / f".probe-{token}-{rank}"
+    mine = probe.with_name(f"{probe.name}-{rank}")
     problem = _write(mine)
     _remove(mine)
     return problem
