@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +75,8 @@ def measure_local(size: int, device: str, **layout: Any) -> None:
         raise RuntimeFailure(f"{size} local ranks cannot work together on {device}: see above")
 
 
-def run_rank(flags: argparse.Namespace, world: World) -> None:
-    """The test as one rank lives it; rank 0 prints. Raises RuntimeFailure where a result is wrong."""
-    _test(flags.parallel, world, flags.expected)
-
-
 def _test(parallel: ParallelConfig, world: World, expected: Hardware | None) -> None:
+    """The test as one rank lives it; rank 0 prints. Raises RuntimeFailure where a result is wrong."""
     from megalite.comm import all_gather_json
     from megalite.train import make_mesh
 
@@ -91,11 +88,10 @@ def _test(parallel: ParallelConfig, world: World, expected: Hardware | None) -> 
     mesh = make_mesh(parallel, world)
     bench = Bench(world, mesh.world)
     hosts = all_gather_json(world.host, mesh.world)
-    kinds = _groups(mesh)
     node, between = _links(hosts, world.rank)
     bench.say(f"{world.size} ranks on {_hosts(hosts)}, {world.device.type}; {mesh}")
     bench.say(f"\n{'group':<7}{'ranks':<16}{'operation':<16}{'4 KiB':>12}{'32 MiB, bus':>14}   slowest group")
-    for name, (axis, groups) in kinds.items():
+    for name, (axis, groups) in _groups(mesh).items():
         for operation in OPERATIONS:
             world.report_phase(f"{operation} of {name}")
             _check(name, axis, operation, world.device, hosts)
@@ -126,10 +122,7 @@ def _links(hosts: Sequence[str], rank: int) -> tuple[Axis, Axis]:
     nodes: dict[str, list[int]] = {}
     for number, host in enumerate(hosts):
         nodes.setdefault(host, []).append(number)
-    places = [
-        [ranks[place] for ranks in nodes.values() if place < len(ranks)]
-        for place in range(max(map(len, nodes.values())))
-    ]
+    places = [[rank for rank in ranks if rank is not None] for ranks in zip_longest(*nodes.values())]
     return make_axis("node", [*nodes.values()], rank, share=False), make_axis("between", places, rank, share=False)
 
 
@@ -137,14 +130,6 @@ def _hosts(hosts: Sequence[str]) -> str:
     different = list(dict.fromkeys(hosts))
     count, more = len(different), ", ..." * (len(different) > 4)
     return f"{count} host{'s' * (count > 1)} ({', '.join(different[:4])}{more})"
-
-
-@dataclass(frozen=True)
-class Slowest:
-    """Of all groups at once: seconds of the slowest, and its ranks."""
-
-    seconds: float
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -159,8 +144,9 @@ class Bench:
         if self.world.is_first:
             print(text, flush=True)
 
-    def slowest(self, action: Callable[[], object], axis: Axis) -> Slowest:
-        """The median of a few times after one that does not count, of the slowest group. Collective over the world."""
+    def slowest(self, action: Callable[[], object], axis: Axis) -> tuple[float, list[int]]:
+        """Seconds and ranks of the slowest group: the median of a few times after one that does not count. Collective
+        over the world."""
         import torch
 
         from megalite.comm import all_gather_json, barrier
@@ -175,21 +161,19 @@ class Bench:
                     torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
         own = statistics.median(times[1:]) if axis.size > 1 else 0.0
-        seconds, ranks = max(tuple(found) for found in all_gather_json([own, list(axis.ranks)], self.everyone))
-        return Slowest(seconds, tuple(ranks))
+        seconds, ranks = max(all_gather_json([own, axis.ranks], self.everyone))
+        return seconds, ranks
 
 
 def _row(bench: Bench, name: str, axis: Axis, operation: str, groups: Sequence[tuple[int, ...]]) -> None:
     """One line of the table: of groups of one kind."""
-    found = []
-    for nbytes in (SMALL, LARGE):
-        found.append(bench.slowest(_action(axis, operation, nbytes, bench.world.device), axis))
-    size, sizes, count = len(found[1].ranks), {len(group) for group in groups}, len(groups)
-    sent = (2 if operation == "all-reduce" else 1) * (size - 1) / size * LARGE
-    of = f"{count} x {size}" if count > 1 else str(size)
-    of = of if len(sizes) == 1 else ",".join(str(len(group)) for group in groups)
-    slow = f"ranks {_listed(found[1].ranks)}" if count > 1 else ""
-    small, rate = f"{found[0].seconds * 1e3:.3f} ms", f"{sent / found[1].seconds / 1e9:.2f} GB/s"
+    latency, _ = bench.slowest(_action(axis, operation, SMALL, bench.world.device), axis)
+    seconds, ranks = bench.slowest(_action(axis, operation, LARGE, bench.world.device), axis)
+    sizes, count = [str(len(group)) for group in groups], len(groups)
+    sent = (2 if operation == "all-reduce" else 1) * (len(ranks) - 1) / len(ranks) * LARGE
+    of = ",".join(sizes) if len(set(sizes)) > 1 else f"{count} x {sizes[0]}" if count > 1 else sizes[0]
+    slow = f"ranks {_listed(ranks)}" if count > 1 else ""
+    small, rate = f"{latency * 1e3:.3f} ms", f"{sent / seconds / 1e9:.2f} GB/s"
     bench.say(f"{name:<7}{of:<16}{operation:<16}{small:>12}{rate:>14}   {slow}".rstrip())
 
 
@@ -246,20 +230,16 @@ def _compare(bench: Bench, field: str, name: str, axis: Axis, expected: Hardware
         return
     bench.world.report_phase(f"messages {name}")
     small, large = (torch.ones(nbytes // 4, device=bench.world.device) for nbytes in (SMALL, LARGE))
-    latency = bench.slowest(lambda: start_shift(small, axis).wait(), axis).seconds
-    slow = bench.slowest(lambda: start_shift(large, axis).wait(), axis)
-    rate = LARGE / slow.seconds
+    latency, _ = bench.slowest(lambda: start_shift(small, axis).wait(), axis)
+    seconds, ranks = bench.slowest(lambda: start_shift(large, axis).wait(), axis)
+    rate, delay = LARGE / seconds, f", {latency * 1e6:.0f} us"
     bench.say(f"{field}: {{bandwidth: {rate:.3g}, latency: {latency:.2g}}}")
-    of = f"slowest: ranks {_listed(slow.ranks)} on {_hosts([hosts[rank] for rank in slow.ranks])}"
-    if expected is None:
-        bench.say(f"  {name}: {rate / 1e9:.3g} GB/s a device in one direction, {latency * 1e6:.0f} us; {of}")
-        return
-    planned: Any = getattr(expected, field)
-    bench.say(
-        f"  {name}: {rate / 1e9:.3g} GB/s a device in one direction, {rate / planned.bandwidth:.0%} of the "
-        f"{planned.bandwidth / 1e9:.3g} of {expected.name}; {latency * 1e6:.0f} us, there "
-        f"{planned.latency * 1e6:.0f}; {of}"
-    )
+    if expected is not None:
+        planned: Any = getattr(expected, field)
+        share = f"{rate / planned.bandwidth:.0%} of the {planned.bandwidth / 1e9:.3g} of {expected.name}"
+        delay = f", {share}; {latency * 1e6:.0f} us, there {planned.latency * 1e6:.0f}"
+    slow = f"slowest: ranks {_listed(ranks)} on {_hosts([hosts[rank] for rank in ranks])}"
+    bench.say(f"  {name}: {rate / 1e9:.3g} GB/s a device in one direction{delay}; {slow}")
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -268,7 +248,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def main(argv: list[str]) -> int:
     """Runs the tool; the exit status."""
-    return run_on_ranks(run_rank, parse(argv))
+    return run_on_ranks(lambda flags, world: _test(flags.parallel, world, flags.expected), parse(argv))
 
 
 if __name__ == "__main__":

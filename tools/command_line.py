@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,25 +59,16 @@ class ToolParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """As argparse's. Raises ConfigError where a path is a URL."""
         found, unknown = super().parse_known_args(args, namespace)
-        problems = [
-            f"{name}={path}: {problem}"
-            for name, path, stores in self._paths(found)
-            if (problem := url_problem(path, stores=stores))
-        ]
+        problems = []
+        for action in self._actions:
+            kind = str(action.metavar or "").partition(".")[0].split("|")[-1]
+            value = getattr(found, action.dest, None) if kind in PATHS or action.type is Path else None
+            for path in value if isinstance(value, list) else [value]:
+                if (problem := url_problem(str(path), stores=action.type is stored)) is not None:
+                    problems.append(f"{(action.option_strings or [str(action.metavar)])[0]}={path}: {problem}")
         if problems:
             raise ConfigError(problems)
         return found, unknown
-
-    def _paths(self, found: argparse.Namespace) -> Iterator[tuple[str, str, bool]]:
-        """The files and folders that are named, each with its flag, and whether it may be a URL of a store."""
-        for action in self._actions:
-            kind = str(action.metavar or "").partition(".")[0].split("|")[-1]
-            if kind not in PATHS and action.type is not Path:
-                continue
-            value = getattr(found, action.dest, None)
-            for path in value if isinstance(value, list) else [value]:
-                if isinstance(path, (str, Path)):
-                    yield (action.option_strings or [str(action.metavar)])[0], str(path), action.type is stored
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse: one line instead of a usage text."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from megalite.config.legal import config_problems
 from megalite.config.root import Config
 
+DIVIDES = "their number times the micro-batch size must divide `global_batch_size`"
 MOST_TRIALS = 8
 TOLERABLE = 0.9
 """Part of the ranks that are left which should find work."""
@@ -53,8 +54,9 @@ def elastic_problems(config: Config, started: int, training: int) -> Iterator[st
         if size is not None and room >= floor:
             other = _dividing(size // micro, room)
             other = other if _most(other, room) >= floor else max(1, round(size / micro / floor)) * floor
-            better = f"their number times the micro-batch size must divide `global_batch_size`={size}; use {other * micro}"
-        yield f"`elastic`={floor}: {started} ranks give {replicas} data-parallel ranks of {whole}; {better}, or lower it"
+            better = f"{DIVIDES}={size}; use {other * micro}"
+        given = f"`elastic`={floor}: {started} ranks give {replicas} data-parallel ranks of {whole}"
+        yield f"{given}; {better}, or lower it"
 
 
 def elastic_warnings(config: Config, started: int, training: int) -> Iterator[str]:
@@ -72,10 +74,7 @@ def elastic_warnings(config: Config, started: int, training: int) -> Iterator[st
         return
     other = _dividing(size // micro, replicas)
     hint = f"; with {other * micro} there are {_most(other, left)}" if _most(other, left) > train else ""
-    yield (
-        f"`elastic`={floor}: with one data-parallel rank fewer {train} of {left} train, since their number times the "
-        f"micro-batch size must divide `global_batch_size`={size}{hint}"
-    )
+    yield f"`elastic`={floor}: with one data-parallel rank fewer {train} of {left} train, since {DIVIDES}={size}{hint}"
 
 
 def _dividing(microbatches: int, replicas: int) -> int:

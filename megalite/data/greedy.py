@@ -65,7 +65,8 @@ def _guess(weights: Floats, steps: Numbers) -> Floats:
     taken = np.floor(wanted)
     more = (steps - taken.sum(axis=1)).astype(np.int64)
     place = np.argsort(np.argsort(taken - wanted, axis=1, kind="stable"), axis=1, kind="stable")
-    return taken + (place < more[:, None])
+    taken += place < more[:, None]
+    return taken
 
 
 def _advance(weights: Floats, first: Numbers, taken: Floats, length: int) -> Order:

@@ -279,8 +279,6 @@ def _run_rank(
         launch=place.launch,
         report_phase=set_phase,
     )
-    if spares and world.is_first:
-        logger.info("%d of %d ranks train, %d wait as spares", world.size, world.size + spares, spares)
     if world.size == 1:
         return _run_alone(config, main, place, world, spares)
 

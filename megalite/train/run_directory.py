@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -74,24 +76,20 @@ class RunDirectory:
         )
 
     def __enter__(self) -> RunDirectory:
-        problem = None
-        if self._lock is not None:
-            try:
-                self._lock.acquire()
-                problem = in_the_way(str(self._save), (CONFIG_FILE, *RUN_FILES))
-                if problem:
-                    self._lock.release()
-            except CheckpointError as error:
-                problem = str(error)
-        problem = all_gather_json(problem, self._world)[0]
-        if problem:
-            raise CheckpointError(problem)
-        try:
-            self.checkpointer.local = self._local_saves()
-        except BaseException:
+        with ExitStack() as undone:
+            problem = None
             if self._lock is not None:
-                self._lock.release()
-            raise
+                undone.callback(self._lock.release)
+                try:
+                    self._lock.acquire()
+                    problem = in_the_way(str(self._save), (CONFIG_FILE, *RUN_FILES))
+                except CheckpointError as error:
+                    problem = str(error)
+            problem = all_gather_json(problem, self._world)[0]
+            if problem:
+                raise CheckpointError(problem)
+            self.checkpointer.local = self._local_saves()
+            undone.pop_all()
         return self
 
     def _local_saves(self) -> LocalSaves | None:
@@ -164,8 +162,10 @@ class RunDirectory:
             return None
         local = self.checkpointer.local
         own = local is not None and local.is_of(path)
-        self._continues = own or path.resolve().parent == place(checkpoint.save or ".").resolve()
-        if self._goes_on(path):
+        of_save = checkpoint.save is not None and path.resolve().parent == place(checkpoint.save).resolve()
+        self._continues = own or of_save
+        # Taken up again from `--save`: what was said of `--load` does not concern the run's own checkpoints.
+        if own or (of_save and checkpoint.auto_resume and checkpoint.load is not None and not self._loads_itself):
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
         adapters = self.config.model.lora.lora_rank is not None
@@ -187,8 +187,8 @@ class RunDirectory:
         """The save on the hosts from which this run goes on: one as new as the newest in `save`, where no older one
         is asked for. Collective."""
         given, local = self.config.checkpoint, self.checkpointer.local
-        same = given.load is not None and place(given.load).resolve() == place(str(given.save)).resolve()
-        if local is None or not self._token or not (given.auto_resume or same) or given.ckpt_step is not None:
+        asked = given.ckpt_step is None and (given.auto_resume or self._loads_itself)
+        if local is None or not self._token or not asked:
             return None
         newest = latest(str(self._save)) if self._world.is_first else None
         step = all_gather_json(0 if newest is None else step_of(newest), self._world)[0]
@@ -197,16 +197,11 @@ class RunDirectory:
             logger.info("%s: newer than what `save`=%s holds (iteration %d)", path, self._save, step)
         return path
 
-    def _goes_on(self, path: Place) -> bool:
-        """Whether this run has begun with `--load` before and `--auto-resume` now takes it up again from `--save`: what
-        was said of `--load` (`--finetune`, `--no-load-optim`, `--no-load-rng`) does not concern its own checkpoints."""
-        settings, local = self.config.checkpoint, self.checkpointer.local
-        if local is not None and local.is_of(path):
-            return True
-        if not settings.auto_resume or settings.save is None or settings.load is None:
-            return False
-        save, load = place(settings.save).resolve(), place(settings.load).resolve()
-        return load != save and path.resolve().parent == save
+    @property
+    def _loads_itself(self) -> bool:
+        """Whether `--load` names the folder of `--save`."""
+        save, load = self.config.checkpoint.save, self.config.checkpoint.load
+        return save is not None and load is not None and place(load).resolve() == place(save).resolve()
 
     def begin(self, iteration: int) -> None:
         """Training starts after `iteration`: writes config.yaml, puts newer checkpoints and what has their names aside,
@@ -238,21 +233,15 @@ class RunDirectory:
         write_small(save / CONFIG_FILE, dump_yaml(self.config).encode())
         if isinstance(save, StoreUrl) and self._folder is not None:
             take_up(save, self._folder, RUN_FILES)
-            self.checkpointer.after_upload = self._send_records
-
-    def _send_records(self) -> None:
-        """Copies what grows with the run (metrics, samples) beside its checkpoints in a store."""
-        where = place(str(self._save))
-        if isinstance(where, StoreUrl) and self._folder is not None:
-            send_along(self._folder, where, RUN_FILES)
+            self.checkpointer.after_upload = partial(send_along, self._folder, save, RUN_FILES)
 
     def end(self, iteration: int, *, completed: bool) -> None:
         """Training has ended; the last checkpoint is durable before COMPLETED says so."""
         self.checkpointer.wait()
         if completed and self.checkpointer.local is not None:
             self.checkpointer.local.clear()
-        if self._world.is_first and self._save is not None:
-            self._send_records()
+        if self.checkpointer.after_upload is not None:
+            self.checkpointer.after_upload()
         if completed and self._save is not None and self._world.is_first:
             try:
                 mark_completed(self._save, iteration)
