@@ -44,7 +44,7 @@ from megalite.launch.devices import (
 from megalite.launch.environment import LaunchEnvironment
 from megalite.launch.meeting import leave_together, open_store
 from megalite.launch.network import check_interface, interface_hint
-from megalite.launch.output import list_host, print_error, print_interrupted, print_lines, print_lost
+from megalite.launch.output import list_host, print_error, print_interrupted, print_lost
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.signals import EndAtOnce, ends_at_once, ignored
 from megalite.launch.spares import release_spares, take_seat, wait_as_spare
@@ -235,7 +235,7 @@ def _report(outcome: Outcome, saves: bool) -> None:
         print_interrupted(culprit.phase, outcome.ended_by, saves=saves)
         return
     if culprit.error is not None and culprit.error.exit_code == 2:
-        print_lines(culprit.error.text)
+        print_error(culprit.error.text)
         return
     if culprit.error is not None and not culprit.error.for_user:
         print(culprit.error.traceback.rstrip(), file=sys.stderr)

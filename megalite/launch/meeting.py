@@ -24,28 +24,23 @@ def open_store(
     """
     import torch.distributed as dist
 
+    limit = timedelta(seconds=seconds)
     if rendezvous is not None:
         store: dist.Store = dist.FileStore(str(rendezvous), place.size)
-        store.set_timeout(timedelta(seconds=seconds))
+        store.set_timeout(limit)
         return store
     serves = serves and place.rank == 0 and not place.agent_store
     if serves:  # two connections a rank
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            is_master=serves,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
+        where = place.master_addr, place.master_port
+        store = dist.TCPStore(*where, is_master=serves, timeout=limit, wait_for_workers=False)
     except Exception as error:
-        where = f"env: MASTER_ADDR={place.master_addr}, MASTER_PORT={place.master_port}"
-        facts = str(error).splitlines()[0]
+        named, facts = f"env: MASTER_ADDR={where[0]}, MASTER_PORT={where[1]}", str(error).splitlines()[0]
         if serves:
-            raise ConfigError(f"{where}: rank 0 cannot listen there ({facts}); choose a free port") from error
-        raise RuntimeFailure(f"{where}: {rank_name(place.rank, host)} cannot reach rank 0 ({facts})") from error
+            raise ConfigError(f"{named}: rank 0 cannot listen there ({facts}); choose a free port") from error
+        raise RuntimeFailure(f"{named}: {rank_name(place.rank, host)} cannot reach rank 0 ({facts})") from error
     # A launcher's store outlives an attempt; one that rank 0 serves does not, and launchers may count differently.
     return dist.PrefixStore(f"megalite/{place.attempt if place.agent_store else 0}", store)
 

@@ -29,20 +29,15 @@ def log_to_stdout(level: int, prefix: str = " ") -> None:
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def print_error(error: MegaliteError) -> None:
-    """Prints the lines of an error for the user, without a traceback."""
-    print_lines(str(error))
-
-
-def print_lines(text: str) -> None:
-    """Prints an account of what went wrong."""
-    for line in text.split("\n"):
+def print_error(error: MegaliteError | str) -> None:
+    """Prints the lines of an error for the user, without a traceback, or of an account of what went wrong."""
+    for line in str(error).split("\n"):
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def print_lost(line: str) -> None:
     """Tells who does not answer any more, on standard error and to the command of `--on-event`."""
-    print_lines(line)
+    print_error(line)
     tell_event("lost", line=line)
 
 

@@ -63,6 +63,7 @@ class RunDirectory:
         writes = self._save is not None and not config.training.skip_train
         locks = writes and world.is_first
         self._lock = lock_of(str(self._save), waits=bool(launch)) if locks else None
+        self._held = ExitStack()
         self._attempts = Attempts(config.checkpoint.run_folder if locks else None, launch)
         checkpoint = config.checkpoint
         self._folder = None if checkpoint.run_folder is None else Path(checkpoint.run_folder)
@@ -89,7 +90,7 @@ class RunDirectory:
             if problem:
                 raise CheckpointError(problem)
             self.checkpointer.local = self._local_saves()
-            undone.pop_all()
+            self._held = undone.pop_all()
         return self
 
     def _local_saves(self) -> LocalSaves | None:
@@ -120,13 +121,10 @@ class RunDirectory:
             return ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
+        with self._held:
             if kind is None:
                 self.checkpointer.wait()
                 self._attempts.end()
-        finally:
-            if self._lock is not None:
-                self._lock.release()
 
     def start(self) -> StartingPoint | None:
         """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed, `base` is the model
