@@ -222,11 +222,6 @@ class ParallelConfig:
         return self.tensor_model_parallel_size * self.context.context_parallel_size
 
     @property
-    def timeout_seconds(self) -> float:
-        """After which a collective that waits ends the run."""
-        return 60 * self.distributed_timeout_minutes
-
-    @property
     def expert_tensor_size(self) -> int:
         """Ranks that share each expert."""
         given = self.experts.expert_tensor_parallel_size

@@ -119,7 +119,7 @@ def launch(
             check_interface(os.environ.get("GLOO_SOCKET_IFNAME", ""))
         if place.launcher or nprocs is None or (nprocs == 1 and not config.parallel.restarts.max_restarts):
             seat = started if ranks is None else take_seat(started, ranks, config.parallel.ranks_together)
-            host, seconds = socket.gethostname(), config.parallel.timeout_seconds
+            host, seconds = socket.gethostname(), 60 * config.parallel.distributed_timeout_minutes
             if seat is None:
                 return wait_as_spare(started, host, seconds)
             place = seat
@@ -222,7 +222,7 @@ def _run_local_ranks(config: Settings, main: Main[Settings], nprocs: int) -> Out
             place = LaunchEnvironment("nprocs", rank, nprocs, rank, nprocs, launch=name)
             return _run_rank(config, main, place, page.set_phase, rendezvous)
 
-        seconds = config.parallel.timeout_seconds + HANG_GRACE_SECONDS
+        seconds = 60 * config.parallel.distributed_timeout_minutes + HANG_GRACE_SECONDS
         return supervise(nprocs, body, hang_seconds=seconds, forward=FORWARDED)
 
 
@@ -326,7 +326,7 @@ def _join(
 
     from megalite.launch import self_test
 
-    seconds = config.parallel.timeout_seconds
+    seconds = 60 * config.parallel.distributed_timeout_minutes
     store = open_store(place, world.host, seconds, rendezvous=rendezvous, serves=True)
     if watch is not None:
         watch.meet(open_store(place, world.host, seconds))

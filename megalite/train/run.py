@@ -157,7 +157,7 @@ def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
         etp=parallel.expert_tensor_size,
         dp_replicate=parallel.num_distributed_optimizer_instances,
         stages=parallel.meshes,
-        timeout=parallel.timeout_seconds,
+        timeout=60 * parallel.distributed_timeout_minutes,
     )
     if world.local_size < world.size:
         mesh.hosts = all_gather_json(world.host, mesh.world)
@@ -165,7 +165,7 @@ def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
         mesh.waits = DeviceWaitClock()
     if world.device.type == "cpu":
         for name in ("tp", "ep"):
-            mesh.adopt(share_axis(mesh[name], timeout=parallel.timeout_seconds))
+            mesh.adopt(share_axis(mesh[name], timeout=60 * parallel.distributed_timeout_minutes))
     return mesh
 
 
