@@ -17,6 +17,13 @@ from megalite.schedule import expand_layout
 #: Megatron-LM's words for what is sharded -> ZeRO stage.
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 
+#: Fields that say themselves how many layers a stage has.
+ENDS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+)
+
 
 def work_out_level(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> list[str]:
     """What the names of one level (a file, or the flags) come to. Returns what is wrong.
@@ -101,8 +108,14 @@ def _chunks(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str
             f"`num_layers_per_virtual_pipeline_stage`={per_chunk}: `num_layers`={layers} is not a multiple of it times "
             f"`pipeline_model_parallel_size`={pipeline}; use `virtual_pipeline_model_parallel_size`, which balances"
         ]
+    stages = layers // per_chunk
     name = "virtual_pipeline_model_parallel_size"
-    merged[name] = replace(given, name=name, value=layers // (per_chunk * pipeline))
+    merged[name] = replace(given, name=name, value=stages // pipeline)
+    if stages > pipeline > 1 and not any(merged[end].value is not None for end in ENDS if end in merged):
+        layout = (
+            f"Et*{per_chunk}|(t*{per_chunk}|)*{stages - 2}t*{per_chunk}L"  # as many for each, whatever a head costs
+        )
+        merged["pipeline_model_parallel_layout"] = replace(given, name="pipeline_model_parallel_layout", value=layout)
     return []
 
 

@@ -14,6 +14,7 @@ from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_orig
 from megalite.config.arguments import places
 from megalite.config.root import all_options
 from megalite.errors import ConfigError, flag_of
+from megalite.schedule import expand_layout
 
 
 def write(path: Path, text: str) -> str:
@@ -110,6 +111,18 @@ def test_three_spellings_of_chunks_per_rank(spelling: str) -> None:
     assert config.parallel.schedule == "interleaved"
 
 
+def test_layers_per_chunk_are_as_many_as_asked_for() -> None:
+    """As in Megatron-LM, however heavy the head is; chunks per rank are balanced with it."""
+    asked = "--num-layers 12 --vocab-size 65536 --pipeline-model-parallel-size 2 --global-batch-size 4"
+    config = parse(argv(f"{asked} --num-layers-per-virtual-pipeline-stage 2"), world_size=2)
+    assert expand_layout(str(config.parallel.stage_layout.pipeline_model_parallel_layout)) == "Ett|tt|tt|tt|tt|ttL"
+    assert config.parallel.virtual_pipeline_model_parallel_size == 3
+    config = parse(
+        argv(f"{asked} --num-layers-per-virtual-pipeline-stage 2 --decoder-last-pipeline-num-layers 2"), world_size=2
+    )
+    assert config.parallel.stage_layout.pipeline_model_parallel_layout is None
+
+
 def test_a_flag_replaces_another_spelling_in_a_file(tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.yaml",
@@ -192,7 +205,7 @@ def test_sections_are_frozen_and_copies_derive_anew() -> None:
 
 def test_every_field_has_help_and_an_unambiguous_name() -> None:
     options = all_options()
-    assert len(options) <= 320  # spellings; the fields are bounded by section in tests/test_architecture.py
+    assert len(options) <= 321  # spellings; the fields are bounded by section in tests/test_architecture.py
     for option in options.values():
         assert option.help and not option.help.endswith("."), option.name
         assert option.name == option.name.lower()
