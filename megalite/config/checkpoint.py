@@ -85,9 +85,14 @@ class CheckpointConfig:
     async_save: bool = option(
         False, "write checkpoints in the background; the step waits only for the copy", only_with="save"
     )
-    keep_last_n: int | None = option(None, "keep only the newest n checkpoints; unset: all", ge=1, needs="save")
+    keep_last_n: int | None = option(
+        None, "keep only the newest n checkpoints; unset: all, or with `save_retain_interval` one", ge=1, needs="save"
+    )
     save_retain_interval: int | None = option(
-        None, "checkpoints at multiples of this iteration are never deleted", ge=1, needs="save"
+        None,
+        "checkpoints at multiples of this iteration are never deleted, others but the newest `keep_last_n` are",
+        ge=1,
+        needs="save",
     )
     local: LocalSaveConfig = LocalSaveConfig()
     load: str | None = option(
@@ -120,6 +125,11 @@ class CheckpointConfig:
     )
     load_optim: bool = option(True, "load the optimizer state with the weights")
     load_rng: bool = option(True, "continue with the checkpoint's seed, not with `seed`")
+
+    @property
+    def kept(self) -> int | None:
+        """How many of the newest checkpoints stay; None: all."""
+        return 1 if self.keep_last_n is None and self.save_retain_interval is not None else self.keep_last_n
 
     @property
     def run_folder(self) -> str | None:

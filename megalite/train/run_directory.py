@@ -72,7 +72,7 @@ class RunDirectory:
             world=world,
             staging=self._folder,
             lease=self._lock if isinstance(self._lock, RunLease) else None,
-            keep_last=checkpoint.keep_last_n,
+            keep_last=checkpoint.kept,
             retain_interval=checkpoint.save_retain_interval,
         )
 

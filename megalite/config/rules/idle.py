@@ -168,7 +168,6 @@ def _of_saving(config: Config) -> Iterable[Idle]:
     }
     schedules = next((beside for beside, on in unread.items() if on), "")
     return (
-        ("save_retain_interval", settings.keep_last_n is None, "without `keep_last_n`, which is what deletes"),
         ("allow_data_change load_optim load_rng", not loads, "without `load`"),
         ("override_opt_param_scheduler use_checkpoint_opt_param_scheduler", bool(schedules), schedules),
         ("load_optim load_rng", loads and settings.finetune, "with `finetune`, which takes the weights alone"),

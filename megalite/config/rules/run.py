@@ -61,10 +61,10 @@ def spikes(config: Config, world_size: int) -> Iterator[str]:
         return
     if settings.save is None or interval is None:
         yield "`on_spike`=rollback: goes back to a checkpoint of this run; add `save` and `save_interval`"
-    elif settings.keep_last_n is not None and (settings.keep_last_n - 1) * interval + 1 < back:
+    elif settings.kept is not None and (settings.kept - 1) * interval + 1 < back:
         least = -(-(back - 1) // interval) + 1
         yield (
-            f"`keep_last_n`={settings.keep_last_n}: `on_spike`=rollback goes back {back} iterations, and with "
+            f"`keep_last_n`={settings.kept}: `on_spike`=rollback goes back {back} iterations, and with "
             f"`save_interval`={interval} the oldest checkpoint that is kept may be newer; keep {least}, or go back less"
         )
     if over < back:

@@ -191,6 +191,7 @@ ROWS = [
     ("", "--save-interval 2"),
     ("--save-interval 1", "--keep-last-n 1"),
     ("--save-interval 1 --keep-last-n 1", "--save-retain-interval 2"),
+    ("--save-interval 1", "--save-retain-interval 2"),
     ("", "--log-interval 2"),
     ("", "--trace-pipeline RUN/pipeline.txt"),
     (BYTES, "--sample-interval 4 --sample-prompts TEXT --sample-tokens 1"),
