@@ -62,15 +62,19 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     train = train_bpe if args.model_type == "bpe" else train_sentencepiece
     tokenizer = train(texts_of(args), args.vocab_size)
-    folder = Path(args.output)
+    folder, name = Path(args.output), next(iter(tokenizer.files()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in tokenizer.files().items():
-            (folder / name).write_bytes(content)
+        before = (folder / name).read_bytes() if (folder / name).exists() else None
+        for each, content in tokenizer.files().items():
+            (folder / each).write_bytes(content)
     except OSError as error:
         raise ConfigError(f"--output={folder}: cannot be written ({error.strerror}); choose another") from error
-    name = next(iter(tokenizer.files()))
+    if before not in (None, tokenizer.files()[name]):
+        print(f"replaced another {folder / name}; the runs that were trained with it have it in their checkpoints")
     print(tokenizer.describe())
+    if tokenizer.vocab_size < args.vocab_size:
+        print(f"{tokenizer.vocab_size:,} ids of {args.vocab_size:,}: the text has no more pieces")
     print(f"wrote {folder / name}; use it with --tokenizer-type {tokenizer.kind} --tokenizer-model {folder / name}")
 
 

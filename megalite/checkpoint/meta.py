@@ -101,8 +101,9 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
     """
     differing = architecture_differences(saved, now)
     if differing:
+        whose = " (the vocabulary of a tokenizer, if no flag gives it)" * ("vocab_size" in differing)
         raise CheckpointError(
-            f"{where}: model differs from checkpoint: {_listed(differing)}; use the checkpoint's values, or "
+            f"{where}: model differs from checkpoint: {_listed(differing)}{whose}; use the checkpoint's values, or "
             "`use_checkpoint_args`"
         )
 

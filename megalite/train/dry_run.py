@@ -52,6 +52,7 @@ from megalite.train.param_schedules import resolve_schedules
 from megalite.train.programs import ProgramCache
 from megalite.train.run_data import cache_of, changed_data, resolve_tokenizer, warn_of_talks
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
+from megalite.train.starting_point import other_ids
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +256,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
         lock_of(str(config.checkpoint.save)).check()
     directory = RunDirectory(config, Axis.single("world"))
     start = directory.start()
+    other_ids(start, tokenizer, config)
     config = resolve_schedules(directory.config, world_size, start).config
     if start is not None and start.source is None:
         notes += check_whole(start.path, with_state=not start.weights_only and config.checkpoint.load_optim)

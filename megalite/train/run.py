@@ -46,7 +46,7 @@ from megalite.train.run_directory import RunDirectory
 from megalite.train.run_state import RunState
 from megalite.train.samples import Measures, ModelInUse, SampleWriter, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
-from megalite.train.starting_point import open_start, tell_other_ids
+from megalite.train.starting_point import open_start, other_ids
 from megalite.train.trainer import Trainer, TrainingProgress
 from megalite.train.uploads_hook import UploadsHook
 from megalite.train.validation import Validator
@@ -99,7 +99,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:
         check_shared_disks(resolved, world, mesh.world)
         start = directory.start()
-        tell_other_ids(start if world.is_first else None, tokenizer)
+        tokens = other_ids(start, tokenizer, directory.config, tells=world.is_first)
         settled = resolve_schedules(directory.config, world.size, start)
         config = directory.config = settled.config
         # What the checkpoint says about the run that is continued; nothing where only its weights are taken.
@@ -130,7 +130,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
                 settled=settled,
                 loaded=loaded,
                 matmul=matmul.mode if matmul.kept else None,
-                data=[*changed, *appended_data(asked, data.datasets)],
+                data=[*tokens, *changed, *appended_data(asked, data.datasets)],
             )
             facts = {**arithmetic, **report.record}
             if world.is_first:

@@ -56,7 +56,7 @@ from megalite.convert import (
     state_of_dcp,
 )
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, Tokenizer, read_description, same_ids
-from megalite.errors import CheckpointError, MegaliteError
+from megalite.errors import CheckpointError, DataError, MegaliteError
 from megalite.files import served_url, staging_folder
 from megalite.progress import amount
 from megalite.stores import Place, StoreUrl, close_stores, place
@@ -168,17 +168,45 @@ def _as_flags_say(start: StartingPoint, meta: Mapping[str, Any], samples_after: 
     return replace(start, meta={**meta, "progress": progress, "loss_scaler": {}}, weights_only=False)
 
 
-def tell_other_ids(start: StartingPoint | None, tokenizer: Tokenizer) -> None:
-    """One line where a Hugging Face model comes with a tokenizer that gives a text other ids than the run's does."""
-    source = start.source if start is not None else None
-    if start is None or not isinstance(source, HuggingFaceSource) or source.origin.has_tokens_of(tokenizer):
-        return
-    if not same_ids(source.tokenizer, tokenizer):
-        logger.warning(
-            "`load`=%s: its own tokenizer gives a text other ids than the one of this run (%s); "
-            "leave out `tokenizer_type` and `tokenizer_model` to train with the model's own",
-            start.path, tokenizer.describe(),
-        )  # fmt: skip
+def other_ids(start: StartingPoint | None, tokenizer: Tokenizer, config: Config, *, tells: bool = True) -> list[str]:
+    """How the run's tokenizer differs from that of the model which it begins with, as the report says it.
+
+    tells: whether this rank logs a line where a Hugging Face model, or weights alone, come with a tokenizer that gives
+    a text other ids.
+    Raises DataError where a run would continue with them, unless `--allow-data-change` is set.
+    """
+    known = None if start is None else _tokenizer_of(start, tokenizer)
+    if start is None or known is None or NullTokenizer.kind in (known.kind, tokenizer.kind):
+        return []
+    if same_ids(known, tokenizer):
+        return []
+    if start.weights_only or config.training.skip_train:
+        fix = f"`tokenizer_model` {start.path} takes the model's own"
+        if start.source is not None:
+            fix = "leave out `tokenizer_type` and `tokenizer_model` to train with the model's own"
+        if tells:
+            logger.warning(
+                "`load`=%s: its own tokenizer gives a text other ids than the one of this run (%s); %s",
+                start.path, tokenizer.describe(), fix,
+            )  # fmt: skip
+        return []
+    if not config.checkpoint.allow_data_change:
+        given = config.data.tokenizer_model
+        flag = f"`tokenizer_type`={tokenizer.kind}" if given is None else f"`tokenizer_model`={given}"
+        raise DataError(
+            f"{flag}: another tokenizer than the checkpoint's: gives a text other ids than its model has learnt; "
+            f"`tokenizer_model` {start.path} takes the checkpoint's, `allow_data_change` continues with this one"
+        )
+    return [f"tokenizer: {known.describe()} -> another, {tokenizer.describe()}"]
+
+
+def _tokenizer_of(start: StartingPoint, ours: Tokenizer) -> Tokenizer | None:
+    """That of a Hugging Face model or of a checkpoint; None where there is none, or it is known to be ours."""
+    if start.source is not None:
+        known = isinstance(start.source, HuggingFaceSource) and not start.source.origin.has_tokens_of(ours)
+        return start.source.tokenizer if known else None
+    reader = CheckpointReader(start.path)
+    return CheckpointSource.tokenizer_of(reader) if DESCRIPTION_FILE in reader.manifest.extra_files else None
 
 
 def offer_of(

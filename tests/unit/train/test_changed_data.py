@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST, commit_text
 from megalite.data.indexed import IndexedWriter
@@ -75,6 +76,33 @@ def test_changed_data_are_refused_with_the_numbers(change: Any, what: str, stopp
     assert main(arguments(stopped, "corpus", "--allow-data-change", "--exit-interval", "3")) == 0
     assert re.search(rf"\n +data +--data-path={stopped}/corpus: {re.escape(what)}\n", capsys.readouterr().out)
     assert main(arguments(stopped)) == 0, "what it continued with is now its data"
+
+
+def test_another_tokenizer_of_as_many_ids_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """As one gets by training it again, on more text: the text is the same, and every id means something else."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over lazy dogs, and the lazy dogs sleep\n" * 60)
+
+    def tokenizer(vocabulary: dict[str, int]) -> None:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="the"))
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        backend.save(str(tmp_path / "tokenizer.json"))
+
+    words = ["<|endoftext|>", *dict.fromkeys(re.findall(r"\w+|,", text.read_text()))]
+    tokenizer({word: number for number, word in enumerate(words)})
+    given = ["--tokenizer-model", str(tmp_path / "tokenizer.json")]
+    assert main(arguments(tmp_path, "text.txt", *given, "--exit-interval", "2")) == 0
+    tokenizer({word: number for number, word in enumerate([words[0], *reversed(words[1:])])})
+    capsys.readouterr()
+    for more in ([], ["--dry-run"]):
+        assert main(arguments(tmp_path, "text.txt", *given, *more)) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: --tokenizer-model={tmp_path}/tokenizer.json: another tokenizer than the check")
+        assert "--tokenizer-model " + str(tmp_path / "run" / "iter_0000002") in error and error.count("\n") == 1
+    assert main(arguments(tmp_path, "text.txt", *given, "--allow-data-change", "--exit-interval", "3")) == 0
+    assert re.search(r"\n data +tokenizer: .* -> another, ", capsys.readouterr().out)
+    stored = tmp_path / "run" / "iter_0000003"
+    assert main(arguments(tmp_path, "text.txt", "--tokenizer-model", str(stored), "--allow-data-change")) == 0
 
 
 def test_the_same_data_elsewhere_are_the_same(stopped: Path, capsys: Any) -> None:
