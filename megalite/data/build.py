@@ -381,7 +381,7 @@ def tokenise_corpus(
         if (folder / "utf8_bytes").read_text() == "0":
             raise UnusableSplit(
                 f"`data_path`={corpus.name}: the {split} split is empty (0 tokens); "
-                f"give it more in `split`, or {without(split)}"
+                f"give more text or a larger part in `split`, or {without(split)}"
             )
         return folder / "text_document"
 

@@ -251,12 +251,13 @@ def check_size(name: str, split: str, documents: int, tokens: int, seq_length: i
     if tokens == 0:
         raise DataError(
             f"{flag}: the {split} split is empty ({documents} documents, 0 tokens); "
-            f"give it more in `split`, or {without(split)}"
+            f"give more text or a larger part in `split`, or {without(split)}"
         )
     if tokens < seq_length + 1:
         raise DataError(
             f"{flag}: the {split} split is too small ({tokens} tokens, one sample of `seq_length`={seq_length} "
-            f"needs {seq_length + 1}); give it more in `split`, use a shorter `seq_length`, or {without(split)}"
+            f"needs {seq_length + 1}); give more text or a larger part in `split`, use a shorter `seq_length`, "
+            f"or {without(split)}"
         )
 
 

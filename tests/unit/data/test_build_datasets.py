@@ -283,7 +283,7 @@ def test_a_prefix_may_also_be_the_name_of_something_else(kind: str, tmp_path: Pa
 
 
 EVALUATE = "do not evaluate, by --eval-iters 0"
-MORE = f"give it more in --split, or {EVALUATE}"
+MORE = f"give more text or a larger part in --split, or {EVALUATE}"
 REPAIR = "repair the line, or tools/preprocess_data.py --skip-bad-lines drops it"
 BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     (
@@ -316,12 +316,12 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     (
         {"data_path": ("text.txt",), "split": "99,1"},
         "--data-path=text.txt: the valid split is too small (94 tokens, one sample of --seq-length=100 needs 101); "
-        f"give it more in --split, use a shorter --seq-length, or {EVALUATE}",
+        f"give more text or a larger part in --split, use a shorter --seq-length, or {EVALUATE}",
     ),
     (
         {"data_path": ("empty.txt",)},
-        "--data-path=empty.txt: the train split is empty (0 tokens); give it more in --split, or only evaluate by "
-        "--skip-train",
+        "--data-path=empty.txt: the train split is empty (0 tokens); give more text or a larger part in --split, or "
+        "only evaluate by --skip-train",
     ),
     ({"data_path": ("tokens",)}, f"--data-path=tokens: the valid split is empty (0 documents, 0 tokens); {MORE}"),
     ({"data_path": ("text.txt",), "mock_data": True}, "--mock-data: given together with --data-path; drop one"),

@@ -327,7 +327,9 @@ def test_conversations_without_an_answer_are_counted(
     )
     with pytest.raises(DataError, match="none of its 1 conversations has an answer"):  # the last one is held back
         build_datasets(replace(config, split="80,20,0"), valid_samples=2, test_samples=0, **asked)
-    empty = r"the valid split is empty \(0 documents, 0 tokens\); give it more in --split, or .* by --eval-iters 0"
+    empty = (
+        r"the valid split is empty \(0 documents, 0 tokens\); give more text or .* in --split, or .* by --eval-iters 0"
+    )
     with pytest.raises(DataError, match=empty):  # 3 % of five conversations
         build_datasets(replace(config, split="969,30,1"), valid_samples=2, test_samples=0, **asked)
 
