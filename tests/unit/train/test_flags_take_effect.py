@@ -190,7 +190,6 @@ ROWS = [
     ("", "--eod-mask-loss"),
     ("", "--save-interval 2"),
     ("--save-interval 1", "--keep-last-n 1"),
-    ("--save-interval 1 --keep-last-n 1", "--save-retain-interval 2"),
     ("--save-interval 1", "--save-retain-interval 2"),
     ("", "--log-interval 2"),
     ("", "--trace-pipeline RUN/pipeline.txt"),
