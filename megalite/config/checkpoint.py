@@ -90,7 +90,7 @@ class CheckpointConfig:
     )
     save_retain_interval: int | None = option(
         None,
-        "checkpoints at multiples of this iteration are never deleted, others but the newest `keep_last_n` are",
+        "checkpoints at multiples of this iteration stay; older ones than the newest `keep_last_n` are deleted",
         ge=1,
         needs="save",
     )
