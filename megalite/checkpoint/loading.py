@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalite.checkpoint.format import Manifest, StoredShard
+from megalite.checkpoint.format import Manifest, StoredFile, StoredShard
 from megalite.checkpoint.reading import (
     ShardReader,
     check_sizes,
@@ -318,7 +318,8 @@ def verify_checkpoint(
 
     for name in names:
         try:
-            verify_file(root, manifest, name, read, with_state=with_state, contents=contents)
+            file, stored = files_of(root, manifest) / name, manifest.files[name]
+            verify_file(file, stored, manifest.block_bytes, read, with_state=with_state, contents=contents)
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
@@ -332,18 +333,24 @@ def verify_checkpoint(
 
 
 def verify_file(
-    root: Place, manifest: Manifest, name: str, on_read: Callable[[int], None], *, with_state: bool, contents: bool
+    path: Place,
+    stored: StoredFile,
+    block_bytes: int,
+    on_read: Callable[[int], None] = lambda nbytes: None,
+    *,
+    with_state: bool = True,
+    contents: bool = True,
 ) -> None:
     """Raises CheckpointError where one safetensors file of a checkpoint is damaged; flags: `verify_checkpoint`."""
-    stored = manifest.files[name]
-    buffer = memoryview(bytearray(manifest.block_bytes))
-    wanted = [s for s in stored.shards if contents and (with_state or not s.tensor.startswith(STATE_PREFIXES))]
-    blocks = []
-    for shard in wanted:
-        nbytes = shard.box.numel * manifest.tensors[shard.tensor].torch_dtype.itemsize
-        starts = range(0, nbytes, manifest.block_bytes)
-        blocks += [(shard, n, min(manifest.block_bytes, nbytes - at)) for n, at in enumerate(starts)]
-    with open_shard_file(files_of(root, manifest) / name, stored, manifest.block_bytes) as reader:
+    buffer = memoryview(bytearray(block_bytes))
+    ends = [*(shard.begin for shard in stored.shards[1:]), stored.nbytes]
+    blocks = [
+        (shard, index, min(block_bytes, end - at))
+        for shard, end in zip(stored.shards, ends, strict=True)
+        if contents and (with_state or not shard.tensor.startswith(STATE_PREFIXES))
+        for index, at in enumerate(range(shard.begin, end, block_bytes))
+    ]
+    with open_shard_file(path, stored, block_bytes) as reader:
         reader.check_frame()
         reader.expect(blocks)
         for shard, index, size in blocks:

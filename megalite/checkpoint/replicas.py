@@ -3,19 +3,22 @@
     ranks 0 1 | 2 3 | 4 5      three hosts, `replication_factor` 2, `replication_jump` 2
     file of rank 0 is on hosts 0 and 1, that of rank 2 on 1 and 2, that of rank 4 on 2 and 0
 
-A file travels in messages of whole blocks, each compared with its checksums (those of the manifest) when it arrives.
+A file travels in messages of the size of a block, and is compared with its checksums (those of the manifest) when it
+has arrived.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.format import StoredFile, checksum
+from megalite.checkpoint.format import StoredFile
+from megalite.checkpoint.loading import verify_file
 from megalite.checkpoint.reading import open_plain
 from megalite.checkpoint.storage import NewFile, flat_bytes
 from megalite.comm import Axis, start_swap
@@ -66,33 +69,6 @@ def rounds_of(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
     return rounds
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Bytes `start` to `end` of a file, with (length, checksum) of what they consist of."""
-
-    start: int
-    end: int
-    blocks: list[tuple[int, str]]
-
-
-def pieces_of(stored: StoredFile, block_bytes: int) -> list[_Piece]:
-    """The messages in which a file travels: whole blocks, together of at most `block_bytes`."""
-    ends = [*(shard.begin for shard in stored.shards[1:]), stored.nbytes]
-    blocks = [(stored.header_bytes, stored.header_checksum)]
-    for shard, end in zip(stored.shards, ends, strict=True):
-        sizes = [min(block_bytes, end - at) for at in range(shard.begin, end, block_bytes)]
-        blocks += zip(sizes, shard.checksums, strict=True)
-    pieces: list[_Piece] = []
-    at = 0
-    for block in blocks:
-        if not pieces or pieces[-1].end - pieces[-1].start + block[0] > block_bytes:
-            pieces.append(_Piece(at, at + block[0], [block]))
-        else:
-            pieces[-1] = _Piece(pieces[-1].start, at + block[0], [*pieces[-1].blocks, block])
-        at += block[0]
-    return pieces
-
-
 def send_files(
     transfers: Sequence[Transfer], files: Mapping[str, StoredFile], folder: Path, axis: Axis, block_bytes: int
 ) -> str | None:
@@ -103,84 +79,63 @@ def send_files(
     for some in rounds_of(transfers):
         out = next((each for each in some if each.source == axis.rank), None)
         coming = next((each for each in some if each.target == axis.rank), None)
-        sending = _read(out, files, folder, block_bytes) if out is not None else iter(())
-        arrival = _Arrival(coming, files, folder, block_bytes) if coming is not None else None
-        expected = iter(arrival.pieces if arrival is not None else ())
-        while True:
-            data, piece = next(sending, None), next(expected, None)
-            if data is None and piece is None:
-                break
-            space = torch.empty(piece.end - piece.start if piece is not None else 0, dtype=torch.uint8)
-            leaving = [(axis.ranks[out.target], data)] if out is not None and data is not None else []
-            arriving = [(axis.ranks[coming.source], space)] if coming is not None and piece is not None else []
-            start_swap(leaving, arriving, axis).wait()
-            if arrival is not None and piece is not None:
-                arrival.take(piece, flat_bytes(space))
-        if arrival is not None and (problem := arrival.end(axis.rank)) is not None:
-            problems.append(problem)
+        arriving = _swap(out, coming, files, folder, axis, block_bytes)
+        if coming is not None:
+            stored, path = files[coming.name], folder / coming.name
+            try:
+                _receive(arriving, path, stored, block_bytes)
+            except OSError as error:
+                problems.append(f"{path}: cannot be written ({error.strerror})")
+            except CheckpointError:
+                problems.append(f"{path}: damaged when it came from rank {coming.source}")
+            fault_point("replica.arrived", rank=axis.rank)
+        for _ in arriving:
+            pass
     return problems[0] if problems else None
 
 
-def _read(
-    transfer: Transfer, files: Mapping[str, StoredFile], folder: Path, block_bytes: int
-) -> Iterator[torch.Tensor]:
-    """The messages of a file. Of one that cannot be read they are wrong, and the other host sees it."""
-    stored, path = files[transfer.name], folder / transfer.name
+def _swap(
+    out: Transfer | None,
+    coming: Transfer | None,
+    files: Mapping[str, StoredFile],
+    folder: Path,
+    axis: Axis,
+    block_bytes: int,
+) -> Iterator[memoryview]:
+    """Sends one file, and yields the messages of another."""
+    sent, received = (0 if each is None else files[each.name].nbytes for each in (out, coming))
+    for at in range(0, max(sent, received), block_bytes):
+        leaving, arriving = [], []
+        if out is not None and at < sent:
+            if at <= sent // 2 < at + block_bytes:
+                fault_point("replica.half_sent", rank=axis.rank)
+            leaving.append((axis.ranks[out.target], _read(folder / out.name, at, min(block_bytes, sent - at))))
+        if coming is not None and at < received:
+            space = torch.empty(min(block_bytes, received - at), dtype=torch.uint8)
+            arriving.append((axis.ranks[coming.source], space))
+        start_swap(leaving, arriving, axis).wait()
+        for _, data in arriving:
+            yield flat_bytes(data)
+
+
+def _read(path: Path, at: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a file from `at` on. Of one that cannot be read they are wrong, and the other host sees it."""
+    data = bytearray(nbytes)
+    with suppress(OSError, CheckpointError), open(open_plain(path), "rb") as file:
+        file.seek(at)
+        file.readinto(data)
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _receive(messages: Iterator[memoryview], path: Path, stored: StoredFile, block_bytes: int) -> None:
+    """Writes a file under another name until it is whole. Raises OSError, and CheckpointError where it is damaged."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
     try:
-        file = os.fdopen(open_plain(path, stored.nbytes), "rb")
-    except CheckpointError:
-        file = None
-    pieces = pieces_of(stored, block_bytes)
-    for number, piece in enumerate(pieces):
-        if number == len(pieces) // 2:
-            fault_point("replica.half_sent", rank=transfer.source)
-        data = bytearray(piece.end - piece.start)
-        if file is not None:
-            try:
-                file.readinto(data)
-            except OSError:
-                pass
-        yield torch.frombuffer(data, dtype=torch.uint8)
-    if file is not None:
-        file.close()
-
-
-class _Arrival:
-    """A file that arrives: under another name until it is whole."""
-
-    def __init__(self, transfer: Transfer, files: Mapping[str, StoredFile], folder: Path, block_bytes: int) -> None:
-        self._source, self._path = transfer.source, folder / transfer.name
-        self.pieces = pieces_of(files[transfer.name], block_bytes)
-        self._problem: str | None = None
-        self._part = self._path.with_name(f"{transfer.name}.part")
-        self._part.unlink(missing_ok=True)
-        self._file: NewFile | None = None
-
-    def take(self, piece: _Piece, data: memoryview) -> None:
-        at = 0
-        for nbytes, expected in piece.blocks:
-            if self._problem is None and checksum(data[at : at + nbytes]) != expected:
-                self._problem = (
-                    f"{self._path}: damaged at byte {piece.start + at} when it came from rank {self._source}"
-                )
-            at += nbytes
-        if self._problem is None:
-            try:
-                self._file = self._file or NewFile(self._part)
-                self._file.write(data)
-            except OSError as error:
-                self._problem = f"{self._path}: cannot be written ({error.strerror})"
-
-    def end(self, rank: int) -> str | None:
-        """The file is there, or what is wrong."""
-        try:
-            if self._file is not None:
-                self._file.__exit__(None if self._problem is None else CheckpointError)
-            if self._problem is None:
-                os.replace(self._part, self._path)
-            else:
-                self._part.unlink(missing_ok=True)
-        except OSError as error:
-            self._problem = f"{self._path}: cannot be written ({error.strerror})"
-        fault_point("replica.arrived", rank=rank)
-        return self._problem
+        with NewFile(part) as file:
+            for data in messages:
+                file.write(data)
+        verify_file(part, stored, block_bytes)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
