@@ -20,10 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from megalite.errors import CheckpointError
 from megalite.file_clock import clock_of
+from megalite.stores import REREADS, Place
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,9 @@ class LockHolder:
         except (ValueError, KeyError, TypeError):
             return None
 
+    def __str__(self) -> str:
+        return f"{self.host}, pid {self.pid}, since {self.since}"
+
 
 def process_start(pid: int) -> str | None:
     """Start time of a process, which distinguishes it from a later one of the same number; None where there is none.
@@ -98,12 +102,83 @@ def process_space() -> str:
         return ""
 
 
-class RunLock:
-    """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it.
+class HeldLock:
+    """What this process holds from `acquire` to `release`, on a disk or in a store; `_beat` renews it meanwhile.
+
+    acquire: takes it, also from a dead holder. check: does not wait, whether a holder is dead that seems so is left to
+    `acquire`. Both raise CheckpointError where another live process holds it.
+    """
+
+    def __init__(self, path: Place, flag: str, heartbeat: float, stale_after: float) -> None:
+        self.path, self._flag = path, flag
+        self._heartbeat, self._stale_after = heartbeat, stale_after
+        self._me: LockHolder | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> Self:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Gives the lock back. Harmless where it is not held."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        try:
+            if self._me is not None and self.held:
+                self._remove()
+        except (OSError, CheckpointError) as error:
+            logger.warning("could not remove %s: %s", self.path, getattr(error, "strerror", error))
+        self._me = None
+
+    @property
+    def token(self) -> str:
+        """What tells this run from others that write here; empty where it holds nothing."""
+        return self._me.token if self._me is not None else ""
+
+    @property
+    def held(self) -> bool:
+        """Whether what is there still says that we hold it. Raises StoreError where a store does not answer."""
+        holders = (self._holder() for _ in range(REREADS))
+        return self._me is not None and any(holder and holder.token == self.token for holder in holders)
+
+    def _hold(self, me: LockHolder) -> Self:
+        self._me = me
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+        return self
+
+    def _in_use(self, holder: LockHolder | None, more: str = "") -> CheckpointError:
+        who = f"{holder or 'unknown'}{more}"
+        return CheckpointError(f"{self._flag}: in use by another run ({who}); stop it or choose another `save`")
+
+    def _holder(self) -> LockHolder | None:
+        """Whom the lock names; None where it is gone or not legible."""
+        raise NotImplementedError
+
+    def _remove(self) -> None:
+        raise NotImplementedError
+
+    def _beat(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
+
+
+class RunLock(HeldLock):
+    """Holds `directory` for this process. Only rank 0 of a run takes it.
 
     waits: watches a holder on another host for some heartbeats, however late the last one: it may be lost, and its run
-    be this one. Raises CheckpointError where another live process holds it.
+    be this one.
     """
+
+    path: Path
 
     def __init__(
         self,
@@ -113,15 +188,10 @@ class RunLock:
         stale_after: float = STALE_SECONDS,
         waits: bool = False,
     ) -> None:
-        self.path = Path(directory) / LOCK_FILE
-        self._flag = f"`save`={Path(directory)}"
-        self._heartbeat, self._stale_after, self._waits = heartbeat, stale_after, waits
-        self._me: LockHolder | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        super().__init__(Path(directory) / LOCK_FILE, f"`save`={Path(directory)}", heartbeat, stale_after)
+        self._waits = waits
 
-    def acquire(self) -> RunLock:
-        """Takes the lock, also from a dead holder. Raises CheckpointError."""
+    def acquire(self) -> Self:
         self._refuse_directory()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,37 +202,20 @@ class RunLock:
         me = LockHolder.myself()
         for _ in range(5):  # each round but the last lost a race against another take-over
             if self._create(me):
-                self._me = me
-                self._stop.clear()
-                self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
-                self._thread.start()
-                return self
+                return self._hold(me)
             self._remove_stale()
         raise CheckpointError(f"{self._flag}: could not get {self.path}; several jobs start here at once")
 
     def check(self) -> None:
-        """Raises CheckpointError where another live process holds the directory, and `acquire` would. Does not wait:
-        whether a holder is dead that seems so is left to `acquire`.
-        """
         self._refuse_directory()
         if os.path.isfile(self.path):
-            self._refuse_live(LockHolder.read(self.path), watches=False)
+            self._refuse_live(self._holder(), watches=False)
 
-    def release(self) -> None:
-        """Gives the lock back. Harmless where it is not held."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._me is not None and self.held:
-            _remove(self.path)
-        self._me = None
+    def _holder(self) -> LockHolder | None:
+        return LockHolder.read(self.path)
 
-    @property
-    def held(self) -> bool:
-        """Whether the file still says that we hold it."""
-        holder = LockHolder.read(self.path)
-        return self._me is not None and holder is not None and holder.token == self._me.token
+    def _remove(self) -> None:
+        _remove(self.path)
 
     def _refuse_directory(self) -> None:
         if os.path.isdir(self.path):  # `Path.is_dir` raises where a name is too long
@@ -189,11 +242,11 @@ class RunLock:
 
     def _remove_stale(self) -> None:
         """Removes the lock of a dead holder. Raises CheckpointError for a live one."""
-        holder = LockHolder.read(self.path)
+        holder = self._holder()
         if not self._refuse_live(holder):
             return
         with suppress(FileNotFoundError), open(self.path, "rb") as file:
-            if _only_one(file) and LockHolder.read(self.path) == holder:
+            if _only_one(file) and self._holder() == holder:
                 self._bury(holder)
 
     def _bury(self, holder: LockHolder | None) -> None:
@@ -238,11 +291,7 @@ class RunLock:
                 )  # fmt: skip
                 lives, age = self._beats_again(last), 0.0
         if lives:
-            who = f"{holder.host}, pid {holder.pid}, since {holder.since}" if holder else "unknown"
-            raise CheckpointError(
-                f"{self._flag}: in use by another run ({who}, last sign of life {max(age, 0.0):.0f} s ago); "
-                "stop it or choose another `save`"
-            )
+            raise self._in_use(holder, f", last sign of life {max(age, 0.0):.0f} s ago")
         return True
 
     def _last_beat(self) -> float | None:
@@ -276,12 +325,6 @@ class RunLock:
                 os.utime(self.path)
             except OSError as error:
                 logger.warning("could not renew %s: %s", self.path, error.strerror)
-
-    def __enter__(self) -> RunLock:
-        return self.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
 
 
 def process_lives(holder: LockHolder | None) -> bool | None:

@@ -151,7 +151,7 @@ def commit_in_store(
     if not holds_lease():
         raise LeaseLost(f"`save`={final.parent}: another run has taken it over; this one saves no more")
     fault_point("save.before_rename", rank=0, step=whole.step)
-    if not final.store.create((final / COMMITTED).key, proof_of(raw, whole.save_id, token)):
+    if final.store.create((final / COMMITTED).key, proof_of(raw, whole.save_id, token)) is None:
         raise LeaseLost(f"`save`={final.parent}: another run has committed {final.name}; this one saves no more")
     fault_point("save.after_rename", rank=0, step=whole.step)
 

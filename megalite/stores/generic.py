@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megalite.extras import optional_package
-from megalite.stores.store import DEADLINE, Again, Listing, Missing, Refused, Store, StoreError, Tagged
+from megalite.stores.store import DEADLINE, NO_OBJECT, Again, Listing, Missing, Refused, Store, StoreError, Tagged
 
 T = TypeVar("T")
 
@@ -16,8 +16,8 @@ PACKAGES = {"gs": "gcsfs", "memory": "fsspec"}
 
 
 class GenericStore(Store):
-    """A bucket behind an fsspec file system. It can create, but not swap: two writers are told apart at the commit, and
-    not before. Memory is one process's alone, so its swap is safe."""
+    """A bucket behind an fsspec file system. It can create, but a swap reads and then writes: two writers are told apart
+    at the commit, and not before. Memory is one process's alone, so its swap is safe."""
 
     def __init__(self, scheme: str, bucket: str, *, deadline: float = DEADLINE) -> None:
         super().__init__(f"{scheme}://{bucket}", deadline=deadline)
@@ -59,20 +59,14 @@ class GenericStore(Store):
             raise Missing(f"{self.root}/{name}: no such object")
         return int(found["size"]), str(found.get("etag") or found.get("generation") or found.get("created") or "")
 
-    def _write(self, name: str, data: bytes) -> None:
-        self._ask(name, self._fs.pipe_file, data)
+    def _write(self, name: str, data: bytes, etag: str | None) -> str:
+        if etag and self._read(name, 0, None).etag != etag:
+            raise Refused("another version")
+        self._ask(name, self._fs.pipe_file, data, mode="create" if etag == NO_OBJECT else "overwrite")
+        return hashlib.sha256(data).hexdigest()
 
     def _put_file(self, name: str, file: Path) -> None:
         self._retrying(lambda: self._ask(name, lambda key: self._fs.put_file(str(file), key)), f"write {name}")
-
-    def _create(self, name: str, data: bytes) -> None:
-        self._ask(name, self._fs.pipe_file, data, mode="create")
-
-    def _swap(self, name: str, data: bytes, etag: str) -> str:
-        if not self.conditional or self._read(name, 0, None).etag != etag:
-            raise Refused("another version")
-        self._write(name, data)
-        return hashlib.sha256(data).hexdigest()
 
     def _delete(self, name: str) -> None:
         try:

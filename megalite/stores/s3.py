@@ -16,6 +16,7 @@ from megalite.extras import optional_package
 from megalite.stores.store import (
     DEADLINE,
     MOST_PARTS,
+    NO_OBJECT,
     PART_BYTES,
     Again,
     Listing,
@@ -124,14 +125,9 @@ class S3Store(Store):
         answer = self._call("head_object", Key=name)
         return answer["ContentLength"], answer["ETag"]
 
-    def _write(self, name: str, data: bytes, **conditions: str) -> str:
-        return str(self._call("put_object", Key=name, Body=data, ChecksumCRC32=_crc(data), **conditions)["ETag"])
-
-    def _create(self, name: str, data: bytes) -> None:
-        self._write(name, data, IfNoneMatch="*")
-
-    def _swap(self, name: str, data: bytes, etag: str) -> str:
-        return self._write(name, data, IfMatch=etag)
+    def _write(self, name: str, data: bytes, etag: str | None) -> str:
+        condition = {} if etag is None else {"IfMatch": etag} if etag != NO_OBJECT else {"IfNoneMatch": "*"}
+        return str(self._call("put_object", Key=name, Body=data, ChecksumCRC32=_crc(data), **condition)["ETag"])
 
     def _delete(self, name: str) -> None:
         self._call("delete_object", Key=name)

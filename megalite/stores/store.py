@@ -21,6 +21,7 @@ ATTEMPT = 120.0  # seconds for one
 END_SECONDS, LAST_SECONDS = 20.0, 5.0  # both, of a process that is to end
 PART_BYTES = 16 * 2**20
 MOST_PARTS = 10_000
+NO_OBJECT = ""
 REREADS = 3  # a bit can flip on the way: what is not as expected is asked for again
 
 
@@ -89,7 +90,7 @@ class Store:
 
     def size(self, name: str) -> int:
         """Bytes of an object."""
-        return self._retrying(lambda: self._head(name), f"look at {name}")[0]
+        return self.tag(name)[0]
 
     def tag(self, name: str) -> tuple[int, str]:
         """Bytes and tag of an object."""
@@ -105,23 +106,23 @@ class Store:
     def put(self, name: str, content: Path | bytes) -> None:
         """Writes a whole object, replacing what is there."""
         if isinstance(content, bytes):
-            self._retrying(lambda: self._write(name, content), f"write {name}")
+            self._retrying(lambda: self._write(name, content, None), f"write {name}")
         else:
             self._put_file(name, content)
 
-    def create(self, name: str, data: bytes) -> bool:
-        """Writes an object unless there is one. Whether it is now there with exactly this content: what differs from
-        writer to writer in it tells them apart, also where an answer was lost and its repetition was refused."""
-        try:
-            self._retrying(lambda: self._create(name, data), f"create {name}")
-        except Refused:
-            return self._holds(name, data) is not None
-        return True
+    def create(self, name: str, data: bytes) -> str | None:
+        """Writes an object unless there is one. Its tag if it is now there with exactly this content, else None: what
+        differs from writer to writer in it tells them apart, also where an answer was lost and its repetition was
+        refused."""
+        return self._write_if(name, data, NO_OBJECT, "create")
 
     def swap(self, name: str, data: bytes, etag: str) -> str | None:
         """Replaces the version `etag` of an object; returns the new tag, None where another version is there."""
+        return self._write_if(name, data, etag, "replace")
+
+    def _write_if(self, name: str, data: bytes, etag: str, what: str) -> str | None:
         try:
-            return self._retrying(lambda: self._swap(name, data, etag), f"replace {name}")
+            return self._retrying(lambda: self._write(name, data, etag), f"{what} {name}")
         except (Refused, Missing):
             return self._holds(name, data)
 
@@ -159,7 +160,7 @@ class Store:
         try:
             first = self.create(probe, b"one")
             second, third = self.create(probe, b"two"), self.swap(probe, b"three", '"0"')
-            return first and not second and third is None
+            return first is not None and second is None and third is None
         finally:
             self.delete(probe)
 
@@ -199,16 +200,11 @@ class Store:
     def _head(self, name: str) -> tuple[int, str]:
         raise NotImplementedError
 
-    def _write(self, name: str, data: bytes) -> object:
+    def _write(self, name: str, data: bytes, etag: str | None) -> str:
+        """Returns the new tag. etag: of the version that must be there; NO_OBJECT: of none; None: of any or none."""
         raise NotImplementedError
 
     def _put_file(self, name: str, file: Path) -> None:
-        raise NotImplementedError
-
-    def _create(self, name: str, data: bytes) -> None:
-        raise NotImplementedError
-
-    def _swap(self, name: str, data: bytes, etag: str) -> str:
         raise NotImplementedError
 
     def _delete(self, name: str) -> None:

@@ -78,7 +78,8 @@ def test_who_could_not_renew_for_long_saves_no_more(
     lease = RunLease(url, heartbeat=0.01, stale_after=0.1).acquire()
     fails[0] = True
     wait_for(lambda: "not renewed for" in caplog.text)
-    assert not lease.held and lease._names_us()
+    holder = lease._holder()
+    assert not lease.held and holder is not None and holder.token == lease.token
     lease.release()
 
 
