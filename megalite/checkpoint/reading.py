@@ -92,9 +92,8 @@ class RemoteShardReader(ShardReader):
     """... of an object in a store: by ranges, those that are expected several at a time and ahead."""
 
     def __init__(self, url: StoreUrl, stored: StoredFile, block_bytes: int) -> None:
-        self._url, self._block_bytes = url, block_bytes
-        self._stored = stored
-        self._ahead: RangesAhead | None = None
+        self._url, self._stored, self._block_bytes = url, stored, block_bytes
+        self._ahead = RangesAhead(url)
 
     def check_frame(self) -> None:
         check_size(self._url, self._stored.nbytes)
@@ -103,22 +102,19 @@ class RemoteShardReader(ShardReader):
 
     def expect(self, places: Iterable[tuple[StoredShard, int, int]]) -> None:
         begins = [(shard.begin + index * self._block_bytes, nbytes) for shard, index, nbytes in places]
-        self._ahead = RangesAhead(self._url, [(at, at + nbytes) for at, nbytes in begins])
+        self._ahead.expect((at, at + nbytes) for at, nbytes in begins)
 
     def read(self, at: int, into: memoryview, expected: str, what: str) -> None:
         found = ""
-        for trial in range(REREADS):  # what was damaged on the way is whole in the store
-            ahead = self._ahead if trial == 0 else None
-            end = at + len(into)
-            into[:] = ahead.read(at, end) if ahead is not None else self._url.store.read(self._url.key, at, end)
+        for _ in range(REREADS):  # what was damaged on the way is whole in the store
+            into[:] = self._ahead.read(at, at + len(into))
             found = checksum(into)
             if found == expected:
                 return
         raise _damaged(self._url, what, found, expected)
 
     def close(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
+        self._ahead.close()
 
 
 def open_shard_file(path: Place, stored: StoredFile, block_bytes: int) -> ShardReader:

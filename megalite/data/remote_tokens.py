@@ -7,10 +7,8 @@ some micro-batches ahead, AT_ONCE requests a host. What is read without a word i
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
+import math
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +17,11 @@ from numpy.typing import NDArray
 from megalite.data.cache import cached_folder, digest_of
 from megalite.data.indexed import IndexedDataset
 from megalite.errors import CheckpointError, DataError
-from megalite.stores import Missing, StoreUrl, merged, place
+from megalite.stores import Missing, RangesAhead, StoreUrl, place
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 32
-MOST_ANNOUNCED = 1 << 16
-"""Pieces that are remembered; older ones, which nobody has read (a batch that was passed over), are dropped."""
 GAP_BYTES = 1 << 14
 """Bytes between two ranges that cost less than a request of their own."""
 
@@ -34,11 +30,9 @@ class RemoteTokens:
     """The tokens of a `.bin` in a store, sliced as an array is."""
 
     def __init__(self, url: StoreUrl, nbytes: int, dtype: np.dtype[np.integer], at_once: int) -> None:
-        self._url, self._dtype = url, dtype
+        self.ahead = RangesAhead(url, at_once, math.inf, "tokens")
+        self._dtype = dtype
         self._length = nbytes // dtype.itemsize
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="tokens")
-        self._coming: OrderedDict[tuple[int, int], tuple[Future[bytes], int]] = OrderedDict()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return self._length
@@ -46,32 +40,10 @@ class RemoteTokens:
     def __getitem__(self, part: slice) -> NDArray[np.integer]:
         start, stop, _ = part.indices(self._length)
         size = self._dtype.itemsize
-        with self._lock:
-            future, begin = self._coming.pop((start, stop), (None, 0))
         try:
-            if future is None:
-                data = self._url.store.read(self._url.key, start * size, stop * size)
-            else:
-                data = future.result()[start * size - begin : stop * size - begin]
+            return np.frombuffer(self.ahead.read(start * size, stop * size), self._dtype)
         except CheckpointError as error:  # a store's
             raise DataError(error.text) from None
-        return np.frombuffer(data, self._dtype)
-
-    def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
-        """Begins to fetch pieces `(start, stop)`."""
-        size = self._dtype.itemsize
-        with self._lock:
-            new = sorted({piece for piece in pieces if piece not in self._coming and piece[0] < piece[1]})
-            ranges = merged([(a * size, b * size) for a, b in new], gap=GAP_BYTES)
-            left = iter(new)
-            piece = next(left, None)
-            for first, last in ranges:
-                future = self._pool.submit(self._url.store.read, self._url.key, first, last)
-                while piece is not None and piece[1] * size <= last:
-                    self._coming[piece] = future, first
-                    piece = next(left, None)
-            while len(self._coming) > MOST_ANNOUNCED:
-                self._coming.popitem(last=False)
 
 
 class RemoteIndexedDataset(IndexedDataset):
@@ -120,7 +92,7 @@ class RemoteIndexedDataset(IndexedDataset):
     def expect(self, pieces: Iterable[tuple[int, int, int]]) -> None:
         """Announces tokens `start:stop` of sequences, as (sequence, start, stop)."""
         size = self.dtype.itemsize
-        begins = [(int(self._pointers[sequence]) // size, start, stop) for sequence, start, stop in pieces]
-        self._remote.expect((begin + start, begin + stop) for begin, start, stop in begins)
+        begins = [(int(self._pointers[sequence]), start, stop) for sequence, start, stop in pieces]
+        self._remote.ahead.expect(((at + start * size, at + stop * size) for at, start, stop in begins), GAP_BYTES)
         if isinstance(self.marks, RemoteIndexedDataset):
             self.marks.expect(pieces)

@@ -16,6 +16,6 @@ tests/unit/stores in memory, and by tests/faults/test_store_faults.py against a 
 that fails on purpose.
 """
 
-from megalite.stores.ahead import RangesAhead, merged
+from megalite.stores.ahead import RangesAhead
 from megalite.stores.store import REREADS, Missing, Store, StoreError, Tagged
 from megalite.stores.url import Place, StoreUrl, close_stores, place, run_place

@@ -2,55 +2,75 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megalite.stores.store import PART_BYTES
 from megalite.stores.url import StoreUrl
 
 AT_ONCE = 8
+MOST_ANNOUNCED = 1 << 16
+"""Pieces that are remembered; older ones, which nobody has read (a batch that was passed over), are dropped."""
 
 
-def merged(ranges: Iterable[tuple[int, int]], *, most: int = PART_BYTES, gap: int = 0) -> list[tuple[int, int]]:
-    """Ranges in rising order as fewer, of at most `most` bytes each unless one alone is longer; `gap` unused bytes
-    between two neighbours are read with them."""
-    found: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if found and found[-1][1] <= start <= found[-1][1] + gap and stop - found[-1][0] <= most:
-            found[-1] = found[-1][0], stop
+def merged(pieces: Iterable[tuple[int, int]], *, most: int = PART_BYTES, gap: int = 0) -> list[list[tuple[int, int]]]:
+    """Pieces (start, stop) in rising order by requests, of at most `most` bytes each unless one piece is longer; `gap`
+    unused bytes between two neighbours are read with them."""
+    found: list[list[tuple[int, int]]] = []
+    for start, stop in pieces:
+        end = found[-1][-1][1] if found else -1
+        if found and end <= start <= end + gap and stop - found[-1][0][0] <= most:
+            found[-1].append((start, stop))
         else:
-            found.append((start, stop))
+            found.append([(start, stop)])
     return found
 
 
 class RangesAhead:
-    """Serves `read` for the given ranges of an object, in their order. Memory: `at_once` requests of 16 MiB."""
+    """Serves pieces of an object that were announced, each once; what was not announced is read at once.
 
-    def __init__(self, url: StoreUrl, ranges: Sequence[tuple[int, int]], at_once: int = AT_ONCE) -> None:
-        self._url = url
-        self._left = deque(merged(ranges))
-        self._at_once = at_once
-        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="read-ahead")
-        self._coming: deque[tuple[int, int, Future[bytes]]] = deque()
-        self._now: tuple[int, int, bytes] = 0, 0, b""
-        self._fill()
+    at_once: requests. most: bytes that are fetched before somebody reads them.
+    """
+
+    def __init__(
+        self, url: StoreUrl, at_once: int = AT_ONCE, most: float = AT_ONCE * PART_BYTES, name: str = "read-ahead"
+    ) -> None:
+        self._url, self._most = url, most
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix=name)
+        self._left: deque[list[tuple[int, int]]] = deque()
+        self._coming: OrderedDict[tuple[int, int], tuple[Future[bytes], int]] = OrderedDict()
+        self._waiting = 0
+        self._lock = threading.Lock()
+
+    def expect(self, pieces: Iterable[tuple[int, int]], gap: int = 0) -> None:
+        """Begins to fetch pieces."""
+        with self._lock:
+            self._left.extend(merged(sorted({p for p in pieces if p not in self._coming and p[0] < p[1]}), gap=gap))
+            self._fill()
 
     def _fill(self) -> None:
-        while self._left and len(self._coming) < self._at_once:
-            start, stop = self._left.popleft()
-            self._coming.append((start, stop, self._pool.submit(self._url.store.read, self._url.key, start, stop)))
+        while self._left and self._waiting < self._most:
+            pieces = self._left.popleft()
+            start, stop = pieces[0][0], pieces[-1][1]
+            future = self._pool.submit(self._url.store.read, self._url.key, start, stop)
+            self._coming.update((piece, (future, start)) for piece in pieces)
+            self._waiting += sum(last - first for first, last in pieces)
+        while len(self._coming) > MOST_ANNOUNCED:
+            self._take(next(iter(self._coming)))
+
+    def _take(self, piece: tuple[int, int]) -> tuple[Future[bytes], int]:
+        self._waiting -= piece[1] - piece[0]
+        return self._coming.pop(piece)
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes `start:stop`; what was not announced is read at once."""
-        while not self._now[0] <= start <= stop <= self._now[1]:
-            if not self._coming or start < self._coming[0][0]:
-                return memoryview(self._url.store.read(self._url.key, start, stop))
-            first, last, future = self._coming.popleft()
-            self._now = first, last, future.result()
+        """Bytes `start:stop`. Raises StoreError."""
+        with self._lock:
+            future, begin = self._take((start, stop)) if (start, stop) in self._coming else (None, start)
             self._fill()
-        first = self._now[0]
-        return memoryview(self._now[2])[start - first : stop - first]
+        data = self._url.store.read(self._url.key, start, stop) if future is None else future.result()
+        return memoryview(data)[start - begin : stop - begin]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

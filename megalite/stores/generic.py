@@ -16,8 +16,8 @@ PACKAGES = {"gs": "gcsfs", "memory": "fsspec"}
 
 
 class GenericStore(Store):
-    """A bucket behind an fsspec file system. It can create, but a swap reads and then writes: two writers are told apart
-    at the commit, and not before. Memory is one process's alone, so its swap is safe."""
+    """A bucket behind an fsspec file system. It can create, but a swap reads and then writes: two writers are told
+    apart at the commit, and not before. Memory is one process's alone, so its swap is safe."""
 
     def __init__(self, scheme: str, bucket: str, *, deadline: float = DEADLINE) -> None:
         super().__init__(f"{scheme}://{bucket}", deadline=deadline)

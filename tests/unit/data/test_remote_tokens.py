@@ -80,12 +80,12 @@ def test_whole_passes_and_samples_of_the_survey(pair: tuple[IndexedDataset, Remo
 def test_neighbours_are_one_request(pair: tuple[IndexedDataset, RemoteIndexedDataset]) -> None:
     there = pair[1]
     asked: list[tuple[int, int]] = []
-    submit = there._remote._pool.submit
-    there._remote._pool.submit = lambda read, key, a, b: (asked.append((a, b)), submit(read, key, a, b))[1]  # type: ignore
+    submit = there._remote.ahead._pool.submit
+    there._remote.ahead._pool.submit = lambda read, key, a, b: (asked.append((a, b)), submit(read, key, a, b))[1]  # type: ignore
     there.expect([(5, 0, 3), (6, 0, 2), (5, 3, 7)])
     assert len(asked) == 1
     assert np.array_equal(there.get(5, 3, 7), pair[0].get(5, 3, 7))
-    assert len(there._remote._coming) == 2, "what was read is forgotten"
+    assert len(there._remote.ahead._coming) == 2, "what was read is forgotten"
 
 
 def test_an_index_is_fetched_once_and_anew_where_it_changed(tmp_path: Path) -> None:

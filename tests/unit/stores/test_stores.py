@@ -21,8 +21,9 @@ from megalite.checkpoint.uploads import Upload, sweep_staging
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
-from megalite.stores import StoreUrl, merged, place
+from megalite.stores import StoreUrl, place
 from megalite.stores import store as store_module
+from megalite.stores.ahead import merged
 from megalite.stores.s3 import S3Store
 from megalite.stores.store import Again, Store, StoreError, Tagged
 
@@ -66,9 +67,9 @@ def test_conditions_and_ranges(url: StoreUrl) -> None:
     store.delete(name)
     store.delete(name)
     assert not store.exists(name) and store.is_safe_for_two(f"{name}.probe")
-    assert merged([(0, 4), (4, 6), (9, 10)]) == [(0, 6), (9, 10)]
-    assert merged([(0, 4), (4, 6), (9, 10)], gap=3) == [(0, 10)]
-    assert merged([(0, 4), (4, 6), (9, 10)], gap=3, most=8) == [(0, 6), (9, 10)]
+    pieces = [(0, 4), (4, 6), (9, 10)]
+    assert merged(pieces) == merged(pieces, gap=3, most=8) == [pieces[:2], pieces[2:]]
+    assert merged(pieces, gap=3) == [pieces]
 
 
 def test_s3_is_asked_for_the_bytes_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
