@@ -9,8 +9,8 @@
     storage.py      streaming writes, the commit protocol
     reading.py      verified reads of blocks and small files, from a disk or a store
     reshard.py      rectangles: intersections, who writes what (pure)
-    saving.py       one save of one rank; background.py: asynchronous
-    remote.py       ... in a store: commit without rename, sweep; uploads.py: sent in the background; lease.py: its lock
+    saving.py       one save of one rank; background.py: those that are written, or sent to a store, meanwhile
+    remote.py       ... in a store: commit without rename, sweep; lease.py: its lock
     local.py        saves on the hosts themselves; hosts.py: which these are; replicas.py: files sent between them
     loading.py      slices of a layout cut out of stored rectangles; every byte against its checksum
     agreement.py    do the ranks' plans add up to one load
@@ -29,6 +29,7 @@ executed; any layout loads what any other saved. Proved by tests/unit/checkpoint
 and tests/faults/test_checkpoint_faults.py.
 """
 
+from megalite.checkpoint.background import sweep_staging
 from megalite.checkpoint.checkpointer import Checkpointer
 from megalite.checkpoint.format import (
     COMMITTED,
@@ -67,4 +68,3 @@ from megalite.checkpoint.run_dir import (
 )
 from megalite.checkpoint.saving import check_space, first_problem, without_gc, write_whole
 from megalite.checkpoint.storage import flat_bytes, fsync_directory
-from megalite.checkpoint.uploads import sweep_staging

@@ -1,29 +1,44 @@
-"""Asynchronous saving: copy, return, write in the background of training.
+"""Saves on their way: written to a disk, or staged and sent to a store, in the background of training.
 
-    main thread     plan, copy -------- train ---- train ---- train ------ wait()
-    writer thread              \\------ write, sync, report
-    rank 0's writer                                        \\-- commit, delete old ones
+    main thread   copy (or stage) --- train ---- train ---- train ------ wait()
+    this thread         \\--- write, send, read back, report ---- again? ---/
+    rank 0's                                           \\--- all have reported: commit, delete old ones
 
-The writers use no collective, which would have to be ordered against training's: each leaves its report as a file
-in the staging directory, and rank 0's writer commits when all have come. A rank has at most one save in flight and one
-copy of its own part, in memory that is kept from save to save (pinned where the values live on a GPU). What is written
-is the state at the moment of the call.
+No collective, which would have to be ordered against training's: a rank's report is a file beside its part. A rank has
+one copy of its own part, in memory that is kept from save to save (pinned where the values live on a GPU). What is
+written is the state at the moment of the call. A save to a disk fails at once. One to a store keeps what is staged and
+is tried again, until MOST_FAILED of them wait; then `failure` says so, and the ranks end the run by their vote.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import logging
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.saving import SaveJob, SaveReport
+from megalite.checkpoint.format import checksum, parse_json
+from megalite.checkpoint.local import LocalSaves
+from megalite.checkpoint.remote import HopelessSave, attempt_place, send_file
+from megalite.checkpoint.run_dir import write_small
+from megalite.checkpoint.saving import SaveJob, SaveReport, first_problem
 from megalite.checkpoint.storage import TensorPart
+from megalite.comm import Axis, all_gather_json
+from megalite.errors import CheckpointError
+from megalite.events import tell_event
 from megalite.page_locked import host_bytes
+from megalite.progress import amount
+from megalite.stores import REREADS, Place, StoreUrl
 
+logger = logging.getLogger(__name__)
+
+MOST_FAILED, MOST_WAITING = 3, 2
+FIRST_POLL, LONGEST_POLL, AGAIN_SECONDS = 0.02, 1.0, 5.0
 _ALIGN = 64
 
 
@@ -53,79 +68,249 @@ class StagingMemory:
         return copies
 
 
-class BackgroundSave:
-    """One save in flight on this rank. problem: why it has failed, as far as this rank knows by now.
+class PendingSave:
+    """One save of this rank. sent: its part is where it belongs and reported; what is staged for a store stays until
+    all is committed. failed: attempts that have failed. final: no more are made. reports: all ranks', on rank 0."""
 
-    after_commit: rank 0, once the checkpoint is committed (it deletes old checkpoints).
-    """
-
-    def __init__(self, job: SaveJob, world_size: int, after_commit: Callable[[], None]) -> None:
-        self.job = job
+    def __init__(self, job: SaveJob, done: Callable[[], None]) -> None:
+        self.job, self.done = job, done
+        self.report: SaveReport | None = None
+        self.reports: list[SaveReport] = []
+        self.sent = False
+        self.failed = 0
         self.problem: str | None = None
-        self._world_size = world_size
-        self._after_commit = after_commit
-        self._written, self._finishing = threading.Event(), threading.Event()
-        self._report: SaveReport = {}
-        self._handed_over: list[SaveReport] | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save-{job.step}", daemon=True)
-        self._thread.start()
+        self.final = False
+        self.again = 0.0
 
-    def wait_written(self) -> SaveReport:
-        """Waits for this rank's own part only; returns its report."""
-        self._written.wait()
-        return self._report
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to do for this rank: rank 0 commits."""
+        return self.sent and self.job.rank > 0
 
-    def finish(self, reports: list[SaveReport]) -> str | None:
-        """Waits for the end, given all ranks' reports. Returns this rank's problem, None if it succeeded."""
-        self._handed_over = reports
-        self._finishing.set()
-        self._thread.join()
-        return self.problem
+    @property
+    def attempt(self) -> Place:
+        """Where the ranks' parts and reports are."""
+        final = self.job.final
+        return attempt_place(final, self.job.save_id) if isinstance(final, StoreUrl) else self.job.staging
+
+    def write(self) -> None:
+        """Writes, or stages, this rank's part."""
+        self.report = self.job.write_part()
+        if "error" in self.report:
+            self.problem, self.final = self.report["error"], True
+
+    def send(self) -> None:
+        """Sends what is staged for a store, then the report. Raises CheckpointError, OSError."""
+        assert self.report is not None
+        rank, attempt, name = self.job.rank, self.attempt, self.report.get("file")
+        if name is not None and isinstance(attempt, StoreUrl):
+            send_file(attempt / name, self.job.staging / name, rank=rank, step=self.job.step)
+        if rank:
+            told = json.dumps(self.report).encode()
+            write_small(attempt / f"report_{rank:05d}.json", f"{checksum(told)}\n".encode() + told)
+        self.sent = True
+
+    def _reported(self, name: str) -> SaveReport:
+        """What another rank has reported. Raises CheckpointError."""
+        for _ in range(REREADS):
+            proof, _, told = (self.attempt / name).read_bytes().partition(b"\n")
+            if proof == checksum(told).encode():
+                report: SaveReport = parse_json(told, name)
+                return report
+        raise CheckpointError(f"{self.attempt / name}: damaged")
+
+    def commit(self, world_size: int) -> bool:
+        """Rank 0: commits if all ranks have reported. Raises CheckpointError, OSError."""
+        assert self.report is not None
+        names = [f"report_{rank:05d}.json" for rank in range(1, world_size)]
+        if not self.reports:
+            if {*names} - {path.name for path in self.attempt.iterdir()}:
+                return False
+            self.reports = [self.report, *map(self._reported, names)]
+        for name in names:
+            (self.attempt / name).unlink(missing_ok=True)
+        self.job.commit(self.reports)
+        return True
+
+
+class PendingSaves:
+    """The saves of this rank that are not committed yet, oldest first."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._waiting: list[PendingSave] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, job: SaveJob, done: Callable[[], None], *, background: bool) -> PendingSave:
+        """Takes a save over: what is not written in the background is on return. done: called on rank 0 after the
+        commit."""
+        save = PendingSave(job, done)
+        if not background:
+            save.write()
+        with self._changed:
+            self._waiting.append(save)
+            self._changed.notify_all()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="saves", daemon=True)
+            self._thread.start()
+        return save
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run should end: a save that cannot succeed any more, or too many that have failed."""
+        waiting = list(self._waiting)
+        for save in waiting:
+            if save.final:
+                return save.problem
+        failing = [save for save in waiting if save.failed and not save.is_over]
+        if len(failing) < MOST_FAILED:
+            return None
+        kept = failing[0].job.staging.parent
+        return f"{len(failing)} saves could not be uploaded and are kept in {kept}: {failing[-1].problem}"
+
+    def wait_for_room(self) -> None:
+        """Waits while older saves are still on their way; not for those that have failed and are tried again."""
+        self._wait(lambda: self.failure or sum(not up.failed and not up.is_over for up in self._waiting) < MOST_WAITING)
+
+    def wait_written(self) -> None:
+        """Waits until no copy of values is needed any more."""
+        self._wait(lambda: all(save.report is not None for save in self._waiting))
+
+    @property
+    def oldest(self) -> int | None:
+        """The step of the first save that is not committed, on rank 0."""
+        return self._waiting[0].job.step if self._waiting else None
+
+    @property
+    def reports(self) -> list[tuple[int, SaveReport | None]]:
+        """Step and report of each."""
+        return [(save.job.step, save.report) for save in self._waiting]
+
+    def hand_over(self, reports: Iterable[Sequence[tuple[int, SaveReport]]]) -> None:
+        """Rank 0: `reports` of all ranks; a listing may be older than what lies there."""
+        steps = [dict(each) for each in reports]
+        for save in list(self._waiting):
+            if all(save.job.step in each for each in steps):
+                save.reports = [each[save.job.step] for each in steps]
+
+    def forget(self, oldest: int | None) -> None:
+        """Removes what is staged of saves before rank 0's oldest one: they are committed."""
+        for save in [save for save in self._waiting if save.is_over and (oldest is None or save.job.step < oldest)]:
+            self._remove(save)
+
+    def give_up(self) -> tuple[SaveJob, SaveReport] | None:
+        """No more attempts; the newest save that is staged here for a store. Nothing stays of one to a disk."""
+        for save in list(self._waiting):
+            save.final = True
+            if not isinstance(save.attempt, StoreUrl):
+                self._remove(save)
+        waiting = [save for save in self._waiting if save.report is not None and "error" not in save.report]
+        return (waiting[-1].job, waiting[-1].report or {}) if waiting else None
+
+    def drop(self) -> None:
+        """What is staged is of no use any more: a newer save is kept. After `give_up`."""
+        for save in self._waiting:
+            shutil.rmtree(save.job.staging, ignore_errors=True)
+
+    def wait_sent(self) -> str | None:
+        """Waits until this rank's parts are where they belong, giving each that fails one more attempt. Returns what
+        is wrong."""
+        tried = {save: save.failed for save in self._waiting}
+        for save in tried:
+            save.again = 0.0
+        self._wait(lambda: all(up.sent or up.final or up.failed > tried[up] for up in tried if up in self._waiting))
+        return next((save.problem for save in self._waiting if not save.sent or save.final), None)
+
+    def wait_committed(self) -> str | None:
+        """Rank 0, when all parts are there: waits for the commits. Returns what is wrong."""
+        tried = {save: save.failed for save in self._waiting}
+        self._wait(lambda: not self._waiting or any(up.final or up.failed > tried[up] for up in self._waiting))
+        return self._waiting[0].problem if self._waiting else None
+
+    def _wait(self, reached: Callable[[], object]) -> None:
+        with self._changed:
+            self._changed.notify_all()
+            while not reached():
+                self._changed.wait(0.5)
 
     def _run(self) -> None:
+        pause = FIRST_POLL
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    self._changed.wait()
+            moved = [self._advance(save) for save in list(self._waiting)]
+            pause = FIRST_POLL if any(moved) else min(LONGEST_POLL, 2 * pause)
+            with self._changed:
+                self._changed.notify_all()
+                self._changed.wait(0 if any(moved) else pause)
+
+    def _advance(self, save: PendingSave) -> bool:
+        """One attempt at what a save needs next; whether it came further."""
+        if save.final or time.monotonic() < save.again:
+            return False
         try:
-            self._report = self.job.write_part()
-            self.problem = self._report.get("error")
-            if self.job.rank != 0:
-                _post(self.job.staging, self.job.rank, self._report)
-        finally:
-            self._written.set()
-        if self.job.rank == 0:
-            reports = self._collect()
-            for rank in range(1, self._world_size):
-                _report_path(self.job.staging, rank).unlink(missing_ok=True)
-            self.problem = self.job.commit(reports)
-            if self.problem is None:
-                self._after_commit()
+            if save.report is None:
+                save.write()
+            elif not save.sent:
+                save.send()
+            elif self._rank or not save.commit(self._world_size):
+                return False
+            else:
+                save.done()
+                self._remove(save)
+            return True
+        except Exception as error:  # a thread must not end without a word
+            save.problem = save.job.explain(error)
+            passes = isinstance(error, (CheckpointError, OSError)) and not isinstance(error, HopelessSave)
+            save.failed += 1
+            if save.final or not passes or not isinstance(save.attempt, StoreUrl):
+                save.final = True
+                return False
+            save.again = time.monotonic() + AGAIN_SECONDS
+            logger.warning("step %d is kept in %s: %s", save.job.step, save.job.staging, save.problem)
+            tell_event("upload failed", iteration=save.job.step, problem=save.problem)
+        return False
 
-    def _collect(self) -> list[SaveReport]:
-        """Rank 0's writer: all ranks' reports, from their files or from `finish`, whichever is first."""
-        found: dict[int, SaveReport] = {0: self._report}
-        pause = 0.005
-        while len(found) < self._world_size:
-            if self._handed_over is not None:
-                return self._handed_over
-            for path in self.job.staging.glob(_REPORTS):  # one listing, however many ranks: shared file systems
-                if (rank := int(path.stem.rpartition("_")[2])) not in found:
-                    found[rank] = json.loads(path.read_bytes())
-            pause = min(1.0, 2 * pause)
-            self._finishing.wait(pause)
-        return [found[rank] for rank in range(self._world_size)]
+    def _remove(self, save: PendingSave) -> None:
+        shutil.rmtree(save.job.staging, ignore_errors=True)
+        self._waiting.remove(save)
 
 
-_REPORTS = "report_*.json"
+def settle(saves: PendingSaves, problem: str | None, local: LocalSaves | None, world: Axis) -> None:
+    """Ranks agree on what is committed; or on what is wrong, and then keep the newest save on their hosts. Collective.
+    Raises CheckpointError."""
+    told = all_gather_json([problem, saves.oldest], world)
+    problem = first_problem([problem for problem, _ in told])
+    if problem is None:
+        saves.forget(told[0][1])
+        return
+    staged = saves.give_up()
+    steps = {*all_gather_json(None if staged is None else staged[0].step, world)}
+    if local is not None and staged is not None and len(steps) == 1 and local.keep(*staged):
+        saves.drop()
+        problem += f"; iteration {staged[0].step} is kept in {local.root}: `auto_resume` continues from it"
+    raise CheckpointError(problem)
 
 
-def _report_path(staging: Path, rank: int) -> Path:
-    return staging / f"report_{rank:05d}.json"
+def sweep_staging(folder: Path) -> None:
+    """Removes what earlier runs have staged and not sent. Only for a run that holds the lease."""
+    for path in folder.glob("iter_*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _post(staging: Path, rank: int, report: SaveReport) -> None:
-    """Leaves a report for rank 0, whole or not at all: without it, `finish` hands it over."""
-    path = _report_path(staging, rank)
-    temporary = path.with_suffix(".part")
+def staging_problem(folder: Path, needed: int) -> str | None:
+    """What is wrong with the folder in which saves wait. needed: bytes of a save, of all ranks that share it."""
     try:
-        temporary.write_text(json.dumps(report))
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return f"`checkpoint_staging_path`={folder}: cannot be written ({error.strerror})"
+    if MOST_WAITING * needed <= free:
+        return None
+    two = f"{MOST_WAITING} saves of this host's ranks need {amount(MOST_WAITING * needed, 'B')}"
+    return f"`checkpoint_staging_path`={folder}: {two}, {amount(free, 'B')} are free; name a folder with more room"

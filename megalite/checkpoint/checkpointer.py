@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.agreement import agree_on_load
-from megalite.checkpoint.background import BackgroundSave, StagingMemory
+from megalite.checkpoint.background import PendingSaves, StagingMemory, settle, staging_problem
 from megalite.checkpoint.format import BLOCK_BYTES, checksum
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
@@ -31,7 +30,6 @@ from megalite.checkpoint.saving import (
     raise_first,
 )
 from megalite.checkpoint.start_decision import decide_start
-from megalite.checkpoint.uploads import Uploads, settle, staging_problem
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -76,11 +74,11 @@ class Checkpointer:
         self._plan: tuple[list[tuple[str, Any]], SavePlan] | None = None
         self._last: Place | None = None
         self._lease, self.local = lease, local
-        self.uploads = Uploads(world.rank, world.size) if isinstance(self.directory, StoreUrl) else None
+        self.in_store = isinstance(self.directory, StoreUrl)
+        self.pending = PendingSaves(world.rank, world.size)
+        self._in_flight = False
         self._memory = StagingMemory()
         self.after_upload: Callable[[], None] | None = None
-        self._flight: BackgroundSave | None = None
-        self._written: threading.Event | None = None
 
     # ---- saving
 
@@ -103,53 +101,37 @@ class Checkpointer:
             waits for this one and raises if it has failed; call `wait` before exit.
         A checkpoint of `step` that this object has just committed is returned as it is. Raises CheckpointError.
         """
-        if self.uploads is None:
+        if self.in_store:
+            patiently(self.pending.wait_for_room, self.world)
+            settle(self.pending, self.pending.failure, self.local, self.world)
+        else:
             self.wait()
         if self._last is not None and self._last.name == directory_name(step):
             return self._last
-        if self.uploads is not None:
-            return self._save_for_upload(self.uploads, step, shards, meta, files or {}, background)
         started = time.perf_counter()
         job = self._prepare(step, shards, meta, files or {})
+
+        def done() -> None:
+            self._after_commit(job, started)
+
         if background:
+            patiently(self.pending.wait_written, self.world)  # the copy's memory is free again
             job = self._copied(job)
-            self._flight = BackgroundSave(job, self.world.size, lambda: self._after_commit(job, started))
-            return job.final
-        reports = all_gather_json(patiently(job.write_part, self.world), self.world)
+        if background or self.in_store:
+            save = patiently(partial(self.pending.add, job, done, background=background), self.world)
+            assert save is not None
+            self._in_flight = True
+            self._together(save.problem if save.final else None)
+        else:
+            reports = all_gather_json(patiently(job.write_part, self.world), self.world)
 
-        def commit() -> str | None:
-            problem = job.commit(reports)
-            if problem is None:
-                self._after_commit(job, started)
-            return problem
+            def commit() -> str | None:
+                problem = job.try_commit(reports)
+                if problem is None:
+                    done()
+                return problem
 
-        self._together(patiently(commit if self.world.is_first else None, self.world))
-        self._last = job.final
-        return job.final
-
-    def _save_for_upload(
-        self,
-        uploads: Uploads,
-        step: int,
-        shards: Sequence[TensorShard],
-        meta: Mapping[str, Any],
-        files: Mapping[str, bytes],
-        background: bool,
-    ) -> Place:
-        """Stages this rank's part and hands it to the thread that sends it."""
-        started = time.perf_counter()
-        patiently(uploads.wait_for_room, self.world)
-        settle(uploads, uploads.failure, self.local, self.world)
-        job = self._prepare(step, shards, meta, files)
-        if background:
-            if self._written is not None:
-                patiently(self._written.wait, self.world)  # the copy's memory is free again
-            job = self._copied(job)
-        add = partial(uploads.add, job, lambda: self._after_commit(job, started), background=background)
-        upload = patiently(add, self.world)
-        assert upload is not None
-        self._written = upload.written if background else None
-        self._together(upload.problem if upload.final else None)
+            self._together(patiently(commit if self.world.is_first else None, self.world))
         self._last = job.final
         return job.final
 
@@ -188,7 +170,7 @@ class Checkpointer:
         self._on_first(look)
         if self.local is not None:
             self.local.check_room(plan.nbytes)
-        if self.uploads is not None:
+        if self.in_store:
             here = self.local.ranks_here if self.local is not None else 1
             self._together(staging_problem(self._staging, plan.nbytes * here // self.world.size))
 
@@ -203,23 +185,19 @@ class Checkpointer:
 
         For the trainer's once-a-step agreement; `wait` then raises it on all ranks.
         """
-        if self.uploads is not None:
-            return self.uploads.failure
-        return self._flight.problem if self._flight else None
+        return self.pending.failure
 
     def wait(self) -> None:
         """Waits until no save is in flight. Raises CheckpointError, on all ranks, if it has failed."""
-        if self.uploads is not None:
-            for end in (self.uploads.wait_sent, self.uploads.wait_committed if self.world.is_first else None):
-                settle(self.uploads, patiently(end, self.world), self.local, self.world)
+        if not self._in_flight:
             return
-        if self._flight is None:
-            return
-        flight, self._flight = self._flight, None
+        last, self._last = self._last, None
         # Own part first, then a collective: where a peer has died that fails, instead of waiting for its report.
-        reports = all_gather_json(flight.wait_written(), self.world)
-        self._together(flight.finish(reports))
-        self._last = flight.job.final
+        settle(self.pending, patiently(self.pending.wait_sent, self.world), self.local, self.world)
+        self.pending.hand_over(all_gather_json(self.pending.reports, self.world))
+        end = self.pending.wait_committed if self.world.is_first else None
+        settle(self.pending, patiently(end, self.world), self.local, self.world)
+        self._last, self._in_flight = last, False
 
     def hasten(self) -> None:
         """Local: the run is to end, so a store that does not answer is not waited for. Safe in a signal's handler."""
@@ -233,7 +211,7 @@ class Checkpointer:
         plan = self._agree_on_plan(shards)
         save_id = self._on_first(lambda: self._stage(step, plan.nbytes))
         staging = self._staging / f"{directory_name(step)}.tmp-{save_id}"
-        if self.uploads is not None:  # each rank's own: the ranks of a host are done with it at different times
+        if self.in_store:  # each rank's own: the ranks of a host are done with it at different times
             staging = staging.with_name(f"{staging.name}-{self.world.rank}")
             staging.mkdir(parents=True, exist_ok=True)
         return SaveJob(

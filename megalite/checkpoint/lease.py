@@ -67,7 +67,7 @@ class RunLease(HeldLock):
         return not self._lost and super().held
 
     def _remove(self) -> None:
-        self.path.store.delete(self.path.key)
+        self.path.unlink()
 
     def _holder(self) -> LockHolder | None:
         found = self._read()

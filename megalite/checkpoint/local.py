@@ -163,7 +163,7 @@ class LocalSaves:
         arrived = send_files(transfers, entries, job.staging, self._world, job.block_bytes)
         if (problem := first_problem(all_gather_json(arrived, self._world))) is not None:
             return problem
-        commit = partial(job.commit, reports) if self._leads else None
+        commit = partial(job.try_commit, reports) if self._leads else None
         problem = first_problem(all_gather_json(patiently(commit, self._world), self._world))
         if problem is None:
             fault_point("local.committed", rank=self._world.rank, step=job.step)

@@ -14,20 +14,18 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalite.checkpoint.format import (
     COMMITTED,
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    ExtraFile,
     Manifest,
-    check_file_name,
-    checksum,
     commit_text,
     to_json,
 )
+from megalite.checkpoint.lease import RunLease
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.stores import REREADS, Missing, StoreUrl
@@ -84,7 +82,7 @@ def save_id_of(path: StoreUrl) -> str | None:
 
 def committed_urls(directory: StoreUrl) -> list[StoreUrl]:
     """The committed checkpoints that a listing shows, by step."""
-    found = [directory / name for name in directory.store.list(directory.key).folders if _CHECKPOINT.fullmatch(name)]
+    found = [path for path in directory.iterdir() if _CHECKPOINT.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
@@ -129,41 +127,28 @@ def _send(target: StoreUrl, content: Path | bytes, start: int, own: bytes) -> No
     raise CheckpointError(f"{target}: {problem}, {RESENDS} uploads in a row")
 
 
-def commit_in_store(
-    final: StoreUrl,
-    manifest: Callable[[Mapping[str, ExtraFile]], Manifest],
-    files: Mapping[str, bytes],
-    *,
-    token: str,
-    holds_lease: Callable[[], bool],
-) -> None:
-    """Rank 0: makes an attempt, all of whose files are there, the checkpoint `final`. Can be repeated.
-
-    manifest: from the entries of the small files. holds_lease: asked last. Raises CheckpointError.
-    """
-    whole = manifest({check_file_name(name, "checkpoint"): ExtraFile(len(d), checksum(d)) for name, d in files.items()})
-    attempt = attempt_place(final, whole.save_id)
-    for name, data in files.items():
+def commit_in_store(final: StoreUrl, manifest: Manifest, files: Mapping[str, bytes], lease: RunLease | None) -> None:
+    """Rank 0: makes an attempt, all of whose large files are there, the checkpoint `final`. Can be repeated. Raises
+    CheckpointError."""
+    attempt, raw = attempt_place(final, manifest.save_id), to_json(manifest)
+    for name, data in {**files, MANIFEST: raw}.items():
         _send(attempt / name, data, 0, data)
-    raw = to_json(whole)
-    fault_point("save.before_manifest", rank=0, step=whole.step)
-    _send(attempt / MANIFEST, raw, 0, raw)
-    if not holds_lease():
-        raise LeaseLost(f"`save`={final.parent}: another run has taken it over; this one saves no more")
-    fault_point("save.before_rename", rank=0, step=whole.step)
-    if final.store.create((final / COMMITTED).key, proof_of(raw, whole.save_id, token)) is None:
-        raise LeaseLost(f"`save`={final.parent}: another run has committed {final.name}; this one saves no more")
-    fault_point("save.after_rename", rank=0, step=whole.step)
+    if lease is not None and not lease.held:
+        raise HopelessSave(f"`save`={final.parent}: another run has taken it over; this one saves no more")
+    fault_point("save.before_rename", rank=0, step=manifest.step)
+    proof = proof_of(raw, manifest.save_id, lease.token if lease is not None else "")
+    if final.store.create((final / COMMITTED).key, proof) is None:
+        raise HopelessSave(f"`save`={final.parent}: another run has committed {final.name}; this one saves no more")
 
 
-class LeaseLost(CheckpointError):
-    """Another run writes to the same URL."""
+class HopelessSave(CheckpointError):
+    """No repetition helps: another run writes to the same URL, or a part could not be written."""
 
 
 def remove_url(path: StoreUrl) -> None:
     """Deletes a checkpoint: COMMITTED first, so that a kill half-way leaves none."""
     save_id = save_id_of(path)
-    path.store.delete((path / COMMITTED).key)
+    (path / COMMITTED).unlink()
     fault_point("save.gc", rank=0, step=int(path.name[5:]))
     if save_id is not None:
         path.store.delete_folder(attempt_place(path, save_id).key)
@@ -174,17 +159,15 @@ def sweep(directory: StoreUrl) -> None:
 
     COMMITTED is read, not listed: a listing may be older than a commit.
     """
-    store = directory.store
-    for name in store.list(directory.key).folders:
-        attempt = _ATTEMPT.fullmatch(name)
+    for path in directory.iterdir():
+        attempt = _ATTEMPT.fullmatch(path.name)
         if attempt is None:
             continue
-        path = directory / attempt[1]
-        aside = path.with_name(f"{attempt[1]}.aside-{attempt[2]}")
-        if not _may_need(path, attempt[2]) and not (aside / COMMITTED).is_file():
-            store.delete_folder((directory / name).key)
-            logger.info("removed %s, left by an interrupted save", directory / name)
-    dropped = store.drop_uploads(directory.key)
+        aside = directory / f"{attempt[1]}.aside-{attempt[2]}"
+        if not _may_need(directory / attempt[1], attempt[2]) and not (aside / COMMITTED).is_file():
+            path.store.delete_folder(path.key)
+            logger.info("removed %s, left by an interrupted save", path)
+    dropped = directory.store.drop_uploads(directory.key)
     if dropped:
         logger.info("removed the parts of %d uploads under %s, left by interrupted saves", dropped, directory)
 
@@ -213,7 +196,7 @@ def send_along(folder: Path, directory: StoreUrl, names: Sequence[str]) -> None:
     for name in names:
         try:
             if (folder / name).is_file():
-                directory.store.put((directory / name).key, (folder / name).read_bytes())
+                (directory / name).write_bytes((folder / name).read_bytes())
         except (OSError, CheckpointError) as error:
             logger.warning("could not copy %s to %s: %s", folder / name, directory, error)
 
@@ -225,6 +208,6 @@ def set_aside_urls(paths: Sequence[StoreUrl]) -> list[StoreUrl]:
         proof, save_id = (path / COMMITTED).read_bytes(), save_id_of(path)
         aside = path.with_name(f"{path.name}.aside-{save_id}")
         (aside / COMMITTED).write_bytes(proof)
-        path.store.delete((path / COMMITTED).key)
+        (path / COMMITTED).unlink()
         moved.append(aside)
     return moved

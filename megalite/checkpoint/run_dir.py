@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST
-from megalite.checkpoint.remote import committed_urls, remove_url, set_aside_urls, settled_urls, sweep
+from megalite.checkpoint.remote import remove_url, set_aside_urls, settled_urls, sweep
 from megalite.checkpoint.storage import fsync_directory
 from megalite.config import as_it_is_there
 from megalite.errors import CheckpointError
@@ -205,7 +205,7 @@ def is_megatron(root: Place | str) -> bool:
 def _what_else(root: Place) -> str:
     """The facts behind `no committed checkpoint`."""
     if isinstance(root, StoreUrl):
-        return "" if root.store.list(root.key) != ([], []) else " (empty)"
+        return "" if root.iterdir() else " (empty)"
     torn = interrupted(root)
     if torn:
         return f" (found {torn[-1].name}, interrupted)"
@@ -273,8 +273,7 @@ def retain(directory: Place | str, *, keep_last: int | None, retain_interval: in
     Called after a commit only, so at least one whole checkpoint remains at every instant. A deletion that fails is a
     warning: the save itself has succeeded.
     """
-    where = place(directory)
-    held = [] if keep_last is None else committed_urls(where) if isinstance(where, StoreUrl) else committed(where)
+    held = [] if keep_last is None else committed(directory)
     for path in held[: -max(1, keep_last or 1)]:
         if retain_interval and step_of(path) % retain_interval == 0:
             continue
@@ -363,8 +362,4 @@ def mark_completed(save: Place | str, step: int) -> None:
 
 def clear_completed(save: Place | str) -> None:
     """Removes COMPLETED: training continues."""
-    where = place(save) / COMPLETED
-    if isinstance(where, StoreUrl):
-        where.store.delete(where.key)
-    else:
-        where.unlink(missing_ok=True)
+    (place(save) / COMPLETED).unlink(missing_ok=True)

@@ -28,12 +28,13 @@ from megalite.checkpoint.format import (
     StoredFile,
     StoredTensor,
     check_file_name,
+    checksum,
     file_from_json,
     file_to_json,
     tiling_problem,
 )
 from megalite.checkpoint.lease import RunLease
-from megalite.checkpoint.remote import commit_in_store
+from megalite.checkpoint.remote import HopelessSave, commit_in_store
 from megalite.checkpoint.reshard import Duties, HeldRectangle, WriteDuty, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
 from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
@@ -214,10 +215,6 @@ def _rectangles(
     return mine
 
 
-class UnusableSave(CheckpointError):
-    """A part of a save could not be written: no repetition helps."""
-
-
 @dataclass(frozen=True)
 class SaveJob:
     """Everything one rank needs to write its part and, on rank 0, to commit."""
@@ -267,57 +264,46 @@ class SaveJob:
         except Exception as error:  # whatever it is, the other ranks must not wait for a report that never comes
             return {"error": self.explain(error)}
 
-    def commit(self, reports: Sequence[SaveReport]) -> str | None:
-        """Rank 0: turns all ranks' reports into a committed checkpoint. Returns what prevents it, if anything."""
-        try:
-            problem = first_problem([report.get("error") for report in reports])
-            if problem:
-                raise CheckpointError(problem)
-            fault_point("save.before_manifest", rank=self.rank, step=self.step)
-            extra = {
-                check_file_name(name, "checkpoint"): ExtraFile(len(data), write_file(self.staging / name, data))
-                for name, data in self.files.items()
-            }
-            entries = {report["file"]: report["entry"] for report in reports if report}
-            write_proof(self.staging, self._manifest(entries, extra, len(reports)))
-            fault_point("save.before_rename", rank=self.rank, step=self.step)
-            final = self.final
-            assert isinstance(final, Path)  # a save to a store is committed by `commit_upload`
-            publish(self.staging, final)
-        except Exception as error:
-            shutil.rmtree(self.staging, ignore_errors=True)
-            return self.explain(error)
-        fault_point("save.after_rename", rank=self.rank, step=self.step)
-        write_tracker(self.directory, self.step)
-        return None
-
-    def commit_upload(self, reports: Sequence[SaveReport]) -> None:
-        """Rank 0: `commit`, where all files are in a store. Raises CheckpointError; can then be repeated."""
-        assert isinstance(self.final, StoreUrl)
+    def commit(self, reports: Sequence[SaveReport]) -> None:
+        """Rank 0: turns all ranks' reports into a committed checkpoint. Raises CheckpointError and OSError; in a store
+        it can then be repeated."""
         if problem := first_problem([report.get("error") for report in reports]):
-            raise UnusableSave(problem)
+            raise HopelessSave(problem)
+        final, tensors, staging = self.final, self.plan.tensors, self.staging
         entries = {report["file"]: report["entry"] for report in reports if report}
-        lease = self.lease
-        commit_in_store(
-            self.final,
-            lambda extra: self._manifest(entries, extra, len(reports)),
-            self.files,
-            token=lease.token if lease is not None else "",
-            holds_lease=lambda: lease is None or lease.held,
-        )
-        write_tracker(self.directory, self.step)
-
-    def _manifest(self, entries: Mapping[str, Any], extra: Mapping[str, ExtraFile], world_size: int) -> Manifest:
-        return Manifest(
+        manifest = Manifest(
             step=self.step,
             save_id=self.save_id,
-            world_size=world_size,
-            tensors=self.plan.tensors,
-            files={n: file_from_json(e, n, self.plan.tensors, self.block_bytes) for n, e in entries.items()},
-            extra_files=extra,
+            world_size=len(reports),
+            tensors=tensors,
+            files={n: file_from_json(e, n, tensors, self.block_bytes) for n, e in entries.items()},
+            extra_files={
+                check_file_name(name, "checkpoint"): ExtraFile(len(data), checksum(data))
+                for name, data in self.files.items()
+            },
             meta=self.meta,
             block_bytes=self.block_bytes,
         )
+        fault_point("save.before_manifest", rank=self.rank, step=self.step)
+        if isinstance(final, StoreUrl):
+            commit_in_store(final, manifest, self.files, self.lease)
+        else:
+            for name, data in self.files.items():
+                write_file(staging / name, data)
+            write_proof(staging, manifest)
+            fault_point("save.before_rename", rank=self.rank, step=self.step)
+            publish(staging, final)
+        fault_point("save.after_rename", rank=self.rank, step=self.step)
+        write_tracker(self.directory, self.step)
+
+    def try_commit(self, reports: Sequence[SaveReport]) -> str | None:
+        """`commit` on a disk. Returns what prevents it, if anything; nothing of the save stays then."""
+        try:
+            self.commit(reports)
+        except Exception as error:
+            shutil.rmtree(self.staging, ignore_errors=True)
+            return self.explain(error)
+        return None
 
     def explain(self, error: Exception) -> str:
         if isinstance(error, FileNotFoundError):

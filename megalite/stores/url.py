@@ -66,6 +66,15 @@ class StoreUrl:
         except Missing:
             return None
 
+    def iterdir(self) -> list[StoreUrl]:
+        """What lies directly under it."""
+        found = self.store.list(self.key)
+        return [self / name for name in (*found.objects, *found.folders)]
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        """Removes the object; a store does not say whether there was one."""
+        self.store.delete(self.key)
+
     def write_bytes(self, data: bytes) -> None:
         self.store.put(self.key, data)
 

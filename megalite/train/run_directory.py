@@ -96,7 +96,7 @@ class RunDirectory:
     def _local_saves(self) -> LocalSaves | None:
         """The saves on the hosts themselves, if they are asked for; beside a store, of what that does not take.
         Collective. Raises CheckpointError."""
-        given, kept = self.config.checkpoint.local, self.checkpointer.uploads is not None
+        given, kept = self.config.checkpoint.local, self.checkpointer.in_store
         asked = given.non_persistent_save_interval is not None
         if not (asked or kept) or self._folder is None or self.config.training.skip_train:
             return None

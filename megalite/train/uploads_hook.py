@@ -16,9 +16,9 @@ class UploadsHook(Hook):
         self._seen = 0
 
     def on_save(self, trainer: TrainerView, record: Record) -> None:
-        where, uploads = self._checkpointer.directory, self._checkpointer.uploads
-        if not isinstance(where, StoreUrl) or uploads is None:
+        where = self._checkpointer.directory
+        if not isinstance(where, StoreUrl):
             return
         retries = where.store.retries
-        record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(uploads)
+        record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(self._checkpointer.pending)
         self._seen = retries

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 from store_server import FaultProxy, make_bucket, moto_server
 
-from megalite.checkpoint import uploads
+from megalite.checkpoint import background
 from megalite.comm.world import World
 from megalite.stores import store as store_module
 from megalite.stores.s3 import S3Store
@@ -27,7 +27,7 @@ FLAGS = (
 
 def run(world: World, argv: list[str]) -> int:
     """A store is given up after half a second, and asked again soon."""
-    store_module.FIRST_PAUSE, store_module.LONGEST_PAUSE, uploads.AGAIN_SECONDS = 0.002, 0.02, 0.2
+    store_module.FIRST_PAUSE, store_module.LONGEST_PAUSE, background.AGAIN_SECONDS = 0.002, 0.02, 0.2
     with patch.dict(S3Store.__init__.__kwdefaults__, deadline=0.5):
         return main(argv)
 

@@ -120,7 +120,7 @@ def save_as_ranks(
         for rank, shards in enumerate(ranks)
     ]
     jobs[0].staging.mkdir(parents=True)
-    problem = jobs[0].commit([job.write_part() for job in jobs])
+    problem = jobs[0].try_commit([job.write_part() for job in jobs])
     assert problem is None, problem
     return jobs[0].final
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megalite.checkpoint import Checkpointer, CheckpointReader, committed, resolve_checkpoint, verify_checkpoint
+from megalite.checkpoint.background import PendingSave, sweep_staging
 from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.remote import attempt_place, committed_urls, read_proven, remove_url, save_id_of, sweep
 from megalite.checkpoint.run_dir import set_aside_newer
-from megalite.checkpoint.uploads import Upload, sweep_staging
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
 from megalite.errors import CheckpointError
@@ -40,7 +40,7 @@ def url() -> StoreUrl:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr("megalite.checkpoint.uploads.AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("megalite.checkpoint.background.AGAIN_SECONDS", 0.01)
 
 
 def weights(value: float) -> list[TensorShard]:
@@ -195,7 +195,7 @@ def test_a_report_that_is_damaged_on_the_way_is_asked_for_again(
 ) -> None:
     """Also where what has arrived reads as a report: a manifest would be made of it."""
     job: Any = SimpleNamespace(final=url / "iter_0000001", save_id="0" * 12, rank=1, step=1, staging=tmp_path)
-    upload, right, damaged = Upload(job, lambda: None), url.store.read, [False, True]
+    upload, right, damaged = PendingSave(job, lambda: None), url.store.read, [False, True]
     upload.report = {"tensors": "1"}
     upload.send()
     monkeypatch.setattr(url.store, "read", lambda *a: right(*a).replace(b'"1"', b'"3"' if damaged.pop() else b'"1"'))
@@ -332,13 +332,13 @@ def test_a_checkpoint_that_is_set_aside_is_nowhere_lost(
 def test_no_checkpoint_is_committed_before_every_rank_has_reported(url: StoreUrl, tmp_path: Path) -> None:
     committed_of: list[Any] = []
     job: Any = SimpleNamespace(final=url / "iter_0000001", save_id="0" * 12, rank=0, step=1, staging=tmp_path)
-    job.commit_upload = committed_of.append
-    first = Upload(job, lambda: None)
+    job.commit = committed_of.append
+    first = PendingSave(job, lambda: None)
     first.report = {"rank": 0}
     assert not first.commit(3)
     for rank in (2, 1):
         assert not first.commit(3) and committed_of == []
-        other = Upload(SimpleNamespace(**{**job.__dict__, "rank": rank}), lambda: None)  # type: ignore[arg-type]
+        other = PendingSave(SimpleNamespace(**{**job.__dict__, "rank": rank}), lambda: None)  # type: ignore[arg-type]
         other.report = {"rank": rank, "file": f"{rank}.safetensors"}
         (tmp_path / f"{rank}.safetensors").write_bytes(b"part")
         other.send()
@@ -346,7 +346,7 @@ def test_no_checkpoint_is_committed_before_every_rank_has_reported(url: StoreUrl
     assert first.commit(3)
     assert committed_of == [[{"rank": 0}, *({"rank": rank, "file": f"{rank}.safetensors"} for rank in (1, 2))]]
     parts = ["1.safetensors", "2.safetensors"]
-    assert url.store.list(first.attempt.key).objects == parts, "reports are for the commit alone"
+    assert [path.name for path in first.attempt.iterdir()] == parts, "reports are for the commit alone"
 
 
 def test_failed_uploads_are_kept_tried_again_and_end_the_run(
@@ -361,11 +361,11 @@ def test_failed_uploads_are_kept_tried_again_and_end_the_run(
 
     monkeypatch.setattr(type(url.store), "_put_file", put)
     saver = Checkpointer(url, world=Axis.single("world"), staging=tmp_path)
-    assert saver.uploads is not None
+    assert saver.pending is not None
     broken.set()
     for step in (1, 2):
         saver.save(step, weights(step), {})
-        while not all(upload.failed for upload in saver.uploads._waiting):
+        while not all(upload.failed for upload in saver.pending._waiting):
             time.sleep(0.01)
         assert saver.failure is None and len(list(tmp_path.glob("*/*.safetensors"))) == step
     broken.clear()

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
-from megalite.checkpoint.uploads import Upload, Uploads
+from megalite.checkpoint.background import PendingSave, PendingSaves
+from megalite.stores import StoreUrl
 
 
-def staged(uploads: Uploads, folder: Path, step: int, *, sent: bool, report: dict[str, Any] | None = None) -> Upload:
-    job: Any = SimpleNamespace(step=step, rank=1, staging=folder / str(step))
+def staged(
+    uploads: PendingSaves, folder: Path, step: int, *, sent: bool, report: dict[str, Any] | None = None
+) -> PendingSave:
+    job: Any = SimpleNamespace(step=step, rank=1, staging=folder / str(step), save_id="0" * 12)
+    job.final = StoreUrl("memory", "b", f"iter_{step:07d}")
     job.staging.mkdir()
-    upload = Upload(job, lambda: None)
+    upload = PendingSave(job, lambda: None)
     upload.sent, upload.report = sent, report
     uploads._waiting.append(upload)
     return upload
@@ -24,7 +28,7 @@ def staged(uploads: Uploads, folder: Path, step: int, *, sent: bool, report: dic
 @pytest.mark.parametrize(("oldest", "left"), [(20, ["20", "30"]), (10, ["10", "20", "30"]), (None, ["30"])])
 def test_a_part_stays_until_rank_0_has_committed_it(tmp_path: Path, oldest: int | None, left: list[str]) -> None:
     """Its oldest save says up to where: the parts of later ones may be sent, and the save fail all the same."""
-    uploads = Uploads(1, 2)
+    uploads = PendingSaves(1, 2)
     for step in (10, 20, 30):
         staged(uploads, tmp_path, step, sent=step < 30)
     uploads.forget(oldest)
@@ -33,18 +37,18 @@ def test_a_part_stays_until_rank_0_has_committed_it(tmp_path: Path, oldest: int 
 
 
 def test_the_newest_save_that_is_staged_is_kept_of_those_that_are_given_up(tmp_path: Path) -> None:
-    uploads = Uploads(1, 2)
+    uploads = PendingSaves(1, 2)
     ten, twenty, thirty = (staged(uploads, tmp_path, step, sent=False, report={"step": step}) for step in (10, 20, 30))
     thirty.report = {"error": "no space left"}
     staged(uploads, tmp_path, 40, sent=False)  # not staged yet
     assert uploads.give_up() == (twenty.job, {"step": 20})
     assert all(upload.final for upload in uploads._waiting), "nothing of it is sent any more"
     assert not uploads._advance(ten)
-    assert Uploads(1, 2).give_up() is None
+    assert PendingSaves(1, 2).give_up() is None
 
 
 def test_the_next_save_waits_for_room_but_not_for_one_that_is_tried_again(tmp_path: Path) -> None:
-    uploads = Uploads(1, 2)
+    uploads = PendingSaves(1, 2)
     uploads.wait_for_room()
     first = staged(uploads, tmp_path, 10, sent=False)
     uploads.wait_for_room()
