@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -291,9 +292,11 @@ def settle(saves: PendingSaves, problem: str | None, local: LocalSaves | None, w
         return
     staged = saves.give_up()
     steps = {*all_gather_json(None if staged is None else staged[0].step, world)}
-    if local is not None and staged is not None and len(steps) == 1 and local.keep(*staged):
-        saves.drop()
-        problem += f"; iteration {staged[0].step} is kept in {local.root}: `auto_resume` continues from it"
+    if local is not None and staged is not None and len(steps) == 1:
+        with suppress(CheckpointError):
+            local.keep(*staged)
+            saves.drop()
+            problem += f"; iteration {staged[0].step} is kept in {local.root}: `auto_resume` continues from it"
     raise CheckpointError(problem)
 
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +26,7 @@ from megalite.checkpoint.saving import (
     check_space,
     describe,
     make_plan,
+    new_id,
     raise_first,
 )
 from megalite.checkpoint.start_decision import decide_start
@@ -149,11 +149,7 @@ class Checkpointer:
         self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> bool:
         """`save` on the hosts themselves; whether that has succeeded."""
-        if self.local is None:
-            return False
-        fault_point("save.begin", rank=self.world.rank, step=step)
-        plan = self._agree_on_plan(shards)
-        return self.local.save(step, plan, SaveJob.parts_of(shards, plan.duties.of(self.world.rank)), meta, files)
+        return self.local is not None and self.local.save(self._prepare(step, shards, meta, files, self.local))
 
     def check_room(self, shards: Sequence[TensorShard]) -> None:
         """Checks that what `save` would write now fits on the disk, before training finds out hours later.
@@ -205,32 +201,35 @@ class Checkpointer:
             self.directory.store.hasten()
 
     def _prepare(
-        self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
+        self,
+        step: int,
+        shards: Sequence[TensorShard],
+        meta: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        local: LocalSaves | None = None,
     ) -> SaveJob:
-        fault_point("save.begin", rank=self.world.rank, step=step)
+        """What `save` has to do, or `save_locally` with `local`."""
+        rank = self.world.rank
+        fault_point("save.begin", rank=rank, step=step)
         plan = self._agree_on_plan(shards)
-        save_id = self._on_first(lambda: self._stage(step, plan.nbytes))
-        staging = self._staging / f"{directory_name(step)}.tmp-{save_id}"
+        parts = SaveJob.parts_of(shards, plan.duties.of(rank))
+        save_id = self._on_first(lambda: self._stage(step, plan.nbytes) if local is None else new_id())
+        name = f"{directory_name(step)}.tmp-{save_id}"
+        if local is not None:
+            size, flag = local.settings.block_bytes, "non_persistent_local_ckpt_dir"
+            return SaveJob(
+                local.root, local.root / name, step, save_id, rank, plan, parts, meta, files, size, flag=flag
+            )
+        staging = self._staging / name
         if self.in_store:  # each rank's own: the ranks of a host are done with it at different times
-            staging = staging.with_name(f"{staging.name}-{self.world.rank}")
+            staging = staging.with_name(f"{name}-{rank}")
             staging.mkdir(parents=True, exist_ok=True)
-        return SaveJob(
-            directory=self.directory,
-            staging=staging,
-            lease=self._lease,
-            step=step,
-            save_id=save_id,
-            rank=self.world.rank,
-            plan=plan,
-            parts=SaveJob.parts_of(shards, plan.duties.of(self.world.rank)),
-            meta=meta,
-            files=files,
-            block_bytes=self._block_bytes,
-        )
+        size, lease = self._block_bytes, self._lease
+        return SaveJob(self.directory, staging, step, save_id, rank, plan, parts, meta, files, size, lease)
 
     def _stage(self, step: int, needed: int) -> str:
         """Rank 0: makes the staging directory and returns the save's id."""
-        save_id = uuid.uuid4().hex[:12]
+        save_id = new_id()
         if isinstance(self.directory, StoreUrl):
             return save_id  # the store is not asked: it may be gone, and the commit creates or fails
         final, advice = self.directory / directory_name(step), "choose another `save`"

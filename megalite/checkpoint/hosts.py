@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megalite.checkpoint.format import BLOCK_BYTES
 from megalite.checkpoint.replicas import buddies_of
-from megalite.checkpoint.saving import first_problem
+from megalite.checkpoint.saving import raise_first
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
 from megalite.host_memory import free_memory
@@ -124,8 +124,8 @@ class Hosts:
         together(self._world, look if self.leads else lambda: None)
 
 
-def agreed(world: Axis, call: Callable[[], None]) -> str | None:
-    """Calls on every rank; what has gone wrong, on all alike."""
+def together(world: Axis, call: Callable[[], object]) -> None:
+    """Calls on every rank. Raises CheckpointError, on all alike, where one has failed."""
     problem = None
     try:
         call()
@@ -133,13 +133,7 @@ def agreed(world: Axis, call: Callable[[], None]) -> str | None:
         problem = error.text
     except OSError as error:
         problem = f"{DIRECTORY}: cannot write {error.filename} ({error.strerror})"
-    return first_problem(all_gather_json(problem, world))
-
-
-def together(world: Axis, call: Callable[[], None]) -> None:
-    """Calls on every rank. Raises CheckpointError, on all alike, where one has failed."""
-    if (problem := agreed(world, call)) is not None:
-        raise CheckpointError(problem)
+    raise_first(all_gather_json(problem, world))
 
 
 def _file_system(folder: Path) -> str:

@@ -20,13 +20,11 @@ import json
 import logging
 import shutil
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.format import (
     COMMITTED,
@@ -36,13 +34,12 @@ from megalite.checkpoint.format import (
     file_from_json,
     parse_manifest,
 )
-from megalite.checkpoint.hosts import Hosts, LocalSettings, agreed, together
+from megalite.checkpoint.hosts import Hosts, LocalSettings, together
 from megalite.checkpoint.loading import verify_file
 from megalite.checkpoint.reading import read_extra, read_manifest
 from megalite.checkpoint.replicas import Transfer, send_files
 from megalite.checkpoint.run_dir import committed, directory_name, listing, step_of
-from megalite.checkpoint.saving import SaveJob, SavePlan, SaveReport, first_problem, raise_first
-from megalite.checkpoint.storage import TensorPart
+from megalite.checkpoint.saving import SaveJob, SaveReport, raise_first
 from megalite.comm import Axis, all_gather_json, bytes_of, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -88,45 +85,31 @@ class LocalSaves:
         held = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) if self._token else 0
         self._hosts.check_room(nbytes, held)
 
-    def save(
-        self,
-        step: int,
-        plan: SavePlan,
-        parts: Sequence[TensorPart],
-        meta: Mapping[str, Any],
-        files: Mapping[str, bytes],
-    ) -> bool:
+    def save(self, job: SaveJob) -> bool:
         """Writes, sends and commits one save; whether that has succeeded. A failure is a warning, the older save
         stays. Raises CheckpointError after three in a row."""
         started = time.perf_counter()
-        same = bytes_of(0, json.dumps(meta).encode() if self._world.is_first else b"", self._world)
-        save_id = str(all_gather_json(uuid.uuid4().hex[:12], self._world)[0])
-        staging = self.root / f"{directory_name(step)}.tmp-{save_id}"
-        job = SaveJob(
-            self.root, staging, step, save_id, self._world.rank, plan, parts, json.loads(same), files,
-            self.settings.block_bytes, flag="non_persistent_local_ckpt_dir",
-        )  # fmt: skip
-        problem = self._write(job, job.write_part)
-        if problem is None:
-            self._failed = 0
+        try:
+            self._write(job, job.write_part)
+        except CheckpointError as error:
+            self._failed += 1
+            if self._leads:
+                shutil.rmtree(job.staging, ignore_errors=True)
+            if self._failed == MOST_FAILED:
+                raise CheckpointError(f"{error.text}; the third such save in a row that has failed") from None
             if self._world.is_first:
-                seconds, size = time.perf_counter() - started, amount(plan.nbytes, "B")
-                count, copies = self._hosts.count, self._hosts.copies
-                where = "this host" if count == 1 else f"{count} hosts, each file on {copies}"
-                logger.info("saved iteration %d on %s (%s in %.2f s)", step, where, size, seconds)
-            return True
-        self._failed += 1
-        if self._leads:
-            shutil.rmtree(staging, ignore_errors=True)
-        if self._failed == MOST_FAILED:
-            raise CheckpointError(f"{problem}; the third such save in a row that has failed")
+                logger.warning("iteration %d could not be saved on the hosts: %s", job.step, error.text)
+            return False
+        self._failed = 0
         if self._world.is_first:
-            logger.warning("iteration %d could not be saved on the hosts: %s", step, problem)
-        return False
+            seconds, size = time.perf_counter() - started, amount(job.plan.nbytes, "B")
+            count, copies = self._hosts.count, self._hosts.copies
+            where = "this host" if count == 1 else f"{count} hosts, each file on {copies}"
+            logger.info("saved iteration %d on %s (%s in %.2f s)", job.step, where, size, seconds)
+        return True
 
-    def keep(self, job: SaveJob, report: SaveReport) -> bool:
-        """Makes a save on the hosts of what the ranks have staged for a store; whether that has succeeded."""
-        same = bytes_of(0, json.dumps(job.meta).encode() if self._world.is_first else b"", self._world)
+    def keep(self, job: SaveJob, report: SaveReport) -> None:
+        """Makes a save on the hosts of what the ranks have staged for a store. Raises CheckpointError."""
         staging = self.root / f"{directory_name(job.step)}.tmp-{job.save_id}"
 
         def move() -> SaveReport:
@@ -138,37 +121,30 @@ class LocalSaves:
                 return {"error": job.explain(error)}
             return report
 
-        return self._write(replace(job, directory=self.root, staging=staging, meta=json.loads(same)), move) is None
+        self._write(replace(job, directory=self.root, staging=staging), move)
 
-    def _write(self, job: SaveJob, write: Callable[[], SaveReport]) -> str | None:
-        """All of one save, of which older ones are deleted; what has prevented it, on all ranks alike."""
-
-        def begin() -> None:
-            if self._leads:
-                job.staging.mkdir(parents=True)
-
-        if (problem := agreed(self._world, begin)) is not None:
-            return problem
-        reports = all_gather_json(patiently(write, self._world), self._world)
-        if (problem := first_problem([report.get("error") for report in reports])) is not None:
-            return problem
-        entries, transfers = {}, []
-        for rank, report in enumerate(reports):
-            if report:
-                transfers += [Transfer(report["file"], rank, buddy) for buddy in self._hosts.buddies[rank]]
-        for each in transfers:
-            if self._world.rank in (each.source, each.target):
-                entry, tensors = reports[each.source]["entry"], job.plan.tensors
-                entries[each.name] = file_from_json(entry, each.name, tensors, job.block_bytes)
-        arrived = send_files(transfers, entries, job.staging, self._world, job.block_bytes)
-        if (problem := first_problem(all_gather_json(arrived, self._world))) is not None:
-            return problem
-        commit = partial(job.try_commit, reports) if self._leads else None
-        problem = first_problem(all_gather_json(patiently(commit, self._world), self._world))
-        if problem is None:
-            fault_point("local.committed", rank=self._world.rank, step=job.step)
-            self._remove(lambda path: path.name != directory_name(job.step))
-        return problem
+    def _write(self, job: SaveJob, write: Callable[[], SaveReport]) -> None:
+        """All of one save, of which older ones are deleted. Raises CheckpointError, on all ranks alike."""
+        rank, gather = self._world.rank, partial(all_gather_json, axis=self._world)
+        meta = bytes_of(0, json.dumps(job.meta).encode() if self._world.is_first else b"", self._world)
+        job = replace(job, meta=json.loads(meta))
+        together(self._world, partial(job.staging.mkdir, parents=True) if self._leads else lambda: None)
+        reports = gather(patiently(write, self._world))
+        raise_first([report.get("error") for report in reports])
+        transfers = [
+            Transfer(report["file"], source, buddy)
+            for source, report in enumerate(reports)
+            for buddy in (self._hosts.buddies[source] if report else ())
+        ]
+        entries = {
+            each.name: file_from_json(reports[each.source]["entry"], each.name, job.plan.tensors, job.block_bytes)
+            for each in transfers
+            if rank in (each.source, each.target)
+        }
+        raise_first(gather(send_files(transfers, entries, job.staging, self._world, job.block_bytes)))
+        raise_first(gather(patiently(partial(job.try_commit, reports) if self._leads else None, self._world)))
+        fault_point("local.committed", rank=rank, step=job.step)
+        self._remove(lambda path: path.name != directory_name(job.step))
 
     def _remove(self, which: Callable[[Path], bool]) -> None:
         """Deletes saves of this run on this host, whole or not."""

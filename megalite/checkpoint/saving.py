@@ -57,6 +57,11 @@ def space_line(needed: int, directory: Path) -> str:
     return f"a checkpoint needs ~{amount(needed, 'B')}, {amount(free, 'B')} free on {place}"
 
 
+def new_id() -> str:
+    """Tells a save from all others."""
+    return uuid.uuid4().hex[:12]
+
+
 def existing_parent(directory: Path) -> Path:
     """The directory itself, or the nearest one above it that exists."""
     place = directory.absolute()
@@ -182,7 +187,7 @@ def write_whole(
     layers: whole tensors by name, a file for each layer. files: name -> content. meta: from all tensors. Raises
     OSError.
     """
-    save_id = uuid.uuid4().hex[:12]
+    save_id = new_id()
     tensors: dict[str, StoredTensor] = {}
     stored: dict[str, StoredFile] = {}
     for number, layer in enumerate(layers):

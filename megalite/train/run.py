@@ -42,13 +42,12 @@ from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import resume_report
 from megalite.train.rollback import Rollback
 from megalite.train.run_data import RunData, appended_data, changed_data, open_data, resolve_tokenizer
-from megalite.train.run_directory import RunDirectory
+from megalite.train.run_directory import RunDirectory, UploadsHook
 from megalite.train.run_state import RunState
 from megalite.train.samples import Measures, ModelInUse, SampleWriter, sending_pairs
 from megalite.train.shared_disks import check_shared_disks
 from megalite.train.starting_point import open_start, other_ids
 from megalite.train.trainer import Trainer, TrainingProgress
-from megalite.train.uploads_hook import UploadsHook
 from megalite.train.validation import Validator
 
 logger = logging.getLogger(__name__)

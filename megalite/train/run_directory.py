@@ -33,7 +33,7 @@ from megalite.comm import Axis, all_gather_json
 from megalite.config import Config, dump_yaml
 from megalite.convert import BaseModel
 from megalite.errors import CheckpointError, ConfigError
-from megalite.observe import RUN_FILES
+from megalite.observe import RUN_FILES, Hook, Record, TrainerView
 from megalite.stores import Place, StoreUrl, place
 from megalite.train.attempts import Attempts
 from megalite.train.starting_point import StartingPoint, open_start, settle_base
@@ -243,10 +243,25 @@ class RunDirectory:
         if completed and self._save is not None and self._world.is_first:
             try:
                 mark_completed(self._save, iteration)
-            except OSError as error:
-                logger.warning("could not write %s: %s", error.filename or self._save, error.strerror)
-            except CheckpointError as error:
-                logger.warning("could not write COMPLETED: %s", error)
+            except (OSError, CheckpointError) as error:
+                logger.warning("could not write COMPLETED of %s: %s", self._save, getattr(error, "strerror", error))
+
+
+class UploadsHook(Hook):
+    """Adds `store_retries` (since the record before) and `uploads_waiting` (this save included), of rank 0, to the
+    `save` records of a run that saves to a store."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+        self._seen = 0
+
+    def on_save(self, trainer: TrainerView, record: Record) -> None:
+        where = self._checkpointer.directory
+        if not isinstance(where, StoreUrl):
+            return
+        retries = where.store.retries
+        record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(self._checkpointer.pending)
+        self._seen = retries
 
 
 def _with_seed_of(config: Config, start: StartingPoint) -> Config:
