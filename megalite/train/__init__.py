@@ -22,7 +22,7 @@
     host_embedding  `--offload embedding`
     further         inputs and labels of multi-token prediction
     spikes, rollback    spikes of the gradient, samples passed over, the way back to a checkpoint
-    attempts, shared_disks, uploads_hook    starts in vain; hosts that see other folders; what the log says of a store
+    attempts, shared_disks    starts in vain; hosts that see other folders
     expert_report, samples      routers as numbers of a log line; continuations of prompts during a run
     dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
     exits           when to stop: interval, duration, signal, agreed by all ranks
