@@ -217,20 +217,19 @@ class PendingSaves:
         for save in self._waiting:
             shutil.rmtree(save.job.staging, ignore_errors=True)
 
-    def wait_sent(self) -> str | None:
-        """Waits until this rank's parts are where they belong, giving each that fails one more attempt. Returns what
-        is wrong."""
-        tried = {save: save.failed for save in self._waiting}
+    def wait(self, *, committed: bool) -> str | None:
+        """Waits until this rank's parts are where they belong, or on rank 0 until all is committed, giving each save
+        that fails one more attempt. Returns what is wrong."""
+        tried = {save: save.failed for save in list(self._waiting)}
         for save in tried:
             save.again = 0.0
-        self._wait(lambda: all(up.sent or up.final or up.failed > tried[up] for up in tried if up in self._waiting))
-        return next((save.problem for save in self._waiting if not save.sent or save.final), None)
 
-    def wait_committed(self) -> str | None:
-        """Rank 0, when all parts are there: waits for the commits. Returns what is wrong."""
-        tried = {save: save.failed for save in self._waiting}
-        self._wait(lambda: not self._waiting or any(up.final or up.failed > tried[up] for up in self._waiting))
-        return self._waiting[0].problem if self._waiting else None
+        def is_tried(save: PendingSave) -> bool:
+            over = save.final or save.failed > tried[save] or (save.sent and not committed)
+            return over or save not in self._waiting
+
+        self._wait(lambda: all(map(is_tried, tried)))
+        return next((save.problem for save in self._waiting if committed or save.final or not save.sent), None)
 
     def _wait(self, reached: Callable[[], object]) -> None:
         with self._changed:

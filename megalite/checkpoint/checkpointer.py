@@ -189,10 +189,10 @@ class Checkpointer:
             return
         last, self._last = self._last, None
         # Own part first, then a collective: where a peer has died that fails, instead of waiting for its report.
-        settle(self.pending, patiently(self.pending.wait_sent, self.world), self.local, self.world)
+        sent, committed = (partial(self.pending.wait, committed=what) for what in (False, True))
+        settle(self.pending, patiently(sent, self.world), self.local, self.world)
         self.pending.hand_over(all_gather_json(self.pending.reports, self.world))
-        end = self.pending.wait_committed if self.world.is_first else None
-        settle(self.pending, patiently(end, self.world), self.local, self.world)
+        settle(self.pending, patiently(committed if self.world.is_first else None, self.world), self.local, self.world)
         self._last, self._in_flight = last, False
 
     def hasten(self) -> None:

@@ -66,9 +66,6 @@ class RunLease(HeldLock):
     def held(self) -> bool:
         return not self._lost and super().held
 
-    def _remove(self) -> None:
-        self.path.unlink()
-
     def _holder(self) -> LockHolder | None:
         found = self._read()
         return None if found is None else LockHolder.parse(found.data)

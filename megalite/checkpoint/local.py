@@ -20,11 +20,12 @@ import json
 import logging
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from megalite.checkpoint.format import (
     COMMITTED,
@@ -235,22 +236,18 @@ class LocalSaves:
 
     def _spread(self, found: _Found) -> None:
         """Makes the save known on hosts that have nothing of it."""
-        first = next(rank for rank, host in enumerate(self._hosts.numbers) if host in found.holders)
-        has = self._world.rank == first
-        extras = {
-            name: bytes_of(first, read_extra(found.path, found.manifest, name) if has else b"", self._world)
-            for name in found.manifest.extra_files
-        }
+        path, manifest, raw, holders = found
+        small = {}
+        for name in manifest.extra_files:
+            own = read_extra(path, manifest, name) if self._world.rank == min(holders) else b""
+            small[name] = bytes_of(min(holders), own, self._world)
 
         def write() -> None:
-            if self._leads and self._hosts.numbers[self._world.rank] not in found.holders:
-                shutil.rmtree(found.path, ignore_errors=True)
-                staging = found.path.with_name(f"{found.path.name}.tmp-{found.manifest.save_id}")
-                shutil.rmtree(staging, ignore_errors=True)
-                staging.mkdir(parents=True)
-                for name, data in {**extras, MANIFEST: found.raw, COMMITTED: commit_text(found.raw)}.items():
-                    (staging / name).write_bytes(data)
-                staging.rename(found.path)
+            if self._leads and self._mine[0] not in holders:
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir(parents=True)
+                for name, data in {**small, MANIFEST: raw, COMMITTED: commit_text(raw)}.items():
+                    (path / name).write_bytes(data)
 
         together(self._world, write)
 
@@ -263,20 +260,18 @@ class LocalSaves:
         its host lacks."""
         if (found := self._found) is None or found.path != path:
             return False
-        own = found.holders.get(self._hosts.numbers[self._world.rank], set())
+        own, hosts, files = found.holders.get(self._mine[0], set()), self._hosts.numbers, found.manifest.files
         wanted = all_gather_json(sorted(set(names) - own), self._world)
-        transfers, seen = [], set()
-        load = [0] * self._world.size
+        comes: dict[tuple[int, str], Transfer] = {}
+        load: Counter[int] = Counter()
         for rank, missing in enumerate(wanted):
             for name in missing:
-                if (self._hosts.numbers[rank], name) in seen:
-                    continue
-                seen.add((self._hosts.numbers[rank], name))
-                able = [r for r, host in enumerate(self._hosts.numbers) if name in found.holders.get(host, ())]
-                source = min(able, key=lambda r: load[r])
-                load[source] += 1
-                transfers.append(Transfer(name, source, rank))
-        files = found.manifest.files
+                if (hosts[rank], name) not in comes:
+                    able = [r for r, host in enumerate(hosts) if name in found.holders.get(host, ())]
+                    source = min(able, key=load.__getitem__)
+                    load[source] += 1
+                    comes[hosts[rank], name] = Transfer(name, source, rank)
+        transfers = [*comes.values()]
         problem = send_files(transfers, files, found.path, self._world, found.manifest.block_bytes)
         raise_first(all_gather_json(problem, self._world))
         if transfers and self._world.is_first:
@@ -285,8 +280,7 @@ class LocalSaves:
         return True
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """A save that is whole. holders: number of a host -> names of the files that it has."""
 
     path: Path

@@ -127,7 +127,7 @@ class HeldLock:
             self._thread = None
         try:
             if self._me is not None and self.held:
-                self._remove()
+                self.path.unlink(missing_ok=True)
         except (OSError, CheckpointError) as error:
             logger.warning("could not remove %s: %s", self.path, getattr(error, "strerror", error))
         self._me = None
@@ -156,9 +156,6 @@ class HeldLock:
 
     def _holder(self) -> LockHolder | None:
         """Whom the lock names; None where it is gone or not legible."""
-        raise NotImplementedError
-
-    def _remove(self) -> None:
         raise NotImplementedError
 
     def _beat(self) -> None:
@@ -213,9 +210,6 @@ class RunLock(HeldLock):
 
     def _holder(self) -> LockHolder | None:
         return LockHolder.read(self.path)
-
-    def _remove(self) -> None:
-        _remove(self.path)
 
     def _refuse_directory(self) -> None:
         if os.path.isdir(self.path):  # `Path.is_dir` raises where a name is too long

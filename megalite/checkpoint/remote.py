@@ -174,7 +174,7 @@ def sweep(directory: StoreUrl) -> None:
 
 def _may_need(path: StoreUrl, save_id: str) -> bool:
     """Whether a checkpoint consists of the files of this save, for all that can be read."""
-    if save_id_of(path) is None and not (path / COMMITTED).is_file():
+    if not (path / COMMITTED).is_file():
         return False
     try:
         return read_proven(path)[1] == save_id
