@@ -49,7 +49,11 @@ class RunLease(HeldLock):
                 continue
             holder = LockHolder.parse(found.data)
             lives = process_lives(holder)
-            if lives or (lives is None and self._changes(found, holder)):
+            if lives is None:
+                host = holder.host if holder is not None else "another host"
+                logger.warning("%s: held by a run on %s; watching it for %.0f s", self.path, host, self._stale_after)
+                lives = self._changes(found.data, lambda: (now := self._read()) and now.data, self._stale_after)
+            if lives:
                 raise self._in_use(holder)
             etag = store.swap(self.path.key, self._text(me), found.etag)
             if etag is not None:
@@ -79,20 +83,6 @@ class RunLease(HeldLock):
     def _text(self, me: LockHolder) -> bytes:
         self._beats += 1
         return json.dumps({**me.__dict__, "beats": self._beats}).encode()
-
-    def _changes(self, found: Tagged, holder: LockHolder | None) -> bool:
-        """Whether the lease is renewed or given back while we watch it."""
-        host = holder.host if holder is not None else "another host"
-        logger.warning("%s: held by a run on %s; watching it for %.0f s", self.path, host, self._stale_after)
-        deadline = time.monotonic() + self._stale_after
-        while time.monotonic() < deadline:
-            time.sleep(min(1.0, self._heartbeat / 10))
-            now = self._read()
-            if now is None:
-                return False
-            if now.data != found.data:
-                return True
-        return False
 
     def _beat(self) -> None:
         assert self._me is not None

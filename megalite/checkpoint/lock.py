@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,6 +151,15 @@ class HeldLock:
         self._thread.start()
         return self
 
+    def _changes(self, seen: object, look: Callable[[], object], seconds: float) -> bool:
+        """Whether the holder makes `look` see something new within some time; not where the lock is given back."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, self._heartbeat / 10))
+            if (now := look()) != seen:
+                return now is not None
+        return False
+
     def _in_use(self, holder: LockHolder | None, more: str = "") -> CheckpointError:
         who = f"{holder or 'unknown'}{more}"
         return CheckpointError(f"{self._flag}: in use by another run ({who}); stop it or choose another `save`")
@@ -283,7 +293,7 @@ class RunLock(HeldLock):
                     "%s: last sign of life of another run %.0f s ago; waiting %.0f s for the next one",
                     self.path, age, WATCHED_BEATS * self._heartbeat,
                 )  # fmt: skip
-                lives, age = self._beats_again(last), 0.0
+                lives, age = self._changes(last, self._last_beat, WATCHED_BEATS * self._heartbeat), 0.0
         if lives:
             raise self._in_use(holder, f", last sign of life {max(age, 0.0):.0f} s ago")
         return True
@@ -300,15 +310,6 @@ class RunLock(HeldLock):
             raise CheckpointError(
                 f"{self._flag}: {LOCK_FILE} cannot be read ({error.strerror}); choose another `save`"
             ) from None
-
-    def _beats_again(self, last: float) -> bool:
-        """Whether the holder touches the lock within some heartbeats."""
-        deadline = time.monotonic() + WATCHED_BEATS * self._heartbeat
-        while time.monotonic() < deadline:
-            time.sleep(self._heartbeat / 10)
-            if self._last_beat() not in (None, last):
-                return True
-        return False
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat):
