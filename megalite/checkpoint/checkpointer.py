@@ -340,7 +340,7 @@ class Checkpointer:
         mine = RankLoad(place(path), shards, cast=cast)
         scattered = self.local is not None and self.local.fetch(mine.path, mine.files)
         gathering = GatheredJson([mine.problem, mine.save_id, mine.mask], self.world)
-        # The message travels while the first rectangle is read; what it says is known before more is read.
+        # The message travels while the first block is read; what it says is known before more is read.
         mine.read_first(rank=self.world.rank, all_here=not scattered)
         manifest = agree_on_load(mine, gathering.wait(), speaks=self.world.is_first)
         patiently(mine.read_rest, self.world)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from megalite.checkpoint.format import Manifest, StoredFile, StoredShard
 from megalite.checkpoint.reading import (
-    ShardReader,
     check_sizes,
     files_of,
     open_shard_file,
@@ -108,60 +108,52 @@ def plan_reads(
 
 
 def run_reads(path: Place, manifest: Manifest, reads: Reads) -> Iterator[int]:
-    """Reads, verifies and distributes, rectangle by rectangle; yields the bytes read for each.
+    """Reads, verifies and distributes, block by block; yields the bytes of each.
 
     The only buffer is one block. Raises CheckpointError naming the file.
     """
     scratch = torch.empty(manifest.block_bytes, dtype=torch.uint8)
     files = files_of(path, manifest)
     for file_name, places in reads.items():
+        blocks = [block for source, targets in places for block in _blocks_of(manifest, source, targets)]
         with open_shard_file(files / file_name, manifest.files[file_name], manifest.block_bytes) as reader:
-            reader.expect(_blocks_of(manifest, places))
-            for source, targets in places:
-                dtype = manifest.tensors[source.tensor].torch_dtype
-                yield _read_rectangle(reader, source, targets, dtype, manifest.block_bytes, scratch)
+            reader.expect([(block.source, block.number, block.nbytes) for block in blocks])
+            for block in blocks:
+                values = block.straight
+                if values is None:
+                    dtype = manifest.tensors[block.source.tensor].torch_dtype
+                    values = scratch[: block.nbytes].view(dtype)
+                reader.read_block(block.source, block.number, flat_bytes(values))
+                for target, box, common, at in block.pieces:
+                    stored = values[at : at + box.numel].view(box.shape)
+                    target.shard.local.detach()[common.slices_in(target.box)].copy_(stored[common.slices_in(box)])
+                yield block.nbytes
 
 
-def _blocks_of(
-    manifest: Manifest, places: Sequence[tuple[StoredShard, list[LoadTarget]]]
-) -> Iterator[tuple[StoredShard, int, int]]:
-    """The blocks of a file that its targets need: (rectangle, index, bytes), in file order."""
-    for source, targets in places:
-        itemsize = manifest.tensors[source.tensor].torch_dtype.itemsize
-        per_block = manifest.block_bytes // itemsize
-        for index in range(len(source.checksums)):
-            first, last = index * per_block, min((index + 1) * per_block, source.box.numel)
-            if _pieces(source.box, targets, first, last):
-                yield source, index, (last - first) * itemsize
+class _Block(NamedTuple):
+    """A block of a stored rectangle that targets need. straight: where its values go without a copy, if to such a
+    place. pieces: what else they are for."""
+
+    source: StoredShard
+    number: int
+    nbytes: int
+    straight: torch.Tensor | None
+    pieces: list[tuple[LoadTarget, Box, Box, int]]
 
 
-def _read_rectangle(
-    reader: ShardReader,
-    source: StoredShard,
-    targets: Sequence[LoadTarget],
-    dtype: torch.dtype,
-    block_bytes: int,
-    scratch: torch.Tensor,
-) -> int:
-    per_block = block_bytes // dtype.itemsize
-    total = 0
+def _blocks_of(manifest: Manifest, source: StoredShard, targets: Sequence[LoadTarget]) -> Iterator[_Block]:
+    itemsize = manifest.tensors[source.tensor].torch_dtype.itemsize
+    per_block = manifest.block_bytes // itemsize
     for index in range(len(source.checksums)):
         first, last = index * per_block, min((index + 1) * per_block, source.box.numel)
         home = next((t for t in targets if t.flat and t.flat[0] <= first and last <= t.flat[1]), None)
         others = [target for target in targets if target is not home]
         pieces = _pieces(source.box, others, first, last) if others else []
-        if home is not None and home.flat is not None:  # straight into its place, no copy
-            values = home.shard.local.detach().view(-1)[first + home.flat[2] : last + home.flat[2]]
-        elif pieces:
-            values = scratch[: (last - first) * dtype.itemsize].view(dtype)
-        else:
-            continue
-        reader.read_block(source, index, flat_bytes(values))
-        total += values.numel() * dtype.itemsize
-        for target, box, common, at in pieces:
-            block = values[at : at + box.numel].view(box.shape)
-            target.shard.local.detach()[common.slices_in(target.box)].copy_(block[common.slices_in(box)])
-    return total
+        straight = None
+        if home is not None and home.flat is not None:
+            straight = home.shard.local.detach().view(-1)[first + home.flat[2] : last + home.flat[2]]
+        if straight is not None or pieces:
+            yield _Block(source, index, (last - first) * itemsize, straight, pieces)
 
 
 def _pieces(
@@ -202,7 +194,7 @@ class RankLoad:
             self.manifest, self.files = manifest, [*reads]
 
     def read_first(self, *, rank: int, all_here: bool = True) -> None:
-        """Reads the first rectangle; rank 0 verifies also what no rank reads, if all files are `all_here`."""
+        """Reads the first block; rank 0 verifies also what no rank reads, if all files are `all_here`."""
         if self.manifest is not None:
             with self._note_problem():
                 fault_point("load", rank=rank, step=self.manifest.step)
