@@ -6,7 +6,7 @@ Values are written through the shards' views; the only buffer is one block.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 
 from megalite.checkpoint.format import Manifest, StoredFile, StoredShard
 from megalite.checkpoint.reading import (
+    check_size,
     check_sizes,
     files_of,
     open_shard_file,
@@ -116,7 +117,7 @@ def run_reads(path: Place, manifest: Manifest, reads: Reads) -> Iterator[int]:
     files = files_of(path, manifest)
     for file_name, places in reads.items():
         blocks = [block for source, targets in places for block in _blocks_of(manifest, source, targets)]
-        with open_shard_file(files / file_name, manifest.files[file_name], manifest.block_bytes) as reader:
+        with closing(open_shard_file(files / file_name, manifest.files[file_name], manifest.block_bytes)) as reader:
             reader.expect([(block.source, block.number, block.nbytes) for block in blocks])
             for block in blocks:
                 values = block.straight
@@ -342,8 +343,9 @@ def verify_file(
         if contents and (with_state or not shard.tensor.startswith(STATE_PREFIXES))
         for index, at in enumerate(range(shard.begin, end, block_bytes))
     ]
-    with open_shard_file(path, stored, block_bytes) as reader:
-        reader.check_frame()
+    check_size(path, stored.nbytes)
+    with closing(open_shard_file(path, stored, block_bytes)) as reader:
+        reader.check_header()
         reader.expect(blocks)
         for shard, index, size in blocks:
             reader.read_block(shard, index, buffer[:size])

@@ -13,7 +13,6 @@ import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -43,17 +42,18 @@ class ShardReader:
     """Verified reads from one safetensors file of a checkpoint. Raises CheckpointError naming the file."""
 
     def __init__(self, path: Path, stored: StoredFile, block_bytes: int) -> None:
-        self._path, self._block_bytes = path, block_bytes
+        self._path, self._stored, self._block_bytes = path, stored, block_bytes
         self._fd = open_plain(path, stored.nbytes)
         try:
-            header = bytearray(stored.header_bytes)
-            self.read(0, memoryview(header), stored.header_checksum, "header")
+            self.check_header()
         except BaseException:
             os.close(self._fd)
             raise
 
-    def check_frame(self) -> None:
-        """Checks size and header; of a file on a disk that is done when it is opened, of an object only here."""
+    def check_header(self) -> None:
+        """Verifies the header; of a file on a disk that is done when it is opened."""
+        header = bytearray(self._stored.header_bytes)
+        self.read(0, memoryview(header), self._stored.header_checksum, "header")
 
     def read_block(self, shard: StoredShard, index: int, into: memoryview) -> None:
         """Fills `into` with block `index` of the rectangle and verifies it."""
@@ -81,12 +81,6 @@ class ShardReader:
     def close(self) -> None:
         os.close(self._fd)
 
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 class RemoteShardReader(ShardReader):
     """... of an object in a store: by ranges, those that are expected several at a time and ahead."""
@@ -94,11 +88,6 @@ class RemoteShardReader(ShardReader):
     def __init__(self, url: StoreUrl, stored: StoredFile, block_bytes: int) -> None:
         self._url, self._stored, self._block_bytes = url, stored, block_bytes
         self._ahead = RangesAhead(url)
-
-    def check_frame(self) -> None:
-        check_size(self._url, self._stored.nbytes)
-        header = bytearray(self._stored.header_bytes)
-        self.read(0, memoryview(header), self._stored.header_checksum, "header")
 
     def expect(self, places: Iterable[tuple[StoredShard, int, int]]) -> None:
         begins = [(shard.begin + index * self._block_bytes, nbytes) for shard, index, nbytes in places]
