@@ -25,13 +25,14 @@ import torch
 
 from megalite.checkpoint.format import checksum, parse_json
 from megalite.checkpoint.local import LocalSaves
-from megalite.checkpoint.remote import HopelessSave, attempt_place, send_file
+from megalite.checkpoint.remote import HopelessSave, attempt_place, send
 from megalite.checkpoint.run_dir import write_small
 from megalite.checkpoint.saving import SaveJob, SaveReport, first_problem
 from megalite.checkpoint.storage import TensorPart
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
 from megalite.events import tell_event
+from megalite.faults import fault_point
 from megalite.page_locked import host_bytes
 from megalite.progress import amount
 from megalite.stores import REREADS, Place, StoreUrl
@@ -105,7 +106,9 @@ class PendingSave:
         assert self.report is not None
         rank, attempt, name = self.job.rank, self.attempt, self.report.get("file")
         if name is not None and isinstance(attempt, StoreUrl):
-            send_file(attempt / name, self.job.staging / name, rank=rank, step=self.job.step)
+            fault_point("upload.begin", rank=rank, step=self.job.step)
+            send(attempt / name, self.job.staging / name)
+            fault_point("upload.sent", rank=rank, step=self.job.step)
         if rank:
             told = json.dumps(self.report).encode()
             write_small(attempt / f"report_{rank:05d}.json", f"{checksum(told)}\n".encode() + told)

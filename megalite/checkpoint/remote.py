@@ -12,6 +12,7 @@ Deletion takes COMMITTED away first. What a run has set aside keeps its data, un
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -38,11 +39,6 @@ RESENDS = 3
 _CHECKPOINT = re.compile(r"iter_\d{7,12}", re.ASCII)
 _ATTEMPT = re.compile(r"(iter_\d{7,12})\.([0-9a-f]{12})", re.ASCII)
 _WHOSE = re.compile(rb"save ([\w-]{1,64}) run ([\w-]{0,64})\n")
-
-
-def proof_of(manifest: bytes, save_id: str, token: str) -> bytes:
-    """The content of COMMITTED."""
-    return commit_text(manifest) + f"save {save_id} run {token}\n".encode()
 
 
 def attempt_place(path: StoreUrl, save_id: str) -> StoreUrl:
@@ -103,20 +99,16 @@ def settled_urls(directory: StoreUrl, tracker: str, *, seconds: float = SETTLE_S
         time.sleep(1.0)
 
 
-def send_file(target: StoreUrl, file: Path, *, rank: int, step: int) -> None:
-    """Uploads a file and reads its size and last block back. Raises CheckpointError, and OSError of the local disk."""
-    fault_point("upload.begin", rank=rank, step=step)
-    start = max(0, file.stat().st_size - READ_BACK)
-    with open(file, "rb") as source:
-        source.seek(start)
-        own = source.read()
-    _send(target, file, start, own)
-    fault_point("upload.sent", rank=rank, step=step)
-
-
-def _send(target: StoreUrl, content: Path | bytes, start: int, own: bytes) -> None:
-    """Writes an object until it reads back from `start` on as it should, some times at most."""
-    store, size = target.store, start + len(own)
+def send(target: StoreUrl, content: Path | bytes) -> None:
+    """Writes an object until it reads back as it should, of a large file its last block, some times at most. Raises
+    CheckpointError, and OSError of the local disk."""
+    own, start, store = content, 0, target.store
+    if not isinstance(own, bytes):
+        with open(own, "rb") as source:
+            start = max(0, source.seek(0, os.SEEK_END) - READ_BACK)
+            source.seek(start)
+            own = source.read()
+    size = start + len(own)
     for _ in range(RESENDS):
         store.put(target.key, content)
         there = store.size(target.key)
@@ -132,12 +124,12 @@ def commit_in_store(final: StoreUrl, manifest: Manifest, files: Mapping[str, byt
     CheckpointError."""
     attempt, raw = attempt_place(final, manifest.save_id), to_json(manifest)
     for name, data in {**files, MANIFEST: raw}.items():
-        _send(attempt / name, data, 0, data)
+        send(attempt / name, data)
     if lease is not None and not lease.held:
         raise HopelessSave(f"`save`={final.parent}: another run has taken it over; this one saves no more")
     fault_point("save.before_rename", rank=0, step=manifest.step)
-    proof = proof_of(raw, manifest.save_id, lease.token if lease is not None else "")
-    if final.store.create((final / COMMITTED).key, proof) is None:
+    whose = f"save {manifest.save_id} run {lease.token if lease is not None else ''}\n"
+    if final.store.create((final / COMMITTED).key, commit_text(raw) + whose.encode()) is None:
         raise HopelessSave(f"`save`={final.parent}: another run has committed {final.name}; this one saves no more")
 
 

@@ -12,8 +12,6 @@ from megalite.stores.store import DEADLINE, NO_OBJECT, Again, Listing, Missing, 
 
 T = TypeVar("T")
 
-PACKAGES = {"gs": "gcsfs", "memory": "fsspec"}
-
 
 class GenericStore(Store):
     """A bucket behind an fsspec file system. It can create, but a swap reads and then writes: two writers are told
@@ -22,9 +20,9 @@ class GenericStore(Store):
     def __init__(self, scheme: str, bucket: str, *, deadline: float = DEADLINE) -> None:
         super().__init__(f"{scheme}://{bucket}", deadline=deadline)
         fsspec = optional_package(self.root, "fsspec")
-        if scheme != "memory":
-            optional_package(self.root, PACKAGES[scheme])
         self.conditional = scheme == "memory"
+        if scheme == "gs":
+            optional_package(self.root, "gcsfs")
         self._fs = fsspec.filesystem(scheme, use_listings_cache=False)
         self._bucket = bucket
 
