@@ -31,14 +31,7 @@ and tests/faults/test_checkpoint_faults.py.
 
 from megalite.checkpoint.background import sweep_staging
 from megalite.checkpoint.checkpointer import Checkpointer
-from megalite.checkpoint.format import (
-    COMMITTED,
-    Manifest,
-    StoredTensor,
-    check_file_name,
-    parse_json,
-    tiling_problem,
-)
+from megalite.checkpoint.format import COMMITTED, Manifest, StoredTensor, check_file_name, parse_json, tiling_problem
 from megalite.checkpoint.hosts import LocalSettings
 from megalite.checkpoint.lease import RunLease, lock_of
 from megalite.checkpoint.loading import AVERAGES, CheckpointReader, verify_checkpoint

@@ -13,14 +13,7 @@ from typing import NamedTuple
 import torch
 
 from megalite.checkpoint.format import Manifest, StoredFile, StoredShard
-from megalite.checkpoint.reading import (
-    check_size,
-    check_sizes,
-    files_of,
-    open_shard_file,
-    read_extra,
-    read_manifest,
-)
+from megalite.checkpoint.reading import check_size, check_sizes, files_of, open_shard_file, read_extra, read_manifest
 from megalite.checkpoint.storage import flat_bytes
 from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError

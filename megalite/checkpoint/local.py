@@ -27,14 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megalite.checkpoint.format import (
-    COMMITTED,
-    MANIFEST,
-    Manifest,
-    commit_text,
-    file_from_json,
-    parse_manifest,
-)
+from megalite.checkpoint.format import COMMITTED, MANIFEST, Manifest, commit_text, file_from_json, parse_manifest
 from megalite.checkpoint.hosts import Hosts, LocalSettings, together
 from megalite.checkpoint.loading import verify_file
 from megalite.checkpoint.reading import read_extra, read_manifest

@@ -18,14 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megalite.checkpoint.format import (
-    COMMITTED,
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    commit_text,
-    to_json,
-)
+from megalite.checkpoint.format import COMMITTED, MANIFEST, MAX_MANIFEST_BYTES, Manifest, commit_text, to_json
 from megalite.checkpoint.lease import RunLease
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
