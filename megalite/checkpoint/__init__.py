@@ -33,7 +33,7 @@ from megalite.checkpoint.background import sweep_staging
 from megalite.checkpoint.checkpointer import Checkpointer
 from megalite.checkpoint.format import COMMITTED, Manifest, StoredTensor, check_file_name, parse_json, tiling_problem
 from megalite.checkpoint.hosts import LocalSettings
-from megalite.checkpoint.lease import RunLease, lock_of
+from megalite.checkpoint.lease import lock_of
 from megalite.checkpoint.loading import AVERAGES, CheckpointReader, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.meta import Meta, check_model, check_state, check_tensors

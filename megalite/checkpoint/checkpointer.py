@@ -15,9 +15,9 @@ from typing import Any
 from megalite.checkpoint.agreement import agree_on_load
 from megalite.checkpoint.background import PendingSaves, StagingMemory, settle, staging_problem
 from megalite.checkpoint.format import BLOCK_BYTES, checksum
-from megalite.checkpoint.lease import RunLease
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
+from megalite.checkpoint.lock import HeldLock
 from megalite.checkpoint.run_dir import committed, directory_name, remove_interrupted, retain, set_aside_newer, step_of
 from megalite.checkpoint.saving import (
     Description,
@@ -47,7 +47,7 @@ class Checkpointer:
     path, and if one of them fails, all raise the same CheckpointError.
 
     directory: the run directory (`--save`), made by the first save, or a URL of a store.
-    staging: of a URL: the folder of this host in which saves wait for their upload. lease: which rank 0 holds.
+    staging: of a URL: the folder of this host in which saves wait for their upload. lock: which rank 0 holds.
     world: the axis of all ranks; `Axis.single("world")` for one process.
     keep_last: how many checkpoints stay (`--keep-last`); None keeps all. Others are deleted after the next commit.
     retain_interval: checkpoints at multiples of it stay forever (`--save-retain-interval`). local: saves on hosts.
@@ -59,7 +59,7 @@ class Checkpointer:
         *,
         world: Axis,
         staging: Path | None = None,
-        lease: RunLease | None = None,
+        lock: HeldLock | None = None,
         keep_last: int | None = None,
         retain_interval: int | None = None,
         block_bytes: int = BLOCK_BYTES,
@@ -73,7 +73,7 @@ class Checkpointer:
         self._swept = False
         self._plan: tuple[list[tuple[str, Any]], SavePlan] | None = None
         self._last: Place | None = None
-        self._lease, self.local = lease, local
+        self._lock, self.local = lock, local
         self.in_store = isinstance(self.directory, StoreUrl)
         self.pending = PendingSaves(world.rank, world.size)
         self._in_flight = False
@@ -224,8 +224,8 @@ class Checkpointer:
         if self.in_store:  # each rank's own: the ranks of a host are done with it at different times
             staging = staging.with_name(f"{name}-{rank}")
             staging.mkdir(parents=True, exist_ok=True)
-        size, lease = self._block_bytes, self._lease
-        return SaveJob(self.directory, staging, step, save_id, rank, plan, parts, meta, files, size, lease)
+        size, lock = self._block_bytes, self._lock
+        return SaveJob(self.directory, staging, step, save_id, rank, plan, parts, meta, files, size, lock)
 
     def _stage(self, step: int, needed: int) -> str:
         """Rank 0: makes the staging directory and returns the save's id."""

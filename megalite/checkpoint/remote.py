@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST, MAX_MANIFEST_BYTES, Manifest, commit_text, to_json
-from megalite.checkpoint.lease import RunLease
+from megalite.checkpoint.lock import HeldLock
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.stores import REREADS, Missing, StoreUrl
@@ -112,16 +112,16 @@ def send(target: StoreUrl, content: Path | bytes) -> None:
     raise CheckpointError(f"{target}: {problem}, {RESENDS} uploads in a row")
 
 
-def commit_in_store(final: StoreUrl, manifest: Manifest, files: Mapping[str, bytes], lease: RunLease | None) -> None:
+def commit_in_store(final: StoreUrl, manifest: Manifest, files: Mapping[str, bytes], lock: HeldLock | None) -> None:
     """Rank 0: makes an attempt, all of whose large files are there, the checkpoint `final`. Can be repeated. Raises
     CheckpointError."""
     attempt, raw = attempt_place(final, manifest.save_id), to_json(manifest)
     for name, data in {**files, MANIFEST: raw}.items():
         send(attempt / name, data)
-    if lease is not None and not lease.held:
+    if lock is not None and not lock.held:
         raise HopelessSave(f"`save`={final.parent}: another run has taken it over; this one saves no more")
     fault_point("save.before_rename", rank=0, step=manifest.step)
-    whose = f"save {manifest.save_id} run {lease.token if lease is not None else ''}\n"
+    whose = f"save {manifest.save_id} run {lock.token if lock is not None else ''}\n"
     if final.store.create((final / COMMITTED).key, commit_text(raw) + whose.encode()) is None:
         raise HopelessSave(f"`save`={final.parent}: another run has committed {final.name}; this one saves no more")
 

@@ -33,7 +33,7 @@ from megalite.checkpoint.format import (
     file_to_json,
     tiling_problem,
 )
-from megalite.checkpoint.lease import RunLease
+from megalite.checkpoint.lock import HeldLock
 from megalite.checkpoint.remote import HopelessSave, commit_in_store
 from megalite.checkpoint.reshard import Duties, HeldRectangle, WriteDuty, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
@@ -234,7 +234,7 @@ class SaveJob:
     meta: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
-    lease: RunLease | None = None
+    lock: HeldLock | None = None
     flag: str = "save"
 
     @classmethod
@@ -291,7 +291,7 @@ class SaveJob:
         )
         fault_point("save.before_manifest", rank=self.rank, step=self.step)
         if isinstance(final, StoreUrl):
-            commit_in_store(final, manifest, self.files, self.lease)
+            commit_in_store(final, manifest, self.files, self.lock)
         else:
             for name, data in self.files.items():
                 write_file(staging / name, data)

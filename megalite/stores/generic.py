@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megalite.extras import optional_package
-from megalite.stores.store import DEADLINE, NO_OBJECT, Again, Listing, Missing, Refused, Store, StoreError, Tagged
+from megalite.stores.store import NO_OBJECT, Again, Listing, Missing, Refused, Store, StoreError, Tagged
 
 T = TypeVar("T")
 
@@ -17,8 +17,8 @@ class GenericStore(Store):
     """A bucket behind an fsspec file system. It can create, but a swap reads and then writes: two writers are told
     apart at the commit, and not before. Memory is one process's alone, so its swap is safe."""
 
-    def __init__(self, scheme: str, bucket: str, *, deadline: float = DEADLINE) -> None:
-        super().__init__(f"{scheme}://{bucket}", deadline=deadline)
+    def __init__(self, scheme: str, bucket: str) -> None:
+        super().__init__(f"{scheme}://{bucket}")
         fsspec = optional_package(self.root, "fsspec")
         self.conditional = scheme == "memory"
         if scheme == "gs":
@@ -67,7 +67,4 @@ class GenericStore(Store):
         self._retrying(lambda: self._ask(name, lambda key: self._fs.put_file(str(file), key)), f"write {name}")
 
     def _delete(self, name: str) -> None:
-        try:
-            self._ask(name, self._fs.rm_file)
-        except Missing:
-            pass
+        self._ask(name, self._fs.rm_file)

@@ -13,21 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.extras import optional_package
-from megalite.stores.store import (
-    DEADLINE,
-    MOST_PARTS,
-    NO_OBJECT,
-    PART_BYTES,
-    Again,
-    Listing,
-    Missing,
-    Refused,
-    Store,
-    StoreError,
-    Tagged,
-)
+from megalite.stores.store import NO_OBJECT, PART_BYTES, Again, Listing, Missing, Refused, Store, StoreError, Tagged
 
-AT_ONCE = 8
+AT_ONCE, MOST_PARTS = 8, 10_000
 CONNECTIONS = 64
 _PASSES = (408, 409, 429)  # 409: another conditional write was under way
 _ON_THE_WAY = ("BadDigest", "InvalidDigest", "RequestTimeout", "XAmzContentChecksumMismatch")
@@ -36,8 +24,8 @@ _ON_THE_WAY = ("BadDigest", "InvalidDigest", "RequestTimeout", "XAmzContentCheck
 class S3Store(Store):
     """A bucket of S3. Uploads carry CRC-32, which the server checks; downloads are checked by their readers."""
 
-    def __init__(self, bucket: str, *, deadline: float = DEADLINE) -> None:
-        super().__init__(f"s3://{bucket}", deadline=deadline)
+    def __init__(self, bucket: str) -> None:
+        super().__init__(f"s3://{bucket}")
         s3fs = optional_package(f"s3://{bucket}", "s3fs")
         self._sync = optional_package(f"s3://{bucket}", "fsspec.asyn", "s3fs").sync
         settings = {

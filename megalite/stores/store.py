@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +21,6 @@ DEADLINE = 600.0  # seconds for all attempts at one request
 ATTEMPT = 120.0  # seconds for one
 END_SECONDS, LAST_SECONDS = 20.0, 5.0  # both, of a process that is to end
 PART_BYTES = 16 * 2**20
-MOST_PARTS = 10_000
 NO_OBJECT = ""
 REREADS = 3  # a bit can flip on the way: what is not as expected is asked for again
 
@@ -64,10 +64,10 @@ class Store:
     """
 
     conditional = True
-    attempt = ATTEMPT
+    deadline, attempt = DEADLINE, ATTEMPT
 
-    def __init__(self, root: str, *, deadline: float = DEADLINE) -> None:
-        self.root, self.deadline = root, deadline
+    def __init__(self, root: str) -> None:
+        self.root = root
         self.retries = 0
         self._ends = False
 
@@ -139,7 +139,8 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Removes an object; no error where there is none."""
-        self._retrying(lambda: self._delete(name), f"delete {name}")
+        with suppress(Missing):
+            self._retrying(lambda: self._delete(name), f"delete {name}")
 
     def delete_folder(self, prefix: str) -> None:
         """Removes all objects under a prefix."""

@@ -14,7 +14,6 @@ from megalite.checkpoint import (
     Checkpointer,
     LocalSaves,
     LocalSettings,
-    RunLease,
     check_model,
     check_state,
     clear_completed,
@@ -71,7 +70,7 @@ class RunDirectory:
             checkpoint.save or checkpoint.load or ".",
             world=world,
             staging=self._folder,
-            lease=self._lock if isinstance(self._lock, RunLease) else None,
+            lock=self._lock,
             keep_last=checkpoint.kept,
             retain_interval=checkpoint.save_retain_interval,
         )

@@ -28,7 +28,7 @@ FLAGS = (
 def run(world: World, argv: list[str]) -> int:
     """A store is given up after half a second, and asked again soon."""
     store_module.FIRST_PAUSE, store_module.LONGEST_PAUSE, background.AGAIN_SECONDS = 0.002, 0.02, 0.2
-    with patch.dict(S3Store.__init__.__kwdefaults__, deadline=0.5):
+    with patch.object(S3Store, "deadline", 0.5):
         return main(argv)
 
 

@@ -72,7 +72,7 @@ def save_steps(world: World, url: str, staging: str, steps: list[int], backgroun
     if lease is not None:
         lease.acquire()
         sweep_staging(Path(staging))  # others have nothing there before they meet this rank in `check_room`
-    saver = Checkpointer(url, world=axis, staging=Path(staging), lease=lease, keep_last=keep_last, block_bytes=BLOCK)
+    saver = Checkpointer(url, world=axis, staging=Path(staging), lock=lease, keep_last=keep_last, block_bytes=BLOCK)
     saver.check_room(shards_of(1, world.rank))
     for step in steps:
         files = {"tokenizer.json": b"{}"}

@@ -218,7 +218,7 @@ def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, mo
     second = RunLease(url, heartbeat=0.02, stale_after=0.3).acquire()
     assert second.held and not first.held
     with pytest.raises(CheckpointError, match="another run has taken it over; this one saves no more"):
-        save(url, tmp_path, 10, lease=first)
+        save(url, tmp_path, 10, lock=first)
     assert committed(url) == []
     second.release()
     assert not url.store.exists(second.path.key)
