@@ -121,7 +121,8 @@ class Checkpointer:
             save = patiently(partial(self.pending.add, job, done, background=background), self.world)
             assert save is not None
             self._in_flight = True
-            self._together(save.problem if save.final else None)
+            if not background:
+                settle(self.pending, save.problem if save.final else None, self.local, self.world)
         else:
             reports = all_gather_json(patiently(job.write_part, self.world), self.world)
 

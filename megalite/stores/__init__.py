@@ -1,7 +1,7 @@
 """Object stores: runs and tokens under a URL such as `s3://bucket/run`, by fsspec (extra `cloud`).
 
     url.py       StoreUrl, a place in a store, with the few methods of a path that readers use
-    store.py     Store: list, read, size, put, create, swap, delete; our own retries, counted
+    store.py     Store: names, read, size, put, create, swap, delete; our own retries, counted
     s3.py        ... of S3 and what speaks its language: parts, conditions by ETag
     generic.py   ... of whatever else fsspec serves (memory, Google's): whole objects
     ahead.py     ranges of an object, merged and read several at a time before they are asked for

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megalite.extras import optional_package
-from megalite.stores.store import NO_OBJECT, Again, Listing, Missing, Refused, Store, StoreError, Tagged
+from megalite.stores.store import NO_OBJECT, Again, Missing, Refused, Store, StoreError, Tagged
 
 T = TypeVar("T")
 
@@ -38,14 +38,13 @@ class GenericStore(Store):
         except Exception as error:
             raise Again(f"{type(error).__name__}: {str(error)[:200]}") from None
 
-    def _list(self, prefix: str) -> Listing:
+    def _names(self, prefix: str) -> list[str]:
         try:
             entries = self._ask(prefix, self._fs.ls, detail=True, refresh=True)
         except Missing:
-            return Listing([], [])
-        names = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
-        objects, folders = ([name for name in sorted(names) if names[name] == kind] for kind in ("file", "directory"))
-        return Listing(objects, folders)
+            return []
+        kinds = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
+        return [name + "/" * (kinds[name] == "directory") for name in sorted(kinds)]
 
     def _read(self, name: str, start: int, stop: int | None) -> Tagged:
         data = bytes(self._ask(name, self._fs.cat_file, start=start or None, end=stop))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.extras import optional_package
-from megalite.stores.store import NO_OBJECT, PART_BYTES, Again, Listing, Missing, Refused, Store, StoreError, Tagged
+from megalite.stores.store import NO_OBJECT, PART_BYTES, Again, Missing, Refused, Store, StoreError, Tagged
 
 AT_ONCE, MOST_PARTS = 8, 10_000
 CONNECTIONS = 64
@@ -90,16 +90,15 @@ class S3Store(Store):
             return StoreError(f"{self.root}/{name}: refused ({status} {code}); check the credentials and their rights")
         return StoreError(f"{self.root}/{name}: {text}")
 
-    def _list(self, prefix: str) -> Listing:
-        objects: list[str] = []
-        folders: list[str] = []
+    def _names(self, prefix: str) -> list[str]:
+        names: list[str] = []
         more: dict[str, str] = {}
         while True:
             answer = self._call("list_objects_v2", Prefix=prefix, Delimiter="/", **more)
-            objects += [entry["Key"].removeprefix(prefix) for entry in answer.get("Contents", ())]
-            folders += [entry["Prefix"].removeprefix(prefix)[:-1] for entry in answer.get("CommonPrefixes", ())]
+            names += [entry["Key"] for entry in answer.get("Contents", ())]
+            names += [entry["Prefix"] for entry in answer.get("CommonPrefixes", ())]
             if not answer.get("IsTruncated"):
-                return Listing([name for name in objects if name], folders)
+                return [name.removeprefix(prefix) for name in names if name != prefix]
             more = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def _read(self, name: str, start: int, stop: int | None) -> Tagged:

@@ -48,13 +48,6 @@ class Tagged(NamedTuple):
     etag: str
 
 
-class Listing(NamedTuple):
-    """What lies directly under a prefix, as names relative to it."""
-
-    objects: list[str]
-    folders: list[str]
-
-
 class Store:
     """A bucket. Names are keys in it. Methods raise StoreError; one that reads a missing object, Missing.
 
@@ -71,9 +64,10 @@ class Store:
         self.retries = 0
         self._ends = False
 
-    def list(self, prefix: str) -> Listing:
-        """Objects and folders directly under `prefix` (a folder's name without its slash, or "")."""
-        return self._retrying(lambda: self._list(f"{prefix}/" if prefix else ""), f"list {prefix}")
+    def names(self, prefix: str) -> list[str]:
+        """Objects and folders, these with a slash, directly under `prefix` (a folder's name without its slash, or "");
+        relative to it."""
+        return self._retrying(lambda: self._names(f"{prefix}/" if prefix else ""), f"list {prefix}")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes `start:stop` of an object."""
@@ -144,11 +138,9 @@ class Store:
 
     def delete_folder(self, prefix: str) -> None:
         """Removes all objects under a prefix."""
-        found = self.list(prefix)
-        for name in found.objects:
-            self.delete(f"{prefix}/{name}")
-        for name in found.folders:
-            self.delete_folder(f"{prefix}/{name}")
+        for name in self.names(prefix):
+            remove = self.delete_folder if name.endswith("/") else self.delete
+            remove(f"{prefix}/{name}".rstrip("/"))
 
     def drop_uploads(self, prefix: str) -> int:
         """Removes parts of uploads under `prefix` that nobody has finished; returns of how many uploads."""
@@ -192,7 +184,7 @@ class Store:
 
     # What a kind of store does in one attempt.
 
-    def _list(self, prefix: str) -> Listing:
+    def _names(self, prefix: str) -> list[str]:
         raise NotImplementedError
 
     def _read(self, name: str, start: int, stop: int | None) -> Tagged:

@@ -68,8 +68,7 @@ class StoreUrl:
 
     def iterdir(self) -> list[StoreUrl]:
         """What lies directly under it."""
-        found = self.store.list(self.key)
-        return [self / name for name in (*found.objects, *found.folders)]
+        return [self / name.rstrip("/") for name in self.store.names(self.key)]
 
     def unlink(self, missing_ok: bool = True) -> None:
         """Removes the object; a store does not say whether there was one."""

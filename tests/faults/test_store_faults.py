@@ -149,8 +149,7 @@ def test_kills_and_faults_leave_the_newest_commit_whole(tmp_path: Path, url: str
 def names_in(world: World, url: str) -> list[str]:
     where = place(url)
     assert isinstance(where, StoreUrl)
-    found = where.store.list(where.key)
-    return [*found.objects, *(f"{f}/" for f in found.folders)]
+    return where.store.names(where.key)
 
 
 def test_retries_are_counted_and_faults_do_not_show(tmp_path: Path, url: str, proxy: FaultProxy) -> None:

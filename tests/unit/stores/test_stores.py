@@ -63,7 +63,7 @@ def test_conditions_and_ranges(url: StoreUrl) -> None:
     assert store.swap(name, b"three", etag) == newer, "an answer that was lost: the content is ours"
     assert (store.read(name, 1, 3), store.read(name, 2), store.size(name)) == (b"hr", b"ree", 5)
     store.put("other/a/b", b"")
-    assert store.list("other") == ([], ["a"]) and store.list("other/a") == (["b"], [])
+    assert store.names("other") == ["a/"] and store.names("other/a") == ["b"] and store.names("none") == []
     store.delete(name)
     store.delete(name)
     assert not store.exists(name) and store.is_safe_for_two(f"{name}.probe")
@@ -114,7 +114,7 @@ def test_saved_swept_aside_and_deleted(url: StoreUrl, tmp_path: Path) -> None:
     (aside,) = set_aside_newer(url, 20)
     assert resolve_checkpoint(str(url)).name == "iter_0000020" and aside.name.startswith("iter_0000030.aside-")
     sweep(url)
-    names = {name for name in url.store.list(url.key).folders if any(url.store.list(f"{url.key}/{name}"))}
+    names = {path.name for path in url.iterdir() if not path.is_file() and path.iterdir()}
     assert "iter_0000040.0123456789ab" not in names and len(names) == 4
     assert verify_checkpoint(aside) == [] and verify_checkpoint(url / "iter_0000020") == []
     assert list(tmp_path.iterdir()) == []
@@ -122,10 +122,10 @@ def test_saved_swept_aside_and_deleted(url: StoreUrl, tmp_path: Path) -> None:
 
 def test_a_listing_that_is_behind(url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(url, tmp_path, 10)
-    old = url.store.list(url.key)
+    old = url.store.names(url.key)
     save(url, tmp_path, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(type(url.store), "list", lambda self, prefix: old)
+        patch.setattr(type(url.store), "names", lambda self, prefix: old)
         assert [path.name for path in committed_urls(url)] == ["iter_0000010"]
         assert resolve_checkpoint(str(url)).name == "iter_0000020", "the tracker names it, and it is there"
     sweep(url)
@@ -137,7 +137,7 @@ def test_flipped_bits_are_refused(url: StoreUrl, tmp_path: Path, count: int) -> 
     save(url, tmp_path, 10)
     path = url / "iter_0000010"
     attempt = attempt_place(path, str(save_id_of(path)))
-    files = [path / "COMMITTED", *(attempt / name for name in sorted(attempt.store.list(attempt.key).objects))]
+    files = [path / "COMMITTED", *sorted(attempt.iterdir())]
     rng = random.Random(5)
     for _ in range(count):
         file = rng.choice(files)
@@ -325,7 +325,7 @@ def test_a_checkpoint_that_is_set_aside_is_nowhere_lost(
     monkeypatch.setattr(url.store, "delete", lambda name: (_ for _ in ()).throw(StoreError("killed here")))
     with pytest.raises(StoreError):
         set_aside_newer(url, 10)
-    (aside,) = [url / name for name in url.store.list(url.key).folders if ".aside-" in name]
+    (aside,) = [path for path in url.iterdir() if ".aside-" in path.name]
     assert verify_checkpoint(aside) == [] and verify_checkpoint(url / "iter_0000020") == []
 
 

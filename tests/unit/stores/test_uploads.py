@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megalite.checkpoint import Checkpointer, committed
 from megalite.checkpoint.background import PendingSave, PendingSaves
+from megalite.comm.mesh import Axis
+from megalite.comm.rectangles import TensorShard
+from megalite.errors import CheckpointError
 from megalite.stores import StoreUrl
 
 
@@ -60,3 +66,29 @@ def test_the_next_save_waits_for_room_but_not_for_one_that_is_tried_again(tmp_pa
     first.failed = 1
     waits.join(5)
     assert not waits.is_alive()
+
+
+def test_a_save_to_a_disk_that_fails_at_once_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that is known before `save` returns; the saver can be used again."""
+    saver, shards = Checkpointer(tmp_path, world=Axis.single("world")), [TensorShard("w", (4,), (0,), torch.ones(4))]
+    add = saver.pending.add
+
+    def add_and_wait(*job: Any, background: bool) -> PendingSave:
+        save = add(*job, background=background)
+        while not save.final:
+            time.sleep(0.01)
+        return save
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.checkpoint.saving.write_shard_file", fails)
+        patch.setattr(saver.pending, "add", add_and_wait)
+        saver.save(1, shards, {}, background=True)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saver.wait()
+    assert list(tmp_path.iterdir()) == []
+    saver.save(1, shards, {}, background=True)
+    saver.wait()
+    assert [path.name for path in committed(tmp_path)] == ["iter_0000001"]
