@@ -17,7 +17,7 @@ from megalite.checkpoint.background import PendingSaves, StagingMemory, settle, 
 from megalite.checkpoint.format import BLOCK_BYTES, checksum
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
-from megalite.checkpoint.lock import HeldLock
+from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.run_dir import committed, directory_name, remove_interrupted, retain, set_aside_newer, step_of
 from megalite.checkpoint.saving import (
     Description,
@@ -59,7 +59,7 @@ class Checkpointer:
         *,
         world: Axis,
         staging: Path | None = None,
-        lock: HeldLock | None = None,
+        lock: RunLock | None = None,
         keep_last: int | None = None,
         retain_interval: int | None = None,
         block_bytes: int = BLOCK_BYTES,

@@ -13,31 +13,17 @@ import time
 from pathlib import Path
 from typing import Self
 
-from megalite.checkpoint.lock import (
-    HEARTBEAT_SECONDS,
-    LOCK_FILE,
-    STALE_SECONDS,
-    HeldLock,
-    LockHolder,
-    RunLock,
-    process_lives,
-)
+from megalite.checkpoint.lock import LockHolder, RunLock, process_lives
 from megalite.stores import Missing, StoreError, StoreUrl, Tagged, place
 
 logger = logging.getLogger(__name__)
 
 
-class RunLease(HeldLock):
+class RunLease(RunLock):
     """`RunLock` for a URL."""
 
-    path: StoreUrl
-
-    def __init__(
-        self, directory: StoreUrl, *, heartbeat: float = HEARTBEAT_SECONDS, stale_after: float = STALE_SECONDS
-    ) -> None:
-        super().__init__(directory / LOCK_FILE, f"`save`={directory}", heartbeat, stale_after)
-        self._etag, self._beats = "", 0
-        self._lost = False
+    path: StoreUrl  # type: ignore[assignment]  # an object in place of a file
+    _etag, _beats, _lost = "", 0, False
 
     def acquire(self) -> Self:
         store, me = self.path.store, LockHolder.myself()
@@ -103,7 +89,7 @@ class RunLease(HeldLock):
                     return
 
 
-def lock_of(directory: Path | str, *, waits: bool = False) -> RunLock | RunLease:
+def lock_of(directory: Path | str, *, waits: bool = False) -> RunLock:
     """The lock of a run directory, wherever that is. waits: as `RunLock` does; a lease is always waited for."""
     where = place(directory)
     return RunLease(where) if isinstance(where, StoreUrl) else RunLock(where, waits=waits)

@@ -25,7 +25,7 @@ from typing import IO, Any, Self
 
 from megalite.errors import CheckpointError
 from megalite.file_clock import clock_of
-from megalite.stores import REREADS, Place
+from megalite.stores import REREADS, Place, place
 
 logger = logging.getLogger(__name__)
 
@@ -103,22 +103,58 @@ def process_space() -> str:
         return ""
 
 
-class HeldLock:
-    """What this process holds from `acquire` to `release`, on a disk or in a store; `_beat` renews it meanwhile.
+class RunLock:
+    """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it.
 
-    acquire: takes it, also from a dead holder. check: does not wait, whether a holder is dead that seems so is left to
-    `acquire`. Both raise CheckpointError where another live process holds it.
+    waits: watches a holder on another host for some heartbeats, however late the last one: it may be lost, and its run
+    be this one. Raises CheckpointError where another live process holds it.
     """
 
-    def __init__(self, path: Place, flag: str, heartbeat: float, stale_after: float) -> None:
-        self.path, self._flag = path, flag
-        self._heartbeat, self._stale_after = heartbeat, stale_after
+    def __init__(
+        self,
+        directory: Place | str,
+        *,
+        heartbeat: float = HEARTBEAT_SECONDS,
+        stale_after: float = STALE_SECONDS,
+        waits: bool = False,
+    ) -> None:
+        self.path: Path = place(directory) / LOCK_FILE  # type: ignore[assignment]  # an object of a store: `RunLease`
+        self._flag = f"`save`={place(directory)}"
+        self._heartbeat, self._stale_after, self._waits = heartbeat, stale_after, waits
         self._me: LockHolder | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> Self:
-        raise NotImplementedError
+        """Takes the lock, also from a dead holder. Raises CheckpointError."""
+        self._refuse_directory()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._flag}: cannot be created ({error.strerror}); choose another `save`"
+            ) from None
+        me = LockHolder.myself()
+        for _ in range(5):  # each round but the last lost a race against another take-over
+            if self._create(me):
+                return self._hold(me)
+            self._remove_stale()
+        raise CheckpointError(f"{self._flag}: could not get {self.path}; several jobs start here at once")
+
+    def _hold(self, me: LockHolder) -> Self:
+        self._me = me
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
+        self._thread.start()
+        return self
+
+    def check(self) -> None:
+        """Raises CheckpointError where another live process holds the directory, and `acquire` would. Does not wait:
+        whether a holder is dead that seems so is left to `acquire`.
+        """
+        self._refuse_directory()
+        if os.path.isfile(self.path):
+            self._refuse_live(self._holder(), watches=False)
 
     def release(self) -> None:
         """Gives the lock back. Harmless where it is not held."""
@@ -140,85 +176,12 @@ class HeldLock:
 
     @property
     def held(self) -> bool:
-        """Whether what is there still says that we hold it. Raises StoreError where a store does not answer."""
+        """Whether the lock still says that we hold it. Raises StoreError where a store does not answer."""
         holders = (self._holder() for _ in range(REREADS))
         return self._me is not None and any(holder and holder.token == self.token for holder in holders)
 
-    def _hold(self, me: LockHolder) -> Self:
-        self._me = me
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._beat, name="run-lock", daemon=True)
-        self._thread.start()
-        return self
-
-    def _changes(self, seen: object, look: Callable[[], object], seconds: float) -> bool:
-        """Whether the holder makes `look` see something new within some time; not where the lock is given back."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            time.sleep(min(1.0, self._heartbeat / 10))
-            if (now := look()) != seen:
-                return now is not None
-        return False
-
-    def _in_use(self, holder: LockHolder | None, more: str = "") -> CheckpointError:
-        who = f"{holder or 'unknown'}{more}"
-        return CheckpointError(f"{self._flag}: in use by another run ({who}); stop it or choose another `save`")
-
     def _holder(self) -> LockHolder | None:
         """Whom the lock names; None where it is gone or not legible."""
-        raise NotImplementedError
-
-    def _beat(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-
-class RunLock(HeldLock):
-    """Holds `directory` for this process. Only rank 0 of a run takes it.
-
-    waits: watches a holder on another host for some heartbeats, however late the last one: it may be lost, and its run
-    be this one.
-    """
-
-    path: Path
-
-    def __init__(
-        self,
-        directory: Path | str,
-        *,
-        heartbeat: float = HEARTBEAT_SECONDS,
-        stale_after: float = STALE_SECONDS,
-        waits: bool = False,
-    ) -> None:
-        super().__init__(Path(directory) / LOCK_FILE, f"`save`={Path(directory)}", heartbeat, stale_after)
-        self._waits = waits
-
-    def acquire(self) -> Self:
-        self._refuse_directory()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._flag}: cannot be created ({error.strerror}); choose another `save`"
-            ) from None
-        me = LockHolder.myself()
-        for _ in range(5):  # each round but the last lost a race against another take-over
-            if self._create(me):
-                return self._hold(me)
-            self._remove_stale()
-        raise CheckpointError(f"{self._flag}: could not get {self.path}; several jobs start here at once")
-
-    def check(self) -> None:
-        self._refuse_directory()
-        if os.path.isfile(self.path):
-            self._refuse_live(self._holder(), watches=False)
-
-    def _holder(self) -> LockHolder | None:
         return LockHolder.read(self.path)
 
     def _refuse_directory(self) -> None:
@@ -298,6 +261,10 @@ class RunLock(HeldLock):
             raise self._in_use(holder, f", last sign of life {max(age, 0.0):.0f} s ago")
         return True
 
+    def _in_use(self, holder: LockHolder | None, more: str = "") -> CheckpointError:
+        who = f"{holder or 'unknown'}{more}"
+        return CheckpointError(f"{self._flag}: in use by another run ({who}); stop it or choose another `save`")
+
     def _last_beat(self) -> float | None:
         """When the lock was touched, by the clock of the file server; None where it is gone."""
         try:
@@ -311,6 +278,15 @@ class RunLock(HeldLock):
                 f"{self._flag}: {LOCK_FILE} cannot be read ({error.strerror}); choose another `save`"
             ) from None
 
+    def _changes(self, seen: object, look: Callable[[], object], seconds: float) -> bool:
+        """Whether the holder makes `look` see something new within some time; not where the lock is given back."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, self._heartbeat / 10))
+            if (now := look()) != seen:
+                return now is not None
+        return False
+
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat):
             if not self.held:
@@ -320,6 +296,12 @@ class RunLock(HeldLock):
                 os.utime(self.path)
             except OSError as error:
                 logger.warning("could not renew %s: %s", self.path, error.strerror)
+
+    def __enter__(self) -> Self:
+        return self.acquire()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.release()
 
 
 def process_lives(holder: LockHolder | None) -> bool | None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST, MAX_MANIFEST_BYTES, Manifest, commit_text, to_json
-from megalite.checkpoint.lock import HeldLock
+from megalite.checkpoint.lock import RunLock
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
 from megalite.stores import REREADS, Missing, StoreUrl
@@ -112,7 +112,7 @@ def send(target: StoreUrl, content: Path | bytes) -> None:
     raise CheckpointError(f"{target}: {problem}, {RESENDS} uploads in a row")
 
 
-def commit_in_store(final: StoreUrl, manifest: Manifest, files: Mapping[str, bytes], lock: HeldLock | None) -> None:
+def commit_in_store(final: StoreUrl, manifest: Manifest, files: Mapping[str, bytes], lock: RunLock | None) -> None:
     """Rank 0: makes an attempt, all of whose large files are there, the checkpoint `final`. Can be repeated. Raises
     CheckpointError."""
     attempt, raw = attempt_place(final, manifest.save_id), to_json(manifest)

@@ -33,7 +33,7 @@ from megalite.checkpoint.format import (
     file_to_json,
     tiling_problem,
 )
-from megalite.checkpoint.lock import HeldLock
+from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.remote import HopelessSave, commit_in_store
 from megalite.checkpoint.reshard import Duties, HeldRectangle, WriteDuty, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
@@ -234,7 +234,7 @@ class SaveJob:
     meta: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
-    lock: HeldLock | None = None
+    lock: RunLock | None = None
     flag: str = "save"
 
     @classmethod
