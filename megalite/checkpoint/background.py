@@ -131,9 +131,13 @@ class PendingSave:
             if {*names} - {path.name for path in self.attempt.iterdir()}:
                 return False
             self.reports = [self.report, *map(self._reported, names)]
-        for name in names:
+        in_store = isinstance(self.attempt, StoreUrl)
+        if in_store:
+            self.job.commit(self.reports)
+        for name in names:  # of a store when nothing waits for it, of a disk before the folder gets its name
             (self.attempt / name).unlink(missing_ok=True)
-        self.job.commit(self.reports)
+        if not in_store:
+            self.job.commit(self.reports)
         return True
 
 

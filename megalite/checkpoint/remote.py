@@ -31,7 +31,7 @@ READ_BACK = 16 * 2**20
 RESENDS = 3
 _CHECKPOINT = re.compile(r"iter_\d{7,12}", re.ASCII)
 _ATTEMPT = re.compile(r"(iter_\d{7,12})\.([0-9a-f]{12})", re.ASCII)
-_WHOSE = re.compile(rb"save ([\w-]{1,64}) run ([\w-]{0,64})\n")
+_PROOF = re.compile(rb"(.*)save ([\w-]{1,64}) run [\w-]{0,64}\n", re.DOTALL)
 
 
 def attempt_place(path: StoreUrl, save_id: str) -> StoreUrl:
@@ -46,11 +46,10 @@ def read_proven(path: StoreUrl) -> tuple[bytes, str]:
         proof = (path / COMMITTED).read_if_there()
         if proof is None:
             raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} object)")
-        own, _, whose = proof.rpartition(b"save ")
-        found = _WHOSE.fullmatch(b"save " + whose)
-        if len(proof) > 4096 or found is None:
+        found = _PROOF.fullmatch(proof[:4096])
+        if found is None:
             continue
-        manifest = attempt_place(path, found[1].decode()) / MANIFEST
+        manifest = attempt_place(path, found[2].decode()) / MANIFEST
         try:
             if manifest.store.size(manifest.key) > MAX_MANIFEST_BYTES:
                 break
@@ -58,15 +57,15 @@ def read_proven(path: StoreUrl) -> tuple[bytes, str]:
         except Missing:  # or the name of the save was damaged on its way here
             wrong = f"{manifest}: missing"
             continue
-        if own == commit_text(raw):
-            return raw, found[1].decode()
+        if found[1] == commit_text(raw):
+            return raw, found[2].decode()
     raise CheckpointError(f"{wrong}; the checkpoint is damaged")
 
 
 def save_id_of(path: StoreUrl) -> str | None:
     """The save that COMMITTED names; None where there is none, or it is not legible."""
-    found = _WHOSE.search((path / COMMITTED).read_if_there() or b"")
-    return None if found is None else found[1].decode()
+    found = _PROOF.fullmatch((path / COMMITTED).read_if_there() or b"")
+    return None if found is None else found[2].decode()
 
 
 def committed_urls(directory: StoreUrl) -> list[StoreUrl]:

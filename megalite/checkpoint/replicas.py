@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,8 +44,7 @@ def buddies_of(hosts: Sequence[int], jump: int | None, factor: int) -> list[list
     return found
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One file from the rank `source` to the rank `target`."""
 
     name: str
