@@ -50,9 +50,9 @@ def is_peft(directory: Place | str) -> bool:
 
 
 class PeftSource(HuggingFaceSource):
-    """The model in `base` with the adapters in `adapters` added to its weights, in the wider of their dtypes and
-    rounded once. Raises ConfigError without a Hugging Face model; CheckpointError for adapters that are damaged, belong
-    to another model, or are more than plain LoRA."""
+    """The model in `base` with the adapters in `adapters` added to its weights, in the wider of their dtypes, as peft's
+    own sum is before it is merged. Raises ConfigError without a Hugging Face model; CheckpointError for adapters that
+    are damaged, belong to another model, or are more than plain LoRA."""
 
     def __init__(self, adapters: Path | str, base: Path | None) -> None:
         self._adapters = Path(adapters)
@@ -136,4 +136,4 @@ class PeftSource(HuggingFaceSource):
         if change.shape != values.shape:
             of = f"of {list(change.shape)}, the model's weight is {list(values.shape)}"
             raise CheckpointError(f"{self._adapters}: the adapter of {name} is {of}; it belongs to another model")
-        return (values.to(wide) + change).to(values.dtype)
+        return values.to(wide) + change

@@ -6,11 +6,12 @@ A rule of a family names the linear layers of the other side (`family.py`). An a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from megalite.checkpoint import is_huggingface
@@ -51,12 +52,24 @@ def write_peft(
     config = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True, **settings}
     with staged(directory, model=model, dtype=None) as staging:
         stored = {name: (v if dtype is None else v.to(dtype)).clone() for name, v in tensors.items()}
-        save_file(stored, staging / PEFT_WEIGHTS, metadata={"format": "pt", **_digest_of_base(source)})
+        content = save(stored, metadata={"format": "pt", **_digest_of_base(source)})
+        (staging / PEFT_WEIGHTS).write_bytes(_in_order(content))
         write_json(staging / PEFT_CONFIG, config)
         write_tokenizer(source.tokenizer, staging)
         card = model_card(model, family.name, source.origin, source.facts, base, adapters=True)
         (staging / CARD).write_text(card, encoding="utf-8")
     return directory
+
+
+def _in_order(content: bytes) -> bytes:
+    """The same file of safetensors whose metadata stand in order: its library takes another one each time, and equal
+    adapters should be equal files."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin where they did: eight bytes apart
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
 
 def _digest_of_base(source: AdaptedSource) -> dict[str, str]:

@@ -285,7 +285,11 @@ def test_exported_adapters_know_their_model(tmp_path: Path, caplog: pytest.LogCa
     """One weight of the model is another: refused. Saved again without the digest, they are read with a note."""
     model = peer("llama")
     model.save_pretrained(tmp_path / "base")
-    write_peft(fine_tune(tmp_path / "base", "llama", tmp_path / "run"), tmp_path / "adapter")
+    source = fine_tune(tmp_path / "base", "llama", tmp_path / "run")
+    write_peft(source, tmp_path / "adapter")
+    for number in range(8):  # safetensors orders a header's metadata anew each time
+        again = write_peft(source, tmp_path / f"adapter{number}") / PEFT_WEIGHTS
+        assert again.read_bytes() == (tmp_path / "adapter" / PEFT_WEIGHTS).read_bytes()
     model.lm_head.weight.data[0, 0] += 1
     model.save_pretrained(tmp_path / "other")
     PeftSource(tmp_path / "adapter", tmp_path / "base")
@@ -331,6 +335,11 @@ def test_adapters_of_peft_are_read_beside_their_model_alone(tmp_path: Path) -> N
         assert (changed.flatten().sort().values[-1] - 2 * scale).abs() < 1e-6 and changed.count_nonzero() == math.prod(
             width
         )
+    peer("llama").bfloat16().save_pretrained(tmp_path / "half")
+    small = {key: value / 256 for key, value in good.items()}  # a sum that bf16 would lose
+    source = PeftSource(adapters_with(tmp_path / "small", {}, small), tmp_path / "half")
+    exact = HuggingFaceSource(tmp_path / "half").read(name).float()
+    assert (source.read(name) - exact).abs().max() == pytest.approx(2 * 2.0 / 256**2, rel=1e-3)
     other = {key.replace("q_proj", "z_proj"): value for key, value in good.items()}
     wide = {**good, f"{layer}.lora_A.weight": torch.ones(2, width[1] + 1)}
     half = {key: value for key, value in good.items() if "lora_A" in key}
