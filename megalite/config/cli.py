@@ -31,6 +31,7 @@ from megalite.config.files import (
     meant_for_this_host,
     missing_data,
     missing_files,
+    missing_load,
     missing_packages,
     schedule_file,
     text_without_tokenizer,
@@ -49,7 +50,7 @@ from megalite.config.values import as_typed, show
 from megalite.config.worked_out import dropped_otherwise, other_defaults, without_a_checkpoint, work_out, work_out_level
 from megalite.config.yaml_file import read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
-from megalite.files import hub_advice
+from megalite.files import served_url
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,9 @@ def _with_offer(
         offer = read_offer(load, value.get("ckpt_step"), trusted, value.get("vocab_size"))
         if offer is None and (must_be_there or not may_be_empty):
             needs = "`exit_on_missing_checkpoint`" if must_be_there else "`use_checkpoint_args`"
-            hub = hub_advice(load)  # the words of the check of files, which are said once
-            what = f"no such directory; {hub}" if hub else f"no committed checkpoint; {needs} needs one"
-            raise ConfigError(f"`load`={load}: {what}")
+            if served_url(load) is None and not os.path.lexists(load):
+                raise ConfigError(missing_load(load))  # the words of the check of files, which are said once
+            raise ConfigError(f"`load`={load}: no committed checkpoint; {needs} needs one")
     except MegaliteError as error:
         if asked or read_offer is not None:
             reader.problems += error.text.split("\n")

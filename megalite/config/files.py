@@ -258,6 +258,13 @@ def _command(text: str) -> Iterator[str]:
         yield f"`on_event`={text}: cannot be read ({error}); quote it as for a shell"
 
 
+def missing_load(load: str) -> str:
+    """The line about a `--load` that is not there."""
+    near = as_it_is_there(load)
+    advice = f"did you mean {near}? If it has moved, name its new place" if near else hub_advice(load)
+    return f"`load`={load}: no such directory; {advice or 'omit `load` to start fresh, or name its new place'}"
+
+
 def _other_files(config: Config) -> Iterator[str]:
     files = [
         ("`sample_prompts`", config.logging.samples.sample_prompts),
@@ -291,9 +298,7 @@ def _other_files(config: Config) -> Iterator[str]:
     if (
         load is not None and not is_save and served_url(load) is None and not os.path.lexists(load)
     ):  # a file has a message of its own
-        near = as_it_is_there(load)
-        advice = f"did you mean {near}?" if near else hub_advice(load) or "omit `load` to start fresh"
-        yield f"`load`={load}: no such directory; {advice}"
+        yield missing_load(load)
     folder = config.checkpoint.run_folder
     if save is not None and folder is not None:
         place = os.path.abspath(folder)

@@ -37,7 +37,10 @@ PATHS = [
         "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model tok.json",
         "--tokenizer-model=tok.json: no such file",
     ),
-    ("--mock-data --load nowhere", "--load=nowhere: no such directory; omit --load to start fresh"),
+    (
+        "--mock-data --load nowhere",
+        "--load=nowhere: no such directory; omit --load to start fresh, or name its new place",
+    ),
     ("--mock-data --load org/Model-1B", f"--load=org/Model-1B: no such directory; {HUB}"),
     (
         "--mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model org/Model-1B",
@@ -89,7 +92,9 @@ def test_a_misspelt_run_leads_to_the_one_that_is_there(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
     for path in ("runs/firsd", "run/first", "runz/firsd"):
-        assert problems_of(argv(f"--load {path}")) == [f"--load={path}: no such directory; did you mean runs/first?"]
+        assert problems_of(argv(f"--load {path}")) == [
+            f"--load={path}: no such directory; did you mean runs/first? If it has moved, name its new place"
+        ]
         with pytest.raises(CheckpointError, match="no such directory; did you mean runs/first[?]"):
             resolve_checkpoint(path)
 
