@@ -125,6 +125,8 @@ def test_a_store_without_conditions_is_named_and_taken_over_all_the_same(
     with RunLease(url, heartbeat=0.01, stale_after=0.05) as lease:
         assert "this store does not hold conditions of writes: unsafe for two writers" in caplog.text
         assert lease.held and not dead.held
+        begun = beats(lease)
+        wait_for(lambda: beats(lease) > begun)
 
 
 def test_a_dry_run_asks_who_holds_the_lease(url: StoreUrl) -> None:

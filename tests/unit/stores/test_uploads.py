@@ -68,6 +68,18 @@ def test_the_next_save_waits_for_room_but_not_for_one_that_is_tried_again(tmp_pa
     assert not waits.is_alive()
 
 
+def test_reports_that_are_handed_over_need_no_listing(tmp_path: Path) -> None:
+    """That of a network file system can be older than what lies there."""
+    saves, committed_of = PendingSaves(0, 2), list[Any]()
+    save = staged(saves, tmp_path, 10, sent=True, report={"rank": 0})
+    save.job.__dict__.update(rank=0, final=tmp_path / "iter_0000010", commit=committed_of.append)
+    assert not save.commit(2)
+    saves.hand_over([saves.reports, []])
+    assert not save.commit(2), "one rank has not reported"
+    saves.hand_over([saves.reports, [(10, {"rank": 1})]])
+    assert save.commit(2) and committed_of == [[{"rank": 0}, {"rank": 1}]]
+
+
 def test_a_save_to_a_disk_that_fails_at_once_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that is known before `save` returns; the saver can be used again."""
     saver, shards = Checkpointer(tmp_path, world=Axis.single("world")), [TensorShard("w", (4,), (0,), torch.ones(4))]
