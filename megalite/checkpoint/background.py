@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -194,11 +195,11 @@ class PendingSaves:
         return self._waiting[0].job.step if self._waiting else None
 
     @property
-    def reports(self) -> list[tuple[int, SaveReport | None]]:
+    def reports(self) -> list[tuple[int, Any]]:
         """Step and report of each."""
         return [(save.job.step, save.report) for save in self._waiting]
 
-    def hand_over(self, reports: Iterable[Sequence[tuple[int, SaveReport]]]) -> None:
+    def hand_over(self, reports: Iterable[Sequence[tuple[int, Any]]]) -> None:
         """Rank 0: `reports` of all ranks; a listing may be older than what lies there."""
         steps = [dict(each) for each in reports]
         for save in list(self._waiting):

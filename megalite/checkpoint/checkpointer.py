@@ -168,7 +168,7 @@ class Checkpointer:
         if self.local is not None:
             self.local.check_room(plan.nbytes)
         if self.in_store:
-            here = self.local.ranks_here if self.local is not None else 1
+            here = len(self.local.mine) if self.local is not None else 1
             self._together(staging_problem(self._staging, plan.nbytes * here // self.world.size))
 
     def _sweep(self) -> None:

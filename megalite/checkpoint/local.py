@@ -46,37 +46,32 @@ MOST_FAILED = 3
 
 class LocalSaves:
     """The saves of one run on its hosts. All methods are collective over `world`. Raises CheckpointError, on all ranks
-    alike, from the first one where hosts share the folder, or a copy would be on the host of its original."""
+    alike, from the first one where hosts share the folder, or a copy would be on the host of its original.
+
+    token: names the run, if it has begun. mine: the ranks that share this host's folder.
+    """
+
+    token = ""
 
     def __init__(self, settings: LocalSettings, world: Axis, host: str) -> None:
         self.settings, self._world = settings, world
         self._failed = 0
-        self._token = ""
         self._hosts = Hosts(settings, world, host)
-        self._mine, self._leads = self._hosts.mine, self._hosts.leads
+        self.mine, self._leads = self._hosts.mine, self._hosts.leads
         self._found: _Found | None = None
         self.is_ahead = False
         """Whether what `newest` has found is newer than all that `save` holds."""
 
     @property
     def root(self) -> Path:
-        return self.settings.folder / self._token
-
-    @property
-    def ranks_here(self) -> int:
-        """Ranks that share this host's folder."""
-        return len(self._mine)
-
-    def open(self, token: str) -> None:
-        """Begins, or continues, the saves of the run that has this token."""
-        self._token = token
+        return self.settings.folder / self.token
 
     # ---- saving
 
     def check_room(self, nbytes: int) -> None:
         """Raises CheckpointError where a host has no room for two saves of `nbytes`, its share and the copies that it
         keeps: the older one stays until the newer is whole. What is there of this run counts as room."""
-        held = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) if self._token else 0
+        held = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) if self.token else 0
         self._hosts.check_room(nbytes, held)
 
     def save(self, job: SaveJob) -> bool:
@@ -142,7 +137,7 @@ class LocalSaves:
 
     def _remove(self, which: Callable[[Path], bool]) -> None:
         """Deletes saves of this run on this host, whole or not."""
-        for path in listing(self.root) if self._leads and self._token else ():
+        for path in listing(self.root) if self._leads and self.token else ():
             if path.is_dir() and which(path):
                 (path / COMMITTED).unlink(missing_ok=True)
                 fault_point("local.gc", rank=self._world.rank)
@@ -156,7 +151,7 @@ class LocalSaves:
     def clear(self) -> None:
         """The run needs no save any more."""
         self._remove(lambda path: True)
-        if self._leads and self._token:
+        if self._leads and self.token:
             shutil.rmtree(self.root, ignore_errors=True)
 
     # ---- loading
@@ -169,9 +164,7 @@ class LocalSaves:
         for rank, saves in enumerate(told):
             for step, save_id, names in saves:
                 holders[step, save_id][rank] = set(names)
-        for step, save_id in sorted(holders, reverse=True):
-            if step < at_least:
-                break
+        for step, save_id in sorted((key for key in holders if key[0] >= at_least), reverse=True):
             found = self._found_whole(step, holders[step, save_id])
             if found is not None:
                 self._spread(found)
@@ -201,9 +194,9 @@ class LocalSaves:
         path, first = self.root / directory_name(step), min(holders)
         raw = bytes_of(first, (path / MANIFEST).read_bytes() if self._world.rank == first else b"", self._world)
         manifest = parse_manifest(raw, str(path / MANIFEST))
-        mine = holders.get(self._mine[0], set())
+        mine = holders.get(self.mine[0], set())
         if manifest.files.keys() <= set().union(*holders.values()):
-            share = sorted(mine)[self._mine.index(self._world.rank) :: len(self._mine)]
+            share = sorted(mine)[self.mine.index(self._world.rank) :: len(self.mine)]
             bad = patiently(lambda: self._damaged(path, manifest, share), self._world)
             for rank, names in enumerate(all_gather_json(bad, self._world)):
                 holders.get(self._hosts.numbers[rank], set()).difference_update(names)
@@ -236,7 +229,7 @@ class LocalSaves:
             small[name] = bytes_of(min(holders), own, self._world)
 
         def write() -> None:
-            if self._leads and self._mine[0] not in holders:
+            if self._leads and self.mine[0] not in holders:
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir(parents=True)
                 for name, data in {**small, MANIFEST: raw, COMMITTED: commit_text(raw)}.items():
@@ -253,7 +246,7 @@ class LocalSaves:
         its host lacks."""
         if (found := self._found) is None or found.path != path:
             return False
-        own, hosts, files = found.holders.get(self._mine[0], set()), self._hosts.numbers, found.manifest.files
+        own, hosts, files = found.holders.get(self.mine[0], set()), self._hosts.numbers, found.manifest.files
         wanted = all_gather_json(sorted(set(names) - own), self._world)
         comes: dict[tuple[int, str], Transfer] = {}
         load: Counter[int] = Counter()

@@ -9,6 +9,7 @@ import os
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,8 @@ class S3Store(Store):
 
     def _drop(self, name: str, upload: str) -> None:
         """Removes the parts of an upload, if the store answers; else `drop_uploads` will."""
-        try:
+        with suppress(Again, StoreError, Refused):
             self._call("abort_multipart_upload", Key=name, UploadId=upload)
-        except (Again, StoreError, Refused):
-            pass
 
     def drop_uploads(self, prefix: str) -> int:
         found = self._retrying(lambda: self._call("list_multipart_uploads", Prefix=f"{prefix}/"), f"list {prefix}")

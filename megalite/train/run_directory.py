@@ -110,7 +110,7 @@ class RunDirectory:
             settings = LocalSettings(self._folder.absolute(), kept=True)
         local = LocalSaves(settings, self._world, self._host)
         self._token = str(all_gather_json(self._read_token() if self._world.is_first else "", self._world)[0])
-        local.open(self._token)
+        local.token = self._token
         return local
 
     def _read_token(self) -> str:
@@ -217,7 +217,7 @@ class RunDirectory:
         if problem:
             raise CheckpointError(problem)
         if self.checkpointer.local is not None:
-            self.checkpointer.local.open(self._token)
+            self.checkpointer.local.token = self._token
             self.checkpointer.local.drop_after(iteration)
 
     def _begin(self, save: Place, iteration: int) -> None:

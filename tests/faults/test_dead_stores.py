@@ -44,7 +44,7 @@ def saver_of(world: World, staging: str) -> Checkpointer:
     hurry()
     axis = ParallelMesh.build(rank=world.rank, size=world.size).world
     local = LocalSaves(LocalSettings(Path(staging), kept=True, block_bytes=4096), axis, f"host{world.rank}")
-    local.open("token")
+    local.token = "token"
     return Checkpointer("s3://dead/runs/a", world=axis, staging=Path(staging), block_bytes=4096, local=local)
 
 

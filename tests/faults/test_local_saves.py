@@ -36,7 +36,7 @@ def saver_of(world: World, folder: str, per_host: int, *, factor: int = 2, lost:
     host = left[world.rank // per_host]
     settings = LocalSettings(Path(folder) / f"disk{host}", factor=factor, fewer=True, block_bytes=BLOCK)
     local = LocalSaves(settings, axis, f"host{host}")
-    local.open("token")
+    local.token = "token"
     return Checkpointer(Path(folder) / "run", world=axis, block_bytes=BLOCK, local=local)
 
 

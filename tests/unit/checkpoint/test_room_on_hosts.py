@@ -14,7 +14,7 @@ from megalite.errors import CheckpointError
 
 def saves_of(folder: Path, **settings: bool) -> LocalSaves:
     saves = LocalSaves(LocalSettings(folder, **settings), Axis.single("world"), "a")
-    saves.open("token")
+    saves.token = "token"
     return saves
 
 

@@ -285,7 +285,7 @@ def test_room_for_two_saves_on_their_way_is_asked_for_at_the_start(
         (3, 6 * size - 1, False),
     ):
         monkeypatch.setattr("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free))
-        saver.local = SimpleNamespace(ranks_here=ranks, check_room=asked.append)  # type: ignore[assignment]
+        saver.local = SimpleNamespace(mine=[0] * ranks, check_room=asked.append)  # type: ignore[assignment]
         if fits:
             saver.check_room(weights(1))
             continue
