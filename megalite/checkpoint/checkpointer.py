@@ -66,8 +66,8 @@ class Checkpointer:
         local: LocalSaves | None = None,
     ) -> None:
         self.directory = run_place(directory)
-        own = self.directory if isinstance(self.directory, Path) else Path(staging_folder(str(self.directory)))
-        self._staging = staging if staging is not None and isinstance(self.directory, StoreUrl) else own
+        on_disk = self.directory if isinstance(self.directory, Path) else None
+        self._staging = on_disk or staging or Path(staging_folder(str(self.directory)))
         self.world = world
         self._keep_last, self._retain_interval, self._block_bytes = keep_last, retain_interval, block_bytes
         self._swept = False

@@ -127,8 +127,7 @@ def _damaged(path: Place, what: str, found: str, expected: str) -> CheckpointErr
 def check_sizes(files: Sequence[tuple[Place, int]]) -> None:
     """Raises CheckpointError where a file is missing, or has another size; a store is asked for several at once."""
     with ThreadPoolExecutor(_LOOKS) as pool:
-        for _ in pool.map(lambda file: check_size(*file), files):
-            pass
+        list(pool.map(lambda file: check_size(*file), files))
 
 
 def check_size(path: Place, nbytes: int) -> None:

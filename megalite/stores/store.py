@@ -58,11 +58,10 @@ class Store:
 
     conditional = True
     deadline, attempt = DEADLINE, ATTEMPT
+    retries, _ends = 0, False
 
     def __init__(self, root: str) -> None:
         self.root = root
-        self.retries = 0
-        self._ends = False
 
     def names(self, prefix: str) -> list[str]:
         """Objects and folders, these with a slash, directly under `prefix` (a folder's name without its slash, or "");
