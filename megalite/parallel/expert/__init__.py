@@ -19,7 +19,7 @@ distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/
 `tests/equivalence/test_experts.py`, of another library `tests/equivalence/test_carried_experts.py`.
 """
 
-from megalite.parallel.expert.carried import Carried, CarriedBack, TokenLibrary, expert_axes
+from megalite.parallel.expert.carried import Carried, TokenLibrary, expert_axes
 from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
 from megalite.parallel.expert.plan import Dispatched, Returning, plan_dispatch
 from megalite.parallel.expert.row_counts import RowCounts

@@ -57,10 +57,10 @@ def expert_axes(mesh: ParallelMesh, config: Config | None = None) -> ExpertAxes:
 
 
 class Carried:
-    """Tokens on their way, as `Dispatched` is, carried by `axes.library`.
+    """Tokens on their way, and back again: as `Dispatched` and `Returning`, carried by `axes.library`.
 
-    x: `[n, h]`. experts, kept, weights: `[n, k]`, of `num_experts`; kept: None: all. rows: stands for the tokens in
-    autograd's graph until they are waited for. plan: of what came here, once it was waited for.
+    x: `[n, h]`. experts, kept, weights: `[n, k]`, of `num_experts`; kept: None: all. rows: stands for what travels in
+    autograd's graph until it is waited for. plan: of what came here, once it was waited for.
     """
 
     plan: Plan
@@ -85,20 +85,15 @@ class Carried:
         self.plan = plan_dispatch(here, here >= 0, self._local, Axis.single("ep"))
         return Dispatched(rows, self.plan).wait()
 
-    def back(self, y: Tensor) -> CarriedBack:
+    def back(self, y: Tensor) -> Carried:
         """Starts the sums of each token's results here on their way back."""
-        return CarriedBack(Returning(y, self.plan).combine(self._weights), self._way)
-
-
-class CarriedBack:
-    """Sums of tokens on their way back, as `Returning` is."""
-
-    def __init__(self, sums: Tensor, way: _Way) -> None:
-        self._leg = _Leg(way.back, way.gradients_there)
+        sums = Returning(y, self.plan).combine(self._weights)
+        self._leg = _Leg(self._way.back, self._way.gradients_there)
         (self.rows,) = _Begin.apply(self._leg, sums)
+        return self
 
     def combine(self, _: Tensor) -> Tensor:
-        """`[n, h]`. The weights have travelled with the tokens."""
+        """`[n, h]`, the ranks' sums added up. The weights have travelled with the tokens."""
         arrived: tuple[Tensor, ...] = tuple(_End.apply(self._leg, self.rows))
         return arrived[0]
 
