@@ -114,15 +114,15 @@ class Checkpointer:
         def done() -> None:
             self._after_commit(job, started)
 
+        self._in_flight = self._in_flight or background or self.in_store
         if background:
-            patiently(self.pending.wait_written, self.world)  # the copy's memory is free again
-            job = self._copied(job)
-        if background or self.in_store:
-            save = patiently(partial(self.pending.add, job, done, background=background), self.world)
-            assert save is not None
-            self._in_flight = True
-            if not background:
-                settle(self.pending, save.problem if save.final else None, self.local, self.world)
+            if self.in_store:
+                patiently(self.pending.wait_written, self.world)  # the copy's memory is free again
+            self.pending.add(self._copied(job), done, background=True)
+        elif self.in_store:
+            staged = patiently(partial(self.pending.add, job, done, background=False), self.world)
+            assert staged is not None
+            settle(self.pending, staged.problem if staged.final else None, self.local, self.world)
         else:
             reports = all_gather_json(patiently(job.write_part, self.world), self.world)
 
