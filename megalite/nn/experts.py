@@ -38,11 +38,15 @@ class Activation:
     """An activation with its gradient, for rows that are computed group after group."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self.of, self._gradient = activation_of(config)
-        self._swiglu = self.of is ACTIVATIONS["swiglu"]
+        self._plain, self._gradient = activation_of(config)
+        self._swiglu = self._plain is ACTIVATIONS["swiglu"]
+        self.of = self._plain
+        self._fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def backward(self, x: Tensor, dy: Tensor, dx: Tensor | None) -> Tensor:
         """Returns `of(x)`; writes the gradient of x into dx, if it is given. dy: of the result; is overwritten."""
+        if dx is not None and self._fused is not None:
+            return self._fused(x, dy, dx)
         if dx is None or not self._swiglu:
             if dx is not None:
                 dx.copy_(self._gradient(x, dy))
@@ -52,6 +56,15 @@ class Activation:
         torch.mul(dy, silu, out=dvalue)
         torch.ops.aten.silu_backward.grad_input(dy.mul_(value), gate, grad_input=dgate)
         return silu.mul_(value)
+
+    def compile(self, backend: str) -> None:
+        """`torch.compile` for both directions: where another number of rows comes, once more, and then for any."""
+        self._fused = torch.compile(self._by_formulas, backend=backend)
+        self.of = torch.compile(self.of, backend=backend)
+
+    def _by_formulas(self, x: Tensor, dy: Tensor, dx: Tensor) -> Tensor:
+        dx.copy_(self._gradient(x, dy))
+        return self._plain(x)
 
 
 class StackedLinear(nn.Module):
@@ -132,6 +145,17 @@ class MoE(nn.Module):
         self.shares = ctx.tp if ctx.experts.etp.size > 1 else ctx.experts.etp
         self.split, self.axes = ctx.sequence_split, ctx.experts
 
+    def compile_parts(self, backend: str) -> None:
+        """`torch.compile` for what router and experts compute between their products, and for what joins the shared
+        expert: their messages, sorting and gathering rows by experts stay outside."""
+        self.router.compile_parts(backend)
+        self.experts.activation.compile(backend)
+        setattr(self, "join", torch.compile(self.join, backend=backend))  # noqa: B010
+
+    def join(self, y: Tensor, beside: Tensor, gate: Tensor | None) -> Tensor:
+        """The experts' sum with what the shared one made, behind its gate."""
+        return y + (beside if gate is None else gate * beside)
+
     def segments(self, microbatch: Microbatch, message: MakeMessage = Message) -> list[Segment]:
         """Cut behind its messages, and between the experts' two products."""
         run = _SparseRun(self, microbatch, message)
@@ -163,8 +187,7 @@ class _SparseRun:
         self.routing = self.layer.router(x, self.microbatch)
         if self.shared:
             self.shared_x = self.shared[0].run(x)
-        if self.layer.shared_gate is not None:
-            self.gate = self.layer.shared_gate(x)
+        self.gate = None if self.layer.shared_gate is None else self.layer.shared_gate(x)
         return self.before.send(tokens, self.layer.shares, sequence=self.layer.split)
 
     def dispatch(self, x: Tensor) -> Tensor:
@@ -211,5 +234,4 @@ class _SparseRun:
         y = self.behind.receive(y, self.layer.shares, sequence=self.layer.split).view(self.shape)
         if not self.shared:
             return y
-        beside: Tensor = self.shared[-1].run(self.shared_y)
-        return y + (beside if self.layer.shared_gate is None else self.gate * beside)
+        return self.layer.join(y, self.shared[-1].run(self.shared_y), self.gate)

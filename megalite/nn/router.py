@@ -72,21 +72,18 @@ class Router(nn.Module):
         # ranks that hold other tokens of the same sequences, innermost first
         parts = (*((ctx.tp,) if ctx.sequence_split else ()), ctx.cp.heads, ctx.cp.ring)
         self.parts = [axis for axis in parts if axis.size > 1]
+        self.sharers = math.prod(axis.size for axis in parts)
         self.counts = ctx.sequence_split or ctx.tp.is_first  # else another rank has the same tokens
 
     def forward(self, x: Tensor, microbatch: Microbatch) -> Routing:
         given, k = self.given, self.given.moe_router_topk
         logits = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        probabilities, ranking = scores(logits, given)
-        with torch.no_grad():
-            experts = choose(ranking if self.expert_bias is None else ranking + self.expert_bias, given)
-        weights = weights_of(logits, probabilities, experts, given)
+        probabilities, experts, weights, tokens = self.decide(logits)
         kept = None
         factor = given.moe_expert_capacity_factor
         if factor is not None and self.training:
-            length = x.shape[0] * math.prod(axis.size for axis in self.parts)
+            length = x.shape[0] * self.sharers
             kept = self.first_in_line(experts, math.ceil(factor * k * length / self.num_experts), microbatch)
-        tokens = tokens_of_experts(experts, self.num_experts)
         counts, nothing = tokens.sum(0), logits.new_zeros(())
         balance, z = self.losses(logits, probabilities, tokens, nothing)
         if self.counts:
@@ -101,11 +98,25 @@ class Router(nn.Module):
                 weights = _Attach.apply(weights, sum(terms[1:], terms[0]), microbatch.share)
         return Routing(experts, weights, kept, counts)
 
+    def decide(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(Probabilities `[s, b, E]`; experts and their weights `[s, b, k]`; how many tokens of each sequence take each
+        expert, int64 `[b, E]`)."""
+        probabilities, ranking = scores(logits, self.given)
+        with torch.no_grad():
+            experts = choose(ranking if self.expert_bias is None else ranking + self.expert_bias, self.given)
+        weights = weights_of(logits, probabilities, experts, self.given)
+        return probabilities, experts, weights, tokens_of_experts(experts, self.num_experts)
+
+    def compile_parts(self, backend: str) -> None:
+        """`torch.compile` for what follows the product; sums over ranks stay outside."""
+        for name in ("decide", *([] if self.parts else ["losses"])):
+            setattr(self, name, torch.compile(getattr(self, name), backend=backend))
+
     def losses(self, logits: Tensor, probabilities: Tensor, counts: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the load-balancing loss and of the z-loss; `nothing` where there is none. counts: tokens
         of each sequence that take each expert, `[b, E]`."""
         given = self.given
-        length, samples = logits.shape[0] * math.prod(axis.size for axis in self.parts), logits.shape[1]
+        length, samples = logits.shape[0] * self.sharers, logits.shape[1]
         z = nothing
         if given.moe_z_loss_coeff > 0:
             z = torch.logsumexp(logits, -1).square().sum() / (length * samples)
