@@ -102,6 +102,12 @@ def test_shipped_configuration_and_its_arithmetic(name: str) -> None:
         assert float(state[1]) == pytest.approx(gigabytes, abs=0.051)
 
 
+@pytest.mark.parametrize("name", [name for name in WORLDS if "num_experts" in (CONFIGS / name).read_text()])
+def test_recipes_of_sparse_models_are_compiled(name: str) -> None:
+    """A small one may be tried on a CPU, where a compiler takes longer than the run."""
+    assert load(name)[0].training.compile != name.startswith("quickstart")
+
+
 # File -> (parameters, those of a token) as published: model cards (Qwen's file has 30,532,122,624 elements) and
 # arXiv 2312.12705; how far off the rounding is.
 PUBLISHED = {
