@@ -164,10 +164,9 @@ def _nearest(path: str) -> str:
         return f"did you mean {os.path.join(folder, name)}?"
     prefixes = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
     texts = [name for name in names if os.path.splitext(name)[1].lower() in RAW]
-    return "".join(
-        f"did you mean {os.path.join(folder, near)}?"
-        for near in difflib.get_close_matches(name, sorted({*prefixes, *texts} - {name}), n=1, cutoff=0.75)
-    )
+    longer = sorted(prefix for prefix in prefixes if prefix.startswith(f"{name}_"))  # preprocess_data.py appends the key
+    alike = difflib.get_close_matches(name, sorted({*prefixes, *texts} - {name}), n=1, cutoff=0.75)
+    return "".join(f"did you mean {os.path.join(folder, near)}?" for near in (longer or alike)[:1])
 
 
 def as_it_is_there(path: str) -> str:

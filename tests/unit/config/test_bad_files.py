@@ -74,6 +74,7 @@ def test_a_misspelt_file_leads_to_the_one_beside_it(tmp_path: Path, monkeypatch:
         "txts/zoo.jsonl": "no such file; give one that exists",
         "corpus_txt_document": "corpus_txt_document.idx not found (nor a text file corpus_txt_document); "
         "did you mean corpus_text_document?",
+        "corpus": "corpus.idx not found (nor a text file corpus); did you mean corpus_text_document?",
     }
     for path, line in told.items():
         assert problems_of(argv(f"--data-path {path}", without="mock-data")) == [f"--data-path={path}: {line}"]
