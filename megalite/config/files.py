@@ -164,7 +164,9 @@ def _nearest(path: str) -> str:
         return f"did you mean {os.path.join(folder, name)}?"
     prefixes = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
     texts = [name for name in names if os.path.splitext(name)[1].lower() in RAW]
-    longer = sorted(prefix for prefix in prefixes if prefix.startswith(f"{name}_"))  # preprocess_data.py appends the key
+    longer = sorted(
+        prefix for prefix in prefixes if prefix.startswith(f"{name}_")
+    )  # preprocess_data.py appends the key
     alike = difflib.get_close_matches(name, sorted({*prefixes, *texts} - {name}), n=1, cutoff=0.75)
     return "".join(f"did you mean {os.path.join(folder, near)}?" for near in (longer or alike)[:1])
 
