@@ -40,7 +40,7 @@ NAMES = {
     "nanoGPT": "GPT, nanoGPT",
     "Llama": "Llama 3 8B, megalite",
     "torchtitan": "Llama 3 8B, torchtitan",
-    "Qwen": "Qwen3-30B-A3B, megalite (router and experts eager)",
+    "Qwen": "Qwen3-30B-A3B, megalite",
 }
 PUBLISHED = {
     "torchtitan": "6,667 (torchtitan, 8 H100, 2024)",

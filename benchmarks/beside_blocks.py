@@ -29,8 +29,9 @@ def llama(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Call
 
 def qwen(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Callable[[], Tensor], nn.Module]:
     """The same with the proportions of Qwen3-30B-A3B: queries twice as wide as the model, 8 heads a key, a token
-    takes 8 experts, each 3/8 as wide. Products are those of a CPU, one expert after the other; bytes are the same."""
-    experts = Experts(num_experts=16, moe_router_topk=8, moe_ffn_hidden_size=3 * HIDDEN // 8)
+    takes 8 experts, each 3/8 as wide. Products are those of a CPU, one expert after the other; bytes are the same if
+    all have as many rows as the one that is compiled: there are no more than these 8."""
+    experts = Experts(num_experts=8, moe_router_topk=8, moe_ffn_hidden_size=3 * HIDDEN // 8)
     return _ours(
         blocks, graphs, sequences, num_attention_heads=8, num_query_groups=1, kv_channels=HIDDEN // 4,
         qk_layernorm=True, experts=experts,
