@@ -361,13 +361,18 @@ def _check_schedule(pipeline: Pipeline, zero_stage: int) -> None:
 
 
 def _check_replicas(pipeline: Pipeline) -> None:
-    """Raises ConfigError where replicas begin with other values. Collective."""
+    """Raises ConfigError where replicas, or the stages of a tied weight, begin with other values. Collective."""
     sums = {
         name: float(parameter.detach().double().sum())
         for key in sorted(pipeline.stages)
         for name, parameter in pipeline.parameters(key)
     }
-    theirs = all_gather_json(sums, pipeline.mesh["dp"])
-    other = next((name for name in sums if any(repr(one[name]) != repr(sums[name]) for one in theirs)), None)
-    if other is not None:
-        raise ConfigError(f"layers: {other} begins with other values on other replicas; seed alike before you build")
+    tied = {name: value for name, value in sums.items() if name in pipeline.tied}
+    for own, axis, where in ((sums, "dp", "replicas"), (tied, "pp", "stages that share it")):
+        theirs = all_gather_json(own, pipeline.mesh[axis])
+        found: dict[str, set[str]] = {}
+        for name, value in (pair for one in theirs for pair in one.items()):
+            found.setdefault(name, set()).add(repr(value))
+        other = next((name for name, values in found.items() if len(values) > 1), None)
+        if other is not None:
+            raise ConfigError(f"layers: {other} begins with other values on other {where}; seed alike before you build")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from megalite.scratch import scratch_folder
 
 Value = TypeVar("Value")
 TRIAL_SECONDS = 1.0
+ALONE_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ def _run(
             torch.set_num_threads(1)
         world.report_phase(name)
         value = function(world)
+        _tell_if_waiting(name, world)
         if world.size == 1 or place.launcher:
             here.append(value)
         elif world.is_first:
@@ -102,6 +105,19 @@ def _run(
 
     status = launch(LaunchSettings(parallel), begin, place)
     return status, here if status or here else [read_value(folder)]
+
+
+def _tell_if_waiting(name: str, world: World) -> None:
+    """Says it where a rank that has returned still waits for others: one of them may wait for it in a collective, which
+    ends by a time-out only. Of two such ranks both say it."""
+    line = (
+        f"rank {world.rank} returned from {name} {ALONE_SECONDS:g} s ago and waits for the others; what all ranks must "
+        "call (all_weights, save, step) waits in vain for one that has returned"
+    )
+    if world.size > 1 and world.rank <= 1:
+        timer = threading.Timer(ALONE_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
+        timer.daemon = True
+        timer.start()
 
 
 def _end(status: int) -> NoReturn:

@@ -330,8 +330,10 @@ class Cast(nn.Module):
 
 def refused(world: World, case: str) -> None:
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, pp=1 if case == "seeds" else 2)
-    torch.manual_seed(world.rank if case == "seeds" else 0)
-    pipe = Pipeline([Cast(), Cast()], loss=lambda y, _: y.float().mean(), example=torch.ones(2, 6), mesh=mesh)
+    torch.manual_seed(0 if case == "cast" else world.rank)
+    shared = nn.Linear(6, 6)
+    layers = [nn.Sequential(shared), nn.Sequential(shared)] if case == "tied" else [Cast(), Cast()]
+    pipe = Pipeline(layers, loss=lambda y, _: y.float().mean(), example=torch.ones(2, 6), mesh=mesh)
     ShardedOptimizer(pipe, lr=LR)
     pipe.step([(torch.ones(2, 6), None)] * 2)
 
@@ -340,6 +342,7 @@ def refused(world: World, case: str) -> None:
     ("case", "line"),
     [
         ("seeds", r"layers: 0\.inner\.weight begins with other values on other replicas"),
+        ("tied", r"layers: 0\.0\.(weight|bias) begins with other values on other stages that share it; seed alike"),
         ("cast", r"layers\[0\]: returned \(2, 6\) of torch\.bfloat16, but for the example \(2, 6\) of torch\.float32"),
     ],
 )

@@ -111,6 +111,12 @@ def mean_costs(measured: Timeline) -> Costs:
     return Costs(exact={key: sum(values) / len(values) for key, values in sums.items()})
 
 
+LEGEND = (
+    "F forward, R the same again, B backward, I and W its halves, X a pair of both; small letters: every second "
+    "micro-batch; . waits. To scale; plan, times and shares of idling: end the name in .html"
+)
+
+
 def _render(suffix: str, measured: Timeline, plan: Timeline) -> str:
     timelines: Sequence[Timeline] = [plan, measured]
     if suffix == ".html":
@@ -119,4 +125,4 @@ def _render(suffix: str, measured: Timeline, plan: Timeline) -> str:
         return render_trace(timelines)
     if suffix == ".svg":
         return render_svg(measured)
-    return "\n".join(filter(None, (measured.division, render_text(measured)))) + "\n"
+    return "\n".join(filter(None, (LEGEND, measured.division, render_text(measured)))) + "\n"

@@ -7,11 +7,13 @@ import io
 import math
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -90,6 +92,19 @@ def test_what_does_not_leave_its_rank_is_one_line_and_a_failure_ends_with_its_st
     ]
     assert other == 1 and "error: rank 1 failed in phase 'fail': ValueError: rank one is unwell" in text
     assert "in fail" in text and "megalite/launch" not in text and "ranks.py" not in text, text
+
+
+def linger(world: World) -> None:
+    time.sleep(2.0 if world.rank == 0 else 0.0)
+
+
+def test_a_rank_that_waits_for_others_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    """They may wait for it, in what all ranks must call."""
+    with mock.patch("megalite.library.ranks.ALONE_SECONDS", 0.5):
+        megalite.run(linger, nprocs=2, device="cpu")
+    assert capfd.readouterr().err.startswith("rank 1 returned from linger 0.5 s ago and waits for the others; what all")
+    megalite.run(linger, nprocs=2, device="cpu")
+    assert "returned from" not in capfd.readouterr().err
 
 
 def test_a_failure_does_not_close_pythons_prompt() -> None:
