@@ -77,6 +77,7 @@ class Checkpointer:
         self.in_store = isinstance(self.directory, StoreUrl)
         self.pending = PendingSaves(world.rank, world.size)
         self._in_flight = False
+        self.committed_at = time.time()  # of the start, until something is
         self._memory = StagingMemory()
         self.after_upload: Callable[[], None] | None = None
 
@@ -112,6 +113,7 @@ class Checkpointer:
         job = self._prepare(step, shards, meta, files or {})
 
         def done() -> None:
+            self.committed_at = time.time()
             self._after_commit(job, started)
 
         self._in_flight = self._in_flight or background or self.in_store

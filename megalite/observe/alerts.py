@@ -46,7 +46,7 @@ class PrometheusHook(Hook):
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         prefix = "" if (kind := record["kind"]) == "train" else f"{kind}_"
         labels = {key: str(record[key]) for key in ("set", "task") if key in record}
-        for name, value in {**record, "timestamp_seconds": time.time()}.items():
+        for name, value in {"timestamp_seconds": time.time(), **record}.items():
             if name in COUNTED:
                 self._metric(name, "Counter").inc(value)
             elif isinstance(value, int | float):

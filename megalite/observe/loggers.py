@@ -160,8 +160,10 @@ def _way_on(config: Config, saved: str) -> str:
     where = config.checkpoint.save
     if where is None:
         return f"; nothing was saved (no {flag_of('save')})"
-    kept = [path.name for path in committed(where)] if isinstance(place(where), Path) else []
-    newest = max([saved, *kept])
+    in_store = not isinstance(place(where), Path)
+    newest = max([saved, *([] if in_store else [path.name for path in committed(where)])])
+    if in_store and not newest:  # which may not answer: what it holds is not asked for now
+        return ""
     goes_on = f"{newest}; {flag_of('auto_resume')} continues from it"
     return f"; newest checkpoint: {goes_on if newest else 'none'}"
 

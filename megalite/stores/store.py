@@ -22,6 +22,7 @@ ATTEMPT = 120.0  # seconds for one
 END_SECONDS, LAST_SECONDS = 20.0, 5.0  # both, of a process that is to end
 PART_BYTES = 16 * 2**20
 NO_OBJECT = ""
+PASSING_SECONDS, TOLD_SECONDS = 5.0, 60.0  # an outage is told once it has lasted so long, and so often
 REREADS = 3  # a bit can flip on the way: what is not as expected is asked for again
 
 
@@ -58,7 +59,7 @@ class Store:
 
     conditional = True
     deadline, attempt = DEADLINE, ATTEMPT
-    retries, _ends = 0, False
+    retries, _ends, _told = 0, False, -TOLD_SECONDS
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -177,9 +178,18 @@ class Store:
                     raise StoreError(f"{self.root}: could not {what} in {count} attempts: {error}") from None
                 self.retries += 1
                 logger.debug("%s: could not %s (%s), again in %.1f s", self.root, what, error, pause)
+                self._tell_outage(began, what, error)
                 again = time.monotonic() + pause
                 while time.monotonic() < min(again, began + self.deadline):
                     time.sleep(min(pause, 1.0))
+
+    def _tell_outage(self, began: float, what: str, error: Again) -> None:
+        """Not of a fault that passes, and not of each request."""
+        now = time.monotonic()
+        if now - began > PASSING_SECONDS and now - self._told > TOLD_SECONDS:
+            self._told = now
+            left = began + self.deadline - now
+            logger.warning("%s: could not %s (%s); it is asked for %.0f s more", self.root, what, error, left)
 
     # What a kind of store does in one attempt.
 

@@ -248,7 +248,8 @@ class RunDirectory:
 
 class UploadsHook(Hook):
     """Adds `store_retries` (since the record before) and `uploads_waiting` (this save included), of rank 0, to the
-    `save` records of a run that saves to a store."""
+    `save` records of a run that saves to a store; and to all records when the newest save there was committed, which
+    is not yet the one that a record is about."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
@@ -260,7 +261,12 @@ class UploadsHook(Hook):
             return
         retries = where.store.retries
         record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(self._checkpointer.pending)
+        record["save_timestamp_seconds"] = self._checkpointer.committed_at
         self._seen = retries
+
+    def on_log(self, trainer: TrainerView, record: Record) -> None:
+        if isinstance(self._checkpointer.directory, StoreUrl):
+            record["save_timestamp_seconds"] = self._checkpointer.committed_at
 
 
 def _with_seed_of(config: Config, start: StartingPoint) -> Config:

@@ -136,6 +136,10 @@ class Trainer:
                     self._save()
             if status == COMPLETED and not self._evaluate(final=True):
                 status = str(ExitReason.SIGNAL.value)
+            if self.finish_save is not None:
+                status, ended = FAILED, status  # unless the last save is where it should be
+                self.finish_save()
+                status = ended
         finally:
             hooks.on_end(self, status)
         return status

@@ -3,6 +3,8 @@ send; the same command continues from it."""
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from megalite.checkpoint import Checkpointer, CheckpointReader, LocalSaves, Loca
 from megalite.comm import Axis, ParallelMesh, World
 from megalite.config import parse
 from megalite.errors import CheckpointError
+from megalite.observe import METRICS_FILE
 from megalite.stores import store as store_module
 from megalite.testing import run_ranks, run_single
 from megalite.train.run_directory import RunDirectory
@@ -132,6 +135,8 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(
         "--auto-resume",
         "--checkpoint-staging-path",
         str(tmp_path / "staging"),
+        "--prometheus-file",
+        str(tmp_path / "metrics.prom"),
     ]
     env = environment(**{key: str(value) for key, value in proxy.environment.items()})
     log = tmp_path / "log"
@@ -147,6 +152,7 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(
         assert time.monotonic() < deadline and run.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
     proxy.plan = lambda method, path: fault
+    died = time.time()
     while trained and " 60/      60 |" not in log.read_text():
         assert time.monotonic() < deadline and run.poll() is None, log.read_text()[-3000:]
         time.sleep(0.05)
@@ -156,6 +162,9 @@ def test_a_run_gets_sigterm_while_its_store_is_dead(
     print(f"\n{fault}: ended after {time.monotonic() - began:.0f} s")
     said = log.read_text()
     assert said.count("error: ") == 1 and "is kept in" in said and "Traceback" not in said, said[-3000:]
+    numbers = dict(re.findall(r"(megalite_\w+)\{.*\} (\S+)", (tmp_path / "metrics.prom").read_text()))
+    assert numbers["megalite_failed"] == "1.0" and float(numbers["megalite_save_timestamp_seconds"]) < died
+    assert json.loads((tmp_path / "staging" / METRICS_FILE).read_text().splitlines()[-1])["status"] == "failed"
     proxy.plan = lambda method, path: None
     assert start(*stored).wait(300) == 0, log.read_text()[-3000:]
     assert f"newer than what --save={url} holds (iteration 20)" in log.read_text(), log.read_text()[:3000]
