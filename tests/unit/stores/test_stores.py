@@ -110,16 +110,16 @@ def test_retries_are_counted_and_end() -> None:
 def test_an_outage_is_told_and_a_passing_fault_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Failing("s3://b", 3)
+    store = Failing("s3://b")
     store.deadline = 100.0
     monkeypatch.setattr(store_module, "FIRST_PAUSE", 0.001)
-    store.size("x")
+    store.read("k")
     assert not caplog.records
-    store.failures = 5
+    store.left = 5
     monkeypatch.setattr(store_module, "PASSING_SECONDS", 0.0)
-    store.size("x")
+    store.read("k")
     (line,) = [record.getMessage() for record in caplog.records]  # of several attempts
-    assert re.fullmatch(r"s3://b: could not look at x \(.*\); it is asked for (99|100) s more", line)
+    assert re.fullmatch(r"s3://b: could not read k \(503\); it is asked for (99|100) s more", line)
 
 
 def test_saved_swept_aside_and_deleted(url: StoreUrl, tmp_path: Path) -> None:
