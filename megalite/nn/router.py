@@ -84,18 +84,11 @@ class Router(nn.Module):
         if factor is not None and self.training:
             length = x.shape[0] * self.sharers
             kept = self.first_in_line(experts, math.ceil(factor * k * length / self.num_experts), microbatch)
-        counts, nothing = tokens.sum(0), logits.new_zeros(())
-        balance, z = self.losses(logits, probabilities, tokens, nothing)
-        if self.counts:
-            with torch.no_grad():
-                dropped = nothing if kept is None else (~kept).sum()
-                load = [counts, *(number.view(1) for number in (balance, z, dropped))]
-                self.loads.note(self.index, torch.cat([part.to(logits.dtype) for part in load]))
-        if torch.is_grad_enabled() and microbatch.share is not None:
-            losses = ((given.moe_aux_loss_coeff, balance), (given.moe_z_loss_coeff, z))
-            terms = [coefficient * loss for coefficient, loss in losses if coefficient and loss.requires_grad]
-            if terms:
-                weights = _Attach.apply(weights, sum(terms[1:], terms[0]), microbatch.share)
+        counts, load, loss = self.judge(logits, probabilities, tokens, kept)
+        if load is not None:
+            self.loads.note(self.index, load)
+        if loss is not None and torch.is_grad_enabled() and microbatch.share is not None:
+            weights = _Attach.apply(weights, loss, microbatch.share)
         return Routing(experts, weights, kept, counts)
 
     def decide(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -109,8 +102,24 @@ class Router(nn.Module):
 
     def compile_parts(self, backend: str) -> None:
         """`torch.compile` for what follows the product; sums over ranks stay outside."""
-        for name in ("decide", *([] if self.parts else ["losses"])):
+        for name in ("decide", *([] if self.parts else ["judge"])):
             setattr(self, name, torch.compile(getattr(self, name), backend=backend))
+
+    def judge(
+        self, logits: Tensor, probabilities: Tensor, tokens: Tensor, kept: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(How often each expert was chosen; what is noted of it, None where another rank does; this rank's part of the
+        losses that balance times their coefficients, None: there are none). tokens: of each sequence, `[b, E]`."""
+        counts, nothing, given = tokens.sum(0), logits.new_zeros(()), self.given
+        balance, z = self.losses(logits, probabilities, tokens, nothing)
+        load = None
+        if self.counts:
+            dropped = nothing if kept is None else (~kept).sum()
+            numbers = [counts, *(number.detach().view(1) for number in (balance, z, dropped))]
+            load = torch.cat([part.to(logits.dtype) for part in numbers])
+        losses = ((given.moe_aux_loss_coeff, balance), (given.moe_z_loss_coeff, z))
+        terms = [coefficient * loss for coefficient, loss in losses if coefficient and loss is not nothing]
+        return counts, load, sum(terms[1:], terms[0]) if terms else None
 
     def losses(self, logits: Tensor, probabilities: Tensor, counts: Tensor, nothing: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's part of the load-balancing loss and of the z-loss; `nothing` where there is none. counts: tokens
@@ -221,6 +230,8 @@ def weights_of(logits: Tensor, probabilities: Tensor, experts: Tensor, given: Ex
 
 def tokens_of_experts(experts: Tensor, num_experts: int) -> Tensor:
     """`[s, b, k]` -> int64 `[b, E]`: how many tokens of each sequence take each expert."""
+    if torch.compiler.is_compiling():  # one kernel that writes no comparison
+        return (experts.unsqueeze(-1) == torch.arange(num_experts, device=experts.device)).sum((0, 2))
     line = experts.transpose(0, 1).flatten(1)
     counts = torch.zeros(len(line), num_experts, dtype=torch.int64, device=line.device)
     return counts.scatter_add_(1, line, torch.ones_like(line))
