@@ -89,9 +89,10 @@ class StackedLinear(nn.Module):
             sharded = axes.ep.names | (axes.etp.names if rows else NO_AXES)
             place = ParameterPlacement(shape[:-1], offset[:-1], sharded, decay=False, family="expert")
             self.bias = new_parameter(local[:-1], place, ctx)
-        self.product: Callable[..., Tensor] = GroupedProduct(
+        self.own_product = GroupedProduct(
             ctx.weight_grads, product_dtype(ctx.dtype, torch.device(ctx.device).type), rows or axes.etp.is_first
         )
+        self.product: Callable[..., Tensor] = self.own_product
 
 
 class StackedExperts(nn.Module):
@@ -146,10 +147,13 @@ class MoE(nn.Module):
         self.split, self.axes = ctx.sequence_split, ctx.experts
 
     def compile_parts(self, backend: str) -> None:
-        """`torch.compile` for what router and experts compute between their products, and for what joins the shared
-        expert: their messages, sorting and gathering rows by experts stay outside."""
+        """`torch.compile` for what router and experts compute between their products, their biases, and what joins the
+        shared expert: messages, sorting and gathering rows by experts stay outside."""
         self.router.compile_parts(backend)
         self.experts.activation.compile(backend)
+        for linear in (self.experts.fc1, self.experts.fc2):
+            if linear.bias is not None:
+                linear.own_product.add_biases = torch.compile(linear.own_product.add_biases, backend=backend)
         setattr(self, "join", torch.compile(self.join, backend=backend))  # noqa: B010
 
     def join(self, y: Tensor, beside: Tensor, gate: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,14 +38,20 @@ class ElementwiseFunction(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+def add_biases(y: Tensor, biases: Tensor, experts: Tensor) -> None:
+    """Adds to each row of y `[m, n]` what its expert has of `[E, n]`."""
+    y += biases[experts]
+
+
+@dataclass(eq=False)
 class GroupedProduct:
     """weight_grads: where weight gradients are put. dtype: what is multiplied in. adds_bias: False where another rank
-    adds it to the sum."""
+    adds it to the sum. add_biases: perhaps compiled."""
 
     weight_grads: WeightGradQueue
     dtype: torch.dtype
     adds_bias: bool = True
+    add_biases: Callable[[Tensor, Tensor, Tensor], None] = add_biases
 
     def __call__(
         self,
@@ -85,7 +91,7 @@ class _Grouped(Node):
                 taken = x[rows] if activation is None else activation.of(x[rows])
                 _products(taken, matrices[some], counts.on_host[some], product.dtype, y[rows])
         if bias is not None and product.adds_bias:
-            y += bias.flatten(1).repeat_interleave(counts.on_device, 0, output_size=len(y))
+            product.add_biases(y, bias.detach().flatten(1), counts.experts)
         return y
 
     @staticmethod

@@ -71,14 +71,14 @@ def plan_dispatch(
     reading = LateReading(everyone)
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    traffic, arrangement = [[len(order)]], None
+    traffic, arrangement, arrived = [[len(order)]], None, len(order)
     if axis.size > 1 or kept is not None:
         traffic = [[sum(each) for each in ranks] for ranks in reading.read()]
         order = order[: sum(traffic[axis.rank])]
+        arrived = sum(row[axis.rank] for row in traffic)
     if axis.size > 1:
         arriving = everyone[:, axis.rank]
         local = torch.arange(arriving.numel(), device=flat.device) % arriving.shape[1]
-        arrived = sum(row[axis.rank] for row in traffic)
         arrangement = local.repeat_interleave(arriving.flatten(), output_size=arrived).argsort(stable=True)
     return Plan(
         tokens=experts.shape[0],
@@ -88,7 +88,7 @@ def plan_dispatch(
         places=places.view_as(experts),
         traffic=tuple(map(tuple, traffic)),
         arrangement=arrangement,
-        counts=RowCounts(everyone, axis.rank, reading),
+        counts=RowCounts(everyone, axis.rank, reading, arrived),
         axis=axis,
     )
 

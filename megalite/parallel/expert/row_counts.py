@@ -14,11 +14,11 @@ class RowCounts:
     """Rows of a rank's experts, one expert after the other.
 
     table: int64 `[ep, ep, E]`, rows from one rank to another's experts. rank: this one.
-    reading: of the table, on its way to the host.
+    reading: of the table, on its way to the host. rows: of all experts.
     """
 
-    def __init__(self, table: Tensor, rank: int, reading: LateReading) -> None:
-        self._arriving, self._rank, self._reading = table[:, rank], rank, reading
+    def __init__(self, table: Tensor, rank: int, reading: LateReading, rows: int) -> None:
+        self._arriving, self._rank, self._reading, self._rows = table[:, rank], rank, reading, rows
 
     @cached_property
     def on_device(self) -> Tensor:
@@ -29,6 +29,11 @@ class RowCounts:
     def ends(self) -> Tensor:
         """Where each expert's rows end, int32 `[E]`, on the device."""
         return self.on_device.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def experts(self) -> Tensor:
+        """The expert of each row, int64 `[rows]`, on the device."""
+        return torch.repeat_interleave(self.on_device, output_size=self._rows)
 
     @cached_property
     def on_host(self) -> tuple[int, ...]:
@@ -45,3 +50,4 @@ class _Together(RowCounts):
     def __init__(self, apart: RowCounts) -> None:
         self.on_device, self.ends = apart.on_device.sum(0, keepdim=True), apart.ends[-1:]
         self.on_host = (sum(apart.on_host),)
+        self._rows = apart._rows
