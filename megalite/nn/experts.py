@@ -225,7 +225,9 @@ class _SparseRun:
 
     def down(self, hidden: Tensor) -> Tensor:
         """The second product; its rows start back."""
-        self.returning = self.dispatched.back(self.layer.experts.down(hidden, self.dispatched.counts))
+        results = self.layer.experts.down(hidden, self.dispatched.counts)
+        self.dispatched.counts.forget_experts()
+        self.returning = self.dispatched.back(results)
         return self.returning.rows
 
     def combine(self, _: Tensor) -> Tensor:

@@ -32,8 +32,12 @@ class RowCounts:
 
     @cached_property
     def experts(self) -> Tensor:
-        """The expert of each row, int64 `[rows]`, on the device."""
+        """The expert of each row, int64 `[rows]`, on the device, until `forget_experts`."""
         return torch.repeat_interleave(self.on_device, output_size=self._rows)
+
+    def forget_experts(self) -> None:
+        """Backward needs none: memory that graphs would keep."""
+        vars(self).pop("experts", None)
 
     @cached_property
     def on_host(self) -> tuple[int, ...]:

@@ -51,7 +51,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 # Input norm, attention, what follows attention; an MLP's activation; what follows the MLP, if it is more than an
-# addition. Of experts: the choice, the losses that balance, the activation in both directions; what joins a shared one.
+# addition. Of experts: the choice, the losses that balance, the activation in both directions; biases; what joins a
+# shared one.
 COMPILED, SPARSE = 3, 4
 AGAIN = 5
 """Further compilations of a sparse block's: for any number of rows, from any place, in both directions; of a number
@@ -104,7 +105,10 @@ def test_compiled_blocks_equal_eager_ones(variant: str) -> None:
     eager, compiled = (run(VARIANTS[variant], backend) for backend in (None, compilations))
     pieces = int(variant in ("parallel", "sinks", "clamped"))  # attention comes in two, before and behind its tiles
     experts = VARIANTS[variant].get("experts")
-    mlp = 1 if experts is None else SPARSE + 2 * (experts.moe_shared_expert_intermediate_size is not None)
+    mlp = 1
+    if experts is not None:
+        biased = VARIANTS[variant].get("add_bias_linear", True)
+        mlp = SPARSE + biased + 2 * (experts.moe_shared_expert_intermediate_size is not None)
     least = COMPILED + mlp + pieces + ("hidden_dropout" in VARIANTS[variant])
     assert least <= compilations.frame_count <= least + AGAIN * (experts is not None)
     assert compiled["waiting"] == eager["waiting"] and compiled["deferred"] == eager["deferred"]

@@ -42,6 +42,8 @@ def test_a_sparse_block_launches_no_more_than_its_budget(recipe: str) -> None:
     found, most = sparse_launches.count(recipe), sparse_launches.held()[recipe]
     assert all(a <= b for a, b in zip(found, most, strict=True)), f"{found}, at most {most}"
     assert found.compiled_forward < found.forward and found.compiled_backward < found.backward
+    # latent attention and Gated DeltaNet have more of their own
+    assert found.compiled_forward <= 40 or recipe in ("deepseek_v3", "qwen3_next_80b_a3b")
 
 
 def test_the_page_shows_the_budgets_that_are_held() -> None:
