@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 
 from torch import Tensor, nn
 
+from megalite.config import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
 from megalite.library.traced_layer import BODY, TracedLayer
 
@@ -29,6 +30,8 @@ class Names:
 
     layers_of: name -> indices of the layers that hold it, ascending. trained: names of what learns.
     aliases: what a state dict calls them besides -> name.
+    matrices: names of what Muon and its like update as matrices: of two dimensions, in one layer alone, and neither
+        looked up (embeddings) nor the last of all, which gives the output.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -46,6 +49,29 @@ class Names:
                 self.aliases |= dict.fromkeys(keys, known)
                 if tensor.requires_grad:
                     self.trained.add(known)
+        self.matrices = self._matrices(layers)
+
+    def _matrices(self, layers: Sequence[nn.Module]) -> frozenset[str]:
+        looked_up = {id(part.weight) for layer in layers for part in layer.modules() if isinstance(part, nn.Embedding)}
+        looked_up.update(*(layer.tables for layer in layers if isinstance(layer, TracedLayer)))
+        found, last = [], ""
+        for index, layer in enumerate(layers):
+            for _, tensor, _ in stored_tensors(layer, index):
+                if tensor.dim() == 2 and (last := self._of[id(tensor)]) in self.trained:
+                    found += [last] * (id(tensor) not in looked_up and len({*self.layers_of[last]}) == 1)
+        return frozenset(found) if len(found) == 1 else frozenset(name for name in found if name != last)
+
+    def updated_whole(self, optimizer: str) -> Callable[[str, int], bool] | None:
+        """(Name, dimensions) -> whether the optimizer updates it as a matrix; None: it has no such rule. Raises
+        ConfigError where it has, and there is no matrix."""
+        if OPTIMIZER_SPECS[optimizer].whole is None:
+            return None
+        if not self.matrices:
+            raise ConfigError(
+                f"`optimizer`={optimizer}: no layer has a matrix for it (of two dimensions, no embedding, in one layer "
+                "alone); use adam"
+            )
+        return lambda name, dims: name in self.matrices
 
     def of(self, tensor: Tensor) -> str:
         """Its name."""

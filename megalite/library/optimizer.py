@@ -118,7 +118,7 @@ class ShardedOptimizer:
             families=["dense"],
             ties=pipeline.parts.ties,
             options=BufferOptions(
-                ZeroOptions(stage=zero_stage), OPTIMIZER_SPECS[rule].whole, mover=pipeline.parts.mover
+                ZeroOptions(stage=zero_stage), pipeline.names.updated_whole(rule), mover=pipeline.parts.mover
             ),
             make_optimizer=sharded_maker(config, correction, fraction=offload_fraction, file_fraction=in_files),
             delay=Delay(program.staleness[pipeline.mesh.coordinate("pp")]),

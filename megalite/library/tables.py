@@ -24,7 +24,7 @@ MOST_ELEMENTS = 1 << 24
 
 def check_tables(traced: Traced, rows: Mapping[str, int], ids: int) -> None:
     """Raises ConfigError. rows: of each parameter, by its name. ids: those of the input are below it."""
-    for name, index in _lookups(traced):
+    for name, index in lookups(traced):
         have = rows.get(name)
         if have is None:
             continue
@@ -37,7 +37,7 @@ def check_tables(traced: Traced, rows: Mapping[str, int], ids: int) -> None:
             )
 
 
-def _lookups(traced: Traced) -> Iterator[tuple[str, fx.Node]]:
+def lookups(traced: Traced) -> Iterator[tuple[str, fx.Node]]:
     """(Name of the table, ids) of every look-up in a parameter."""
     for node in traced.graph.nodes:
         table, index = None, None

@@ -13,7 +13,7 @@ from megalite.comm import Axis, ContextAxes, ParallelMesh
 from megalite.errors import ConfigError
 from megalite.library.linearise import Line, Part, linearise
 from megalite.library.sequences import Sequences, follow_sequences, without_masks
-from megalite.library.tables import check_tables
+from megalite.library.tables import check_tables, lookups
 from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
 from megalite.library.tracing import Traced, trace
@@ -94,11 +94,12 @@ def layers_over(
     for name, tensor in list(stored.items()):
         stored[name] = tensor = held.get(id(tensor), tensor)
         keys[id(tensor)] = (*keys.get(id(tensor), ()), name)
+    tables = frozenset(id(stored[name]) for name, _ in lookups(traced) if name in stored)
     wants_device = {name for name, child in traced.root.named_children() if _takes_device(child)}
     layers: list[nn.Module] = []
     for number, part in enumerate(line.parts):
         layer = TracedLayer(part, line, traced, keys, wants_device, cut, first=number == 0)
-        layer.sequences = sequences or Sequences()
+        layer.sequences, layer.tables = sequences or Sequences(), tables
         layers.append(layer.train(module.training))
     used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
     for name, tensor in stored.items():
@@ -122,10 +123,12 @@ class TracedLayer(nn.Module):
     keys: what the module's state dict calls each of its tensors; nothing for what it does not hold, or what a layer
         before this one answers for.
     reads: numbers of the module's inputs that it needs besides what arrives.
-    ranks: how many share the module's linear layers. sequences: what its attention was told.
+    ranks: how many share the module's linear layers. sequences: what its attention was told. tables: `id` of each
+    tensor of the module in which rows are looked up.
     """
 
     sequences = Sequences()
+    tables: frozenset[int] = frozenset()
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -287,16 +287,17 @@ def named_state_bytes(
     parameters: Sequence[tuple[str, Shape, ParameterPlacement]],
     *,
     plan: MemoryPlan,
+    whole: Callable[[str, int], bool] | None,
     tied: frozenset[str],
     versions: int,
     num_gradients: int,
     on_cpu: bool,
 ) -> StateBytes:
-    """Bytes of a stage of a model that is not ours, by (name, local shape, placement) of what learns in it. The rest as
-    `state_bytes` takes it."""
-    rule, zero = OPTIMIZER_SPECS[config.optimizer.optimizer].whole, config.parallel.zero_stage
+    """Bytes of a stage of a model that is not ours, by (name, local shape, placement) of what learns in it. whole: of
+    which the optimizer makes a matrix. The rest as `state_bytes` takes it."""
+    zero = config.parallel.zero_stage
     entries = [
-        BufferParameter(index, name, shape, place, rule is not None and rule(name, len(shape)))
+        BufferParameter(index, name, shape, place, whole is not None and whole(name, len(shape)))
         for index, (name, shape, place) in enumerate(parameters)
     ]
     shards = shards_of(config, world_size, "dense")

@@ -92,13 +92,13 @@ def build_model(
     plan: None: what flags say."""
     plan = given_plan(config) if plan is None else plan
     placement, families = program.placement, _families(config)
-    passed = PassedOver(config.training.iterations_to_skip)
+    passed, rule = PassedOver(config.training.iterations_to_skip), config.optimizer.optimizer
     mover = foreign.parts.mover if foreign else Mover(device)
     rows = _rows(config, mesh, program, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
     options = BufferOptions(
         zero_options(config, plan),
-        whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole,
+        whole=OPTIMIZER_SPECS[rule].whole if foreign is None else foreign.parts.names.updated_whole(rule),
         rates=rates_of(config),
         fill=partial(fill, seed=config.training.seed),
         mover=mover,

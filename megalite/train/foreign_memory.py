@@ -44,6 +44,7 @@ def memory_of(
                 world_size,
                 foreign.held(stage),
                 plan=plan,
+                whole=foreign.parts.names.updated_whole(config.optimizer.optimizer),
                 tied=foreign.parts.tied,
                 versions=program.weight_versions[rank],
                 num_gradients=program.gradient_buffers,
