@@ -192,6 +192,8 @@ class Replay:
             record = by_iteration.get(iteration)
             theirs = " " * 22 if record is None else f"{shown(record['lm_loss'])}  {shown(record['grad_norm'])}"
             mark = " <" if iteration == past.iteration else ""
+            if record is not None and (count := record.get("iterations", 1)) > 1:
+                mark += f"   (lm_loss: the mean of {count} iterations)"
             lines.append(f"{iteration:>9}  {shown(loss)}  {shown(norm)}  {theirs}{mark}")
         middle = middle_of(one.documents)
         documents = "1 document" if len(one.documents) == 1 else f"{len(one.documents)} documents"

@@ -23,6 +23,8 @@ def again(run: str, iteration: int, flags: list[str], place: LaunchEnvironment) 
     was, argv = read_unjudged(as_it_was)[0], [*as_it_was, *alone, *flags]
     if was.model.is_foreign:
         raise ConfigError(f"--load={run}: a run of --model-module; only those of megalite's own models are replayed")
+    if was.logging.profiling.profile:  # of ranks that there may not be now, and it has been written
+        argv[len(as_it_was) : len(as_it_was)] = ["--no-profile", "--profile-ranks", "0"]
     _same_updates(was, read_unjudged(argv)[0])  # before the rules, which know nothing of the run, judge the flags
     config = parse(argv, world_size=place.size if place.launcher else None)
     world_size = place.size if place.launcher else (config.parallel.nprocs or 1)
