@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from benchmarks.budgets import CASES, PAGE, Case
-from benchmarks.layer_cost import LayerCost
 from benchmarks.roofline import MEMORY, PRODUCTS, SPARSE, config_of, seconds_of
 
 if TYPE_CHECKING:
@@ -85,6 +84,8 @@ def step_of(
 ) -> Step:
     """A step of a model whose layers are those of `case`. moved: bytes of a layer beside products. logit: of a logit.
     parameters: whose update a GPU computes. float8: bytes an element of an operand; 0: products in bf16."""
+    from benchmarks.layer_cost import LayerCost
+
     config = config_of(case)
     one = seconds_of(config, LayerCost(0, 0, 0, 0, 0))
     tokens = config.training.micro_batch_size * config.model.seq_length

@@ -295,13 +295,12 @@ def named_state_bytes(
 ) -> StateBytes:
     """Bytes of a stage of a model that is not ours, by (name, local shape, placement) of what learns in it. whole: of
     which the optimizer makes a matrix. The rest as `state_bytes` takes it."""
-    zero = config.parallel.zero_stage
     entries = [
         BufferParameter(index, name, shape, place, whole is not None and whole(name, len(shape)))
         for index, (name, shape, place) in enumerate(parameters)
     ]
     shards = shards_of(config, world_size, "dense")
-    buckets = _planned(config, entries, zero, shards, tied, on_cpu)
+    buckets = _planned(config, entries, config.parallel.zero_stage, shards, tied, on_cpu)
     return _family_bytes(config, plan, buckets, ElementBytes.of(config), shards, versions, num_gradients, on_cpu)
 
 

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 from equivalence.layouts import TINY
 
-from megalite.comm.mesh import Axis, ExpertAxes
+from megalite.comm.axis import ExpertAxes
+from megalite.comm.mesh import Axis
 from megalite.config.cli import parse
 from megalite.config.delta import Delta
 from megalite.config.experts import Experts
