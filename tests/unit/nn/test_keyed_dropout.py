@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from megalite.config.model import ModelConfig
@@ -27,8 +25,7 @@ def batch(b: int = 4, s: int = 8) -> Microbatch:
 
 def select(whole: Microbatch, rows: list[int]) -> Microbatch:
     """Some samples of a micro-batch, as one of their own."""
-    fields = {f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)}
-    return Microbatch(**{name: value[rows] if value is not None else None for name, value in fields.items()})
+    return Microbatch(**{name: value[rows] for name, value in vars(whole).items() if isinstance(value, torch.Tensor)})
 
 
 def model(seed: int = 3, **fields: object) -> LayerStack:

@@ -17,7 +17,7 @@ from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.tiles import TileKernel, sinks_by_query
 from megalite.parallel.context import ring_attention
 from megalite.train.announcement import device_advice
-from megalite.visibility import Visibility
+from megalite.visibility import Shared, Visibility
 
 
 class Library:
@@ -91,7 +91,7 @@ def test_sinks_of_a_ring_are_those_of_tiles(groups: int) -> None:
         found.append([y, *torch.autograd.grad(y, leaves, dy)])
     for tiles, flash in zip(*found, strict=True):
         torch.testing.assert_close(flash, tiles, rtol=1e-10, atol=1e-12)
-    microbatch: Any = SimpleNamespace(order=at, document_starts=None, documents=None, sample_ids=None)
+    microbatch: Any = SimpleNamespace(order=at, document_starts=None, documents=None, sample_ids=None, shared=Shared())
     with patch.object(context, "FlashKernel", side_effect=FlashKernel) as chosen:
         y = context._over_ring(AttentionCore(), q, k, v, microbatch, ContextAxes(), sinks, True)
         assert chosen.called and torch.equal(y, found[1][0])
