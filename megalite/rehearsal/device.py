@@ -50,6 +50,7 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
     """
     gpu = Gpu("cpu" if fake is None else "meta")
     rounding = importlib.import_module("megalite.parallel.tensor.float8_kernels")
+    parts = importlib.import_module("megalite.library.parts")
     eager = rounding.Kernels()  # nothing is compiled for a device that is not there
     gpu.kernels = Shapes(gpu) if fake is not None else Computed() if late is None else Late(gpu, late=late == COMPUTE)
     with ExitStack() as stack:
@@ -61,6 +62,7 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
             (torch, {"tensor": _made(gpu, torch.tensor)}),
             (torch.nn.functional, {} if fake is None else CHOSEN),
             (rounding, {"kernels_on": lambda device_type: eager}),
+            (parts, {"crossings": _aside(gpu, parts.crossings)}),
             (torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": _grouped(gpu)}),
         ):
             for name, value in names.items():
@@ -68,6 +70,17 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
         stack.enter_context(messages(gpu, fake))
         stack.enter_context(Watch(gpu))
         yield gpu
+
+
+def _aside(gpu: Gpu, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which asks somebody's layers for shapes by tensors on meta: what these layers make there is on no
+    device, though it looks as what torch makes for tensors of ours."""
+
+    def seen(*given: Any) -> Any:
+        with gpu.state(quiet=True):
+            return function(*given)
+
+    return seen
 
 
 def _cuda(gpu: Gpu) -> dict[str, Any]:

@@ -24,14 +24,27 @@ def reads(found: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(found, target) if found.sum().item() else found.sum()
 
 
+class Masked(nn.Linear):
+    """Makes tensors where those are that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y * torch.ones(8, device=x.device)).masked_fill(torch.zeros(8, device=y.device).bool(), -1.0)
+
+
 def training(
-    steps: Callable[[World], int], loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
+    steps: Callable[[World], int],
+    loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
+    layer: Callable[[], nn.Module] = lambda: nn.Linear(8, 8),
 ) -> Callable[[World], float]:
     """What docs/library.md tells its readers to write, for so many steps of each rank."""
 
     def train(world: World) -> float:
         torch.manual_seed(0)
-        layers = [nn.Linear(8, 8) for _ in range(4)]
+        layers = [layer() for _ in range(4)]
         mesh = megalite.ParallelMesh.build(rank=world.rank, size=world.size, pp=2)
         x = torch.empty(2, 8, device="meta")
         pipe = megalite.Pipeline(layers, schedule="zb-h1", mesh=mesh, example=x, loss=loss_of)
@@ -52,6 +65,11 @@ def test_a_users_function_is_rehearsed_on_64_ranks() -> None:
     told = str(report)
     assert "3 steps, from start to end, of 4 of 64 ranks (0, 1, 32, 63)" in told
     assert "found           nothing" in told
+
+
+def test_a_layer_may_make_tensors_where_its_input_is() -> None:
+    report = megalite.rehearse(training(lambda _: 2, layer=Masked), nprocs=8, ranks=[0, 7])
+    assert list(report.faults) == [] and "2 steps" in str(report)
 
 
 def test_a_replica_that_ends_early_is_named() -> None:
