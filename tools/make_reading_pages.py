@@ -49,6 +49,7 @@ LATER: tuple[tuple[str, str, str], ...] = (
      "shared_memory ring"),
     ("learning rate, loss scale, age of gradients", "megalite/optim", "lr_schedule loss_scaler staleness"),
     ("dropout that is the same at every layout", "megalite/nn", "dropout"),
+    ("who sees whom in attention, said once for all layers", "megalite", "visibility"),
     ("sizes, which the planner asks for, too; what it decides", "megalite/inventory", 
      "layers pieces mixers activation_bytes tiling memory_plan"),
     ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3); gradients of which a slice is kept",

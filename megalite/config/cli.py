@@ -212,7 +212,7 @@ def _with_offer(
         offer = read_offer(load, value.get("ckpt_step"), trusted, value.get("vocab_size"))
         if offer is None and (must_be_there or not may_be_empty):
             needs = "`exit_on_missing_checkpoint`" if must_be_there else "`use_checkpoint_args`"
-            if served_url(load) is None and not os.path.lexists(load):
+            if not must_be_there and served_url(load) is None and not os.path.lexists(load):
                 raise ConfigError(missing_load(load))  # the words of the check of files, which are said once
             raise ConfigError(f"`load`={load}: no committed checkpoint; {needs} needs one")
     except MegaliteError as error:
