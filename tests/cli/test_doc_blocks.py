@@ -79,7 +79,8 @@ SHORTER = (
     (r"--partial-backprop-groups 4", "--partial-backprop-groups 2"),
     (r" --profile profile.json", ""),
     (r"--nprocs 8$", "--nprocs 2"),
-    (r"--save runs/continued", "--finetune --save runs/continued"),  # else after two iterations nothing is left to do
+    # else after two iterations nothing is left to do, or what is loaded has no schedules
+    (r"--save runs/continued( --override-opt-param-scheduler)?", "--finetune --save runs/continued"),
     (r"--overlap 992", "--overlap 8"),
     (r"(shakespeare_char\.yaml) --data-path input\.txt", rf"\1 {TINY}"),
     (r"(?<=generate_text\.py --load )(models/chat|exports/merged)", "models/llama"),
