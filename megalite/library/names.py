@@ -69,7 +69,7 @@ class Names:
         if not self.matrices:
             raise ConfigError(
                 f"`optimizer`={optimizer}: no layer has a matrix for it (of two dimensions, no embedding, in one layer "
-                "alone); use adam"
+                "alone); use AdamW"
             )
         return lambda name, dims: name in self.matrices
 

@@ -83,6 +83,7 @@ def _run(
     )
     name = getattr(function, "__name__", "your function")
     here: list[Value] = []
+    waiting: list[threading.Timer] = []
     ranks = parallel.nprocs or 1
     one_thread = ranks > 1 and not _threads_survive_a_fork()
     if one_thread and (os.cpu_count() or 1) >= 2 * ranks:  # else they would have one each
@@ -97,27 +98,30 @@ def _run(
             torch.set_num_threads(1)
         world.report_phase(name)
         value = function(world)
-        _tell_if_waiting(name, world)
+        waiting.append(_tell_if_waiting(name, world))
         if world.size == 1 or place.launcher:
             here.append(value)
         elif world.is_first:
             write_value(value, folder, name)
 
     status = launch(LaunchSettings(parallel), begin, place)
+    for timer in waiting:  # of a process that has more to do than this run
+        timer.cancel()
     return status, here if status or here else [read_value(folder)]
 
 
-def _tell_if_waiting(name: str, world: World) -> None:
-    """Says it where a rank that has returned still waits for others: one of them may wait for it in a collective, which
-    ends by a time-out only. Of two such ranks both say it."""
+def _tell_if_waiting(name: str, world: World) -> threading.Timer:
+    """Will say it, unless cancelled, where a rank that has returned still waits for others: one of them may wait for it
+    in a collective, which ends by a time-out only. Of two such ranks both say it."""
     line = (
         f"rank {world.rank} returned from {name} {ALONE_SECONDS:g} s ago and waits for the others; what all ranks must "
         "call (all_weights, save, step) waits in vain for one that has returned"
     )
+    timer = threading.Timer(ALONE_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
     if world.size > 1 and world.rank <= 1:
-        timer = threading.Timer(ALONE_SECONDS, print, (line,), {"file": sys.stderr, "flush": True})
-        timer.daemon = True
         timer.start()
+    return timer
 
 
 def _end(status: int) -> NoReturn:

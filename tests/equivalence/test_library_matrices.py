@@ -94,6 +94,6 @@ def without(world: World) -> str:
 
 def test_where_there_is_no_matrix_it_is_refused() -> None:
     assert (
-        "muon: no layer has a matrix for it (of two dimensions, no embedding, in one layer alone); use adam"
+        "muon: no layer has a matrix for it (of two dimensions, no embedding, in one layer alone); use AdamW"
         in run_single(without)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import subprocess
 import sys
 import time
@@ -105,6 +106,21 @@ def test_a_rank_that_waits_for_others_says_so(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err.startswith("rank 1 returned from linger 0.5 s ago and waits for the others; what all")
     megalite.run(linger, nprocs=2, device="cpu")
     assert "returned from" not in capfd.readouterr().err
+
+
+def test_a_script_that_goes_on_after_the_run_waits_for_nobody(tmp_path: Path) -> None:
+    """Under torchrun the ranks are the user's own processes."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time, megalite.library.ranks as ranks\nranks.ALONE_SECONDS = 0.5\n"
+        "print(ranks.run(lambda world: world.size, device='cpu'))\ntime.sleep(1.5)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    root = Path(megalite.__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["2", "2"]), done.stderr
+    assert "waits for the others" not in done.stderr
 
 
 def test_a_failure_does_not_close_pythons_prompt() -> None:
