@@ -11,9 +11,6 @@ Messages, recomputation, gaps between kernels and what FSDP copies are left out 
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from benchmarks.budgets import CASES, PAGE, Case
+from benchmarks import gpu_page
+from benchmarks.budgets import CASES, Case
 from benchmarks.roofline import MEMORY, PRODUCTS, SPARSE, config_of, seconds_of
 
 if TYPE_CHECKING:
@@ -32,8 +30,6 @@ GPUS = 8
 FUSED_OPERAND = 6.0
 """Bytes an element of an operand that a fused pass moves: read for the largest magnitude and for rounding, written both
 ways round."""
-COUNTED = Path(__file__).resolve().parent / "results" / "beside.json"
-TABLE = re.compile(r"(<!-- beside: python benchmarks/beside.py --write -->\n).*?(<!-- end of beside -->)", re.S)
 NAMES = {
     "GPT": "GPT, megalite",
     "nanoGPT": "GPT, nanoGPT",
@@ -232,22 +228,19 @@ def table(found: Counts) -> str:
 
 def held() -> Counts:
     """What was counted before."""
-    return Counts(**json.loads(COUNTED.read_text(encoding="utf-8")))
+    return Counts(**gpu_page.held("beside"))
+
+
+def text(write: bool) -> str:
+    """The table of what was counted: now where `write`, else before."""
+    if write:
+        gpu_page.keep("beside", counts()._asdict())
+    return table(held())
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the table; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="count again, and write the table")
-    args = parser.parse_args(argv)
-    if args.write:
-        COUNTED.write_text(json.dumps(counts()._asdict(), indent=1) + "\n", encoding="utf-8")
-    text = table(held())
-    print(text, end="")
-    if args.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(TABLE.sub(lambda found: f"{found[1]}{text}{found[2]}", page), encoding="utf-8")
-    return 0
+    return gpu_page.print_or_write("beside", __doc__, text, argv)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,6 @@ Layers of true size run forward and backward on a device of bookkeeping without 
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from benchmarks import gpu_page
+
 if TYPE_CHECKING:
     from benchmarks.layer_cost import LayerCost
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE, BUDGETS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "budgets.json"
-TABLE = re.compile(r"(<!-- budgets: python benchmarks/budgets.py --write -->\n).*?(<!-- end of budgets -->)", re.S)
 LLAMA = "--model-type llama --untie-embeddings-and-output-weights"
 
 
@@ -89,26 +85,29 @@ def table(budgets: dict[str, LayerCost]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def counts() -> dict[str, LayerCost]:
+    """Of all cases."""
+    return {case.name: count(case) for case in CASES}
+
+
 def held() -> dict[str, LayerCost]:
     """The budgets that were written."""
     from benchmarks.layer_cost import LayerCost
 
-    return {name: LayerCost(**numbers) for name, numbers in json.loads(BUDGETS.read_text(encoding="utf-8")).items()}
+    return {name: LayerCost(**numbers) for name, numbers in gpu_page.held("budgets").items()}
+
+
+def text(write: bool) -> str:
+    """The table of what is counted now, which is kept where `write`."""
+    found = counts()
+    if write:
+        gpu_page.keep("budgets", {name: budget._asdict() for name, budget in found.items()})
+    return table(found)
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the table; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table and the budgets")
-    args = parser.parse_args(argv)
-    budgets = {case.name: count(case) for case in CASES}
-    text = table(budgets)
-    print(text, end="")
-    if args.write:
-        BUDGETS.write_text(json.dumps({n: b._asdict() for n, b in budgets.items()}, indent=1) + "\n", encoding="utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(TABLE.sub(lambda found: f"{found[1]}{text}{found[2]}", page), encoding="utf-8")
-    return 0
+    return gpu_page.print_or_write("budgets", __doc__, text, argv)
 
 
 if __name__ == "__main__":

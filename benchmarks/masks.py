@@ -10,9 +10,6 @@ it count as one launch for each result.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +17,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE, BUDGETS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "masks.json"
-TABLE = re.compile(r"(<!-- masks: python benchmarks/masks.py --write -->\n).*?(<!-- end of masks -->)", re.S)
+from benchmarks import gpu_page
+
 LENGTH, GROUPS, HEADS, CHANNELS, DOCUMENT, WINDOW, CAP, P = 8192, 8, 4, 128, 1000, 1024, 30.0, 0.1
 KINDS = {
     "causal": "",
@@ -112,23 +108,21 @@ def table(found: dict[str, dict[str, Launches]]) -> str:
 
 def held() -> dict[str, dict[str, Launches]]:
     """The budgets that were written."""
-    read = json.loads(BUDGETS.read_text(encoding="utf-8"))
+    read = gpu_page.held("masks")
     return {kind: {place: Launches(*numbers) for place, numbers in places.items()} for kind, places in read.items()}
+
+
+def text(write: bool) -> str:
+    """The table of what is counted now, which is kept where `write`."""
+    found = counts()
+    if write:
+        gpu_page.keep("masks", found)
+    return table(found)
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the table; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table and the budgets")
-    args = parser.parse_args(argv)
-    found = counts()
-    text = table(found)
-    print(text, end="")
-    if args.write:
-        BUDGETS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(TABLE.sub(lambda part: f"{part[1]}{text}{part[2]}", page), encoding="utf-8")
-    return 0
+    return gpu_page.print_or_write("masks", __doc__, text, argv)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ operands, whichever is longer: where few rows meet many weights, as in experts, 
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
-from benchmarks.budgets import CASES, PAGE, Case, count
+from benchmarks import gpu_page
+from benchmarks.budgets import CASES, Case, count
 
 if TYPE_CHECKING:
     from benchmarks.layer_cost import LayerCost
     from megalite.config import Config
 
 PRODUCTS, ATTENTION, MEMORY, PEAK = 680e12, 372e12, 2.8e12, 989e12
-TABLE = re.compile(r"(<!-- roofline: python benchmarks/roofline.py --write -->\n).*?(<!-- end of roofline -->)", re.S)
 SPARSE = "Qwen3-30B-A3B, 4,096 tokens"
 
 
@@ -108,15 +106,7 @@ def table() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the table; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table")
-    args = parser.parse_args(argv)
-    text = table()
-    print(text, end="")
-    if args.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(TABLE.sub(lambda found: f"{found[1]}{text}{found[2]}", page), encoding="utf-8")
-    return 0
+    return gpu_page.print_or_write("roofline", __doc__, lambda write: table(), argv)
 
 
 if __name__ == "__main__":

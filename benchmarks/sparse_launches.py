@@ -10,10 +10,7 @@ bookkeeping (`layer_cost.py`). Compiled: graphs are cut into kernels by the rule
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,13 +20,11 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
+from benchmarks import gpu_page
+
 if TYPE_CHECKING:
     from megalite.config import Config
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE, BUDGETS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "sparse_launches.json"
-BEGIN, END = "<!-- sparse: python benchmarks/sparse_launches.py --write -->\n", "<!-- end of sparse -->"
-TABLE = re.compile(f"({BEGIN}).*?({END})", re.S)
 SMALL = (
     "--hidden-size 256 --num-attention-heads 8 --seq-length 256 --num-layers 8 --vocab-size 128 --mock-data "
     "--micro-batch-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1 --moe-router-topk 2"
@@ -59,7 +54,7 @@ def config_of(recipe: str) -> Config:
     """Of the recipe, small."""
     from megalite.config import read_unjudged
 
-    argv = ["--config", f"{ROOT}/configs/{recipe}.yaml", *SMALL.split(), *RECIPES[recipe].split()]
+    argv = ["--config", f"{gpu_page.ROOT}/configs/{recipe}.yaml", *SMALL.split(), *RECIPES[recipe].split()]
     return read_unjudged(argv)[0]
 
 
@@ -136,24 +131,27 @@ def table(found: dict[str, Launches]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def counts() -> dict[str, Launches]:
+    """Of all recipes."""
+    return {recipe: count(recipe) for recipe in RECIPES}
+
+
 def held() -> dict[str, Launches]:
     """The budgets that were written."""
-    return {recipe: Launches(*n) for recipe, n in json.loads(BUDGETS.read_text(encoding="utf-8")).items()}
+    return {recipe: Launches(*n) for recipe, n in gpu_page.held("sparse_launches").items()}
+
+
+def text(write: bool) -> str:
+    """The table of what is counted now, which is kept where `write`."""
+    found = counts()
+    if write:
+        gpu_page.keep("sparse_launches", found)
+    return table(found)
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints or writes the table; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table and the budgets")
-    args = parser.parse_args(argv)
-    found = {recipe: count(recipe) for recipe in RECIPES}
-    text = table(found)
-    print(text, end="")
-    if args.write:
-        BUDGETS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(TABLE.sub(lambda part: f"{part[1]}{text}{part[2]}", page), encoding="utf-8")
-    return 0
+    return gpu_page.print_or_write("sparse_launches", __doc__, text, argv)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import sparse_launches
+from benchmarks import gpu_page, sparse_launches
 from benchmarks.counted_launches import Traffic, estimate, nanogpt, of_a_block, of_a_logit, ours
 from megalite.config import read_unjudged
 from megalite.gradient import GradSink, attach_sink
@@ -47,17 +47,14 @@ def test_a_sparse_block_launches_no_more_than_its_budget(recipe: str) -> None:
 
 
 def test_the_page_shows_the_budgets_that_are_held() -> None:
-    written = sparse_launches.TABLE.search(sparse_launches.PAGE.read_text(encoding="utf-8"))
-    assert (
-        written is not None and written[0] == f"{written[1]}{sparse_launches.table(sparse_launches.held())}{written[2]}"
-    )
+    assert gpu_page.written("sparse_launches") == sparse_launches.table(sparse_launches.held())
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_30b_a3b", "deepseek_v3"])
 def test_a_compiled_sparse_block_keeps_what_is_predicted(recipe: str) -> None:
     flags = [*sparse_launches.SMALL.split(), *sparse_launches.RECIPES[recipe].split()]
     flags += "--recompute-granularity none --compile --no-bf16".split()
-    path = f"{sparse_launches.ROOT}/configs/{recipe}.yaml"
+    path = f"{gpu_page.ROOT}/configs/{recipe}.yaml"
     config, layer = read_unjudged(["--config", path, *flags])[0], sparse_launches.LAYER
     torch._dynamo.reset()
     with sparse_launches.as_chosen_on_a_gpu():
