@@ -10,12 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.counted_launches import MODEL, SEQUENCES, Counting, Graphs
+from benchmarks.counted_launches import MODEL, SEQUENCES, Counting, Graphs, blocks_of
 from megalite.config import Experts, Float8, ModelConfig
-from megalite.gradient import GradSink, attach_sink
-from megalite.microbatch import Microbatch
-from megalite.models import build_stack, layer_specs
-from megalite.nn import Block
 from megalite.parallel.tensor import LayerContext
 
 HIDDEN, HEADS, GROUPS, FFN, LENGTH = MODEL["hidden_size"], 4, 1, 896, MODEL["seq_length"]
@@ -43,17 +39,7 @@ def _ours(blocks: int, graphs: Graphs, sequences: int, **fields: Any) -> tuple[C
         **{**MODEL, "num_layers": blocks, **fields}, activation="swiglu", normalization="RMSNorm",
         position_embedding_type="rope", add_bias_linear=False,
     )  # fmt: skip
-    specs = [spec for spec in layer_specs(given) if spec.name.startswith("layers.")]
-    model = build_stack(given, specs, LayerContext(dtype=torch.bfloat16), init_seed=1)
-    for parameter in model.parameters():
-        attach_sink(parameter, GradSink(torch.zeros(parameter.shape)))
-    for layer in model.ordered():
-        assert isinstance(layer, Block)
-        layer.compile_segments(graphs)  # type: ignore[arg-type]  # a backend itself in place of its name
-    x = torch.randn(LENGTH, sequences, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
-    places = torch.arange(LENGTH).expand(sequences, LENGTH)
-    batch = Microbatch(places, places, places, torch.ones(sequences, LENGTH), torch.arange(sequences))
-    return lambda: model(x, batch), model
+    return blocks_of(given, graphs, sequences)
 
 
 class TitanBlock(nn.Module):

@@ -145,8 +145,12 @@ def nanogpt(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Ca
 
 
 def ours(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Callable[[], Tensor], nn.Module]:
-    """The same of megalite: bf16 weights, fp32 main gradients."""
-    given = ModelConfig(num_layers=blocks, **MODEL)  # type: ignore[arg-type]  # a dict of int
+    """The same of megalite."""
+    return blocks_of(ModelConfig(num_layers=blocks, **MODEL), graphs, sequences)  # type: ignore[arg-type]  # a dict of int
+
+
+def blocks_of(given: ModelConfig, graphs: Graphs, sequences: int) -> tuple[Callable[[], Tensor], nn.Module]:
+    """(A forward, the model) of a configuration's blocks: bf16 weights, fp32 main gradients."""
     specs = [spec for spec in layer_specs(given) if spec.name.startswith("layers.")]
     model = build_stack(given, specs, LayerContext(dtype=torch.bfloat16), init_seed=1)
     for parameter in model.parameters():
@@ -154,8 +158,8 @@ def ours(blocks: int, graphs: Graphs, sequences: int = SEQUENCES) -> tuple[Calla
     for layer in model.ordered():
         assert isinstance(layer, Block)
         layer.compile_segments(graphs)  # type: ignore[arg-type]  # a backend itself in place of its name
-    b, s = sequences, MODEL["seq_length"]
-    x = torch.randn(s, b, MODEL["hidden_size"], dtype=torch.bfloat16, requires_grad=True)
+    b, s = sequences, given.seq_length
+    x = torch.randn(s, b, given.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     places = torch.arange(s).expand(b, s)
     batch = Microbatch(places, places, places, torch.ones(b, s), torch.arange(b))
     return lambda: model(x, batch), model

@@ -59,6 +59,14 @@ class Layout:
     cut: str | None = None
 
 
+def tiny_model(layers: int) -> ModelConfig:
+    """A model whose computation takes no time beside what is waited for."""
+    return ModelConfig(
+        num_layers=layers, hidden_size=32, num_attention_heads=2, seq_length=16, vocab_size=64,
+        untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Update:
     """The optimizer's numbers; clip_grad 0: no clipping."""

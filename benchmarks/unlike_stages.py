@@ -138,9 +138,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
 def build(name: str, case: Case, place: Place) -> Variant:
     if name == "plan":
         return Variant(partial(time.sleep, case.settings["planned"]))
-    from benchmarks.megalite_step import Layout, TrainingStep, Update
+    from benchmarks.megalite_step import Layout, TrainingStep, Update, tiny_model
     from benchmarks.plain_gpt import batch
-    from megalite.config import ModelConfig
     from megalite.schedule import REDUCE
 
     if name in UNIFORM:
@@ -149,14 +148,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
     stages, cut = stages_of(given), given.partition(":")[2]
     alike = len({replicas for *_, replicas in stages}) == 1
     m = MICROBATCHES // stages[0][3] if alike else MICROBATCHES
-    model = ModelConfig(
-        num_layers=len(blocks.costs),
-        hidden_size=32,
-        num_attention_heads=2,
-        seq_length=16,
-        vocab_size=64,
-        untie_embeddings_and_output_weights=True,
-    )
+    model = tiny_model(len(blocks.costs))
     tokens, labels = batch(model, m, place.device)
     layout = Layout(
         pp=len(stages),

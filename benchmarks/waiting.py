@@ -64,9 +64,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 def build(name: str, case: Case, place: Place) -> Variant:
-    from benchmarks.megalite_step import Layout, TrainingStep, Update
+    from benchmarks.megalite_step import Layout, TrainingStep, Update, tiny_model
     from benchmarks.plain_gpt import batch
-    from megalite.config import ModelConfig
     from megalite.schedule import resolve_chunks
 
     forward, m = case.settings["forward"], case.settings["m"]
@@ -74,14 +73,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
         return Variant(partial(time.sleep, 3 * forward * m * max(1, case.settings["slow"])))
     schedule = name.removeprefix("megalite-")
     chunks = resolve_chunks(schedule, None)
-    model = ModelConfig(
-        num_layers=chunks * place.ranks,
-        hidden_size=32,
-        num_attention_heads=2,
-        seq_length=16,
-        vocab_size=64,
-        untie_embeddings_and_output_weights=True,
-    )
+    model = tiny_model(chunks * place.ranks)
     tokens, labels = batch(model, m, place.device)
     layout = Layout(pp=place.ranks, schedule=schedule, num_microbatches=m, batches=BATCHES_A_CALL)
     step = TrainingStep(model, layout, Update(), place, tokens, labels)
