@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, digest_of
-from megalite.data.gpt_dataset import GPTDataset, SequentialSource
+from megalite.data.gpt_dataset import Cut, GPTDataset, SampleSource, SequentialSource, locate
 from megalite.data.greedy import greedy_order
 from megalite.errors import DataError
 
@@ -72,35 +71,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     return greedy_order(normalise(weights), size)
 
 
-class Composed:
-    """Samples of several data sets, `parts`; `source_of` says where each is."""
-
-    seq_length: int
-    parts: Sequence[GPTDataset | Composed]
-
-    def source_of(self, sample: int) -> tuple[GPTDataset, int]:
-        """The corpus that a sample comes from, and its number there."""
-        raise NotImplementedError
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        """Tokens of the split in all corpora."""
-        raise NotImplementedError
-
-    def expect(self, samples: Sequence[int]) -> None:
-        for part, number in [self.source_of(sample) for sample in samples]:
-            part.expect([number])
-
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        part, number = self.source_of(sample)
-        return part.fill(number, out)
-
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        part, number = self.source_of(sample)
-        return part.fill_marks(number, out)
-
-
-class BlendedDataset(Composed):
+class BlendedDataset(SampleSource):
     """Samples of several data sets of one split, each with a weight, in the order of `blend_order`.
 
     size: samples of the blend.
@@ -129,10 +100,10 @@ class BlendedDataset(Composed):
         """Tokens of the split in all parts; a store that is named twice counts once."""
         return sum({(id(part.store), part.begin): part.tokens_per_epoch for part in self.parts}.values())
 
-    def source_of(self, sample: int) -> tuple[GPTDataset, int]:
+    def cut(self, sample: int) -> Cut:
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
-        return self.parts[int(self._part[sample])], int(self._sample[sample])
+        return self.parts[int(self._part[sample])].cut(int(self._sample[sample]))
 
     def sequential(self) -> SequentialSource:
         """All parts once, one after the other, whatever their weights."""
@@ -149,7 +120,7 @@ def _cached_order(weights: Sequence[float], size: int, cache_dir: Path | None) -
     return cached_arrays(cache_dir / "index", key, ("part", "sample"), lambda: blend_order(weights, size), match)
 
 
-class PhasedDataset(Composed):
+class PhasedDataset(SampleSource):
     """Data that change on the way (`--data-schedule`). phases: (first sample, data set) in order, the first from 0 on.
     Phase and place of a sample are functions of its number alone; a batch may begin in one and end in the next."""
 
@@ -157,19 +128,16 @@ class PhasedDataset(Composed):
     """Between the seeds of two phases: data that occur in both come in different orders."""
 
     def __init__(self, phases: Sequence[tuple[int, GPTDataset | BlendedDataset]]) -> None:
-        self._firsts = [first for first, _ in phases]
         self.parts: list[GPTDataset | BlendedDataset] = [dataset for _, dataset in phases]
         self.seq_length = self.parts[0].seq_length
+        self._stops = [first for first, _ in phases[1:]] + [phases[-1][0] + len(self.parts[-1])]
 
     def __len__(self) -> int:
-        return self._firsts[-1] + len(self.parts[-1])
+        return self._stops[-1]
 
-    def source_of(self, sample: int) -> tuple[GPTDataset, int]:
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        phase = bisect_right(self._firsts, sample) - 1
-        part, number = self.parts[phase], sample - self._firsts[phase]
-        return (part, number) if isinstance(part, GPTDataset) else part.source_of(number)
+    def cut(self, sample: int) -> Cut:
+        phase, number = locate(self._stops, sample)
+        return self.parts[phase].cut(number)
 
     @staticmethod
     def asked_of(steps: Sequence[tuple[int, str]], total: int) -> list[int]:
@@ -183,7 +151,7 @@ class BlendParts:
     names: of the parts, in order: of the files, or whole paths where two files share one. Raises DataError where there
     is but one part."""
 
-    def __init__(self, dataset: GPTDataset | Composed) -> None:
+    def __init__(self, dataset: GPTDataset | BlendedDataset | PhasedDataset) -> None:
         paths = list(dict.fromkeys(_paths(dataset)))
         if isinstance(dataset, GPTDataset) or len(paths) < 2:
             raise DataError(f"`loss_by_part`: all training data are {paths[0]}; name more than one, or drop it")
@@ -192,10 +160,10 @@ class BlendParts:
         self.names = short if len(set(short)) == len(short) else tuple(paths)
 
     def __call__(self, sample: int) -> int:
-        return self._numbers[self._dataset.source_of(sample)[0].store.name]
+        return self._numbers[self._dataset.cut(sample).part.store.name]
 
 
-def _paths(dataset: GPTDataset | Composed) -> list[str]:
+def _paths(dataset: GPTDataset | BlendedDataset | PhasedDataset) -> list[str]:
     if isinstance(dataset, GPTDataset):
         return [dataset.store.name]
     return [path for part in dataset.parts for path in _paths(part)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,27 +24,66 @@ from megalite.errors import DataError
 INDEX_VERSION = 1
 
 
-class SampleSource(Protocol):
+class Cut(NamedTuple):
+    """The tokens of a sample: those of `sequences` in the store of a part, from token `offset` of the first sequence to
+    token `stop` of the last."""
+
+    part: GPTDataset
+    sequences: Sequence[int]
+    offset: int
+    stop: int
+
+    def copy(self, store: TokenStore, out: NDArray[np.integer]) -> int:
+        """Copies them from `store`, followed by zeros; returns how many they are."""
+        at = 0
+        for sequence, begin, end in self.pieces():
+            tokens = store.get(sequence, begin, end)
+            out[at : at + len(tokens)] = tokens
+            at += len(tokens)
+        out[at:] = 0
+        return at
+
+    def pieces(self) -> Iterator[tuple[int, int, int]]:
+        """(sequence, first token, end) of each."""
+        for place, sequence in enumerate(self.sequences):
+            last = place == len(self.sequences) - 1
+            end = self.stop + 1 if last else int(self.part.store.lengths[sequence])
+            yield sequence, 0 if place else self.offset, end
+
+
+class SampleSource:
     """Source of a loader: a number of samples of S + 1 tokens, each reachable by its number alone."""
 
     seq_length: int
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def cut(self, sample: int) -> Cut:
+        """Where the tokens of a sample are. Raises IndexError."""
+        raise NotImplementedError
 
     def expect(self, samples: Sequence[int]) -> None:
         """Says which samples will be read soon: those in a store are fetched."""
-        ...
+        for part, cuts in groupby(map(self.cut, samples), key=lambda cut: cut.part):
+            if isinstance(part.store, RemoteIndexedDataset):
+                part.store.expect([piece for cut in cuts for piece in cut.pieces()])
 
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        """Write a sample into `out`, `[S + 1]`; returns the tokens that are there (fewer at a partial tail)."""
-        ...
+    def read(self, sample: int, out: NDArray[np.int64], marks: NDArray[np.integer] | None = None) -> tuple[int, bool]:
+        """Writes a sample into `out`, `[S + 1]`, and the marks of its tokens (`indexed.ANSWER`, `END`) into `marks`.
 
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        """Write the marks of its tokens (`indexed.ANSWER`, `END`) into `out`; False where they have none."""
-        ...
+        Returns the tokens that are there (fewer at a partial tail), and whether they have marks.
+        """
+        cut = self.cut(sample)
+        count = cut.copy(cut.part.store, out)
+        check_ids(out[:count], cut)
+        marked = marks_of(cut.part.store)
+        if marked is not None and marks is not None:
+            cut.copy(marked, marks)
+        return count, marked is not None
 
 
-class GPTDataset:
+class GPTDataset(SampleSource):
     """One split of one token store.
 
     A run that is continued for longer than it was planned keeps the order that it began with and continues with
@@ -132,50 +172,19 @@ class GPTDataset:
     def __len__(self) -> int:
         return self._stops[-1]
 
-    def cut(self, sample: int) -> tuple[list[int], int, int]:
-        """The sequences that a sample reaches over, its offset in the first and its last token in the last."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        number = bisect_right(self._stops, sample)
+    def cut(self, sample: int) -> Cut:
+        number, at = locate(self._stops, sample)
         segment = self._segments[number]
-        row = int(segment.shuffle_index[sample - (self._stops[number - 1] if number else 0)])
+        row = int(segment.shuffle_index[at])
         (first, offset), (last, stop) = segment.sample_index[row].tolist(), segment.sample_index[row + 1].tolist()
-        return segment.document_index[first : last + 1].tolist(), offset, stop
-
-    def expect(self, samples: Sequence[int]) -> None:
-        expect_pieces(self.store, [self.cut(sample) for sample in samples])
-
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        sequences, offset, stop = self.cut(sample)
-        count = self.copy(self.store, sequences, offset, stop, out)
-        assert count == self.seq_length + 1
-        check_ids(out, self, sequences, offset)
-        return count
-
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        marks = marks_of(self.store)
-        if marks is not None:
-            self.copy(marks, *self.cut(sample), out)
-        return marks is not None
-
-    @staticmethod
-    def copy(store: TokenStore, sequences: Sequence[int], offset: int, stop: int, out: NDArray[np.integer]) -> int:
-        """Copies what `cut` says, followed by zeros; returns how many tokens it is."""
-        at = 0
-        for place, sequence in enumerate(sequences):
-            last = place == len(sequences) - 1
-            tokens = store.get(sequence, offset if place == 0 else 0, stop + 1 if last else None)
-            out[at : at + len(tokens)] = tokens
-            at += len(tokens)
-        out[at:] = 0
-        return at
+        return Cut(self, segment.document_index[first : last + 1].tolist(), offset, stop)
 
     def sequential(self) -> SequentialSource:
         """Reads the split once from its first to its last token, without overlap: for `--full-validation`."""
         return SequentialSource([self])
 
 
-class SequentialSource:
+class SequentialSource(SampleSource):
     """The splits of `parts` one after the other, in the order of the documents: every token but a part's first is a
     label once. Sample k of a part holds its tokens k*S to k*S + S; the last one may be partial.
     """
@@ -187,58 +196,35 @@ class SequentialSource:
 
     @cached_property
     def _begins(self) -> list[NDArray[np.integer]]:
-        return [self._begins_of(part) for part in self._parts]
-
-    def _begins_of(self, part: GPTDataset) -> NDArray[np.integer]:
-        """Where its samples begin, and the whole ones end: (document of the part, offset)."""
-        documents = np.arange(part.begin, part.end)
-        return build_sample_index(part.store.lengths, documents, self.seq_length, total=part.tokens_per_epoch)
+        """Of each part, where its samples begin, and the whole ones end: (document of the part, offset)."""
+        return [
+            build_sample_index(
+                part.store.lengths, np.arange(part.begin, part.end), self.seq_length, total=part.tokens_per_epoch
+            )
+            for part in self._parts
+        ]
 
     def __len__(self) -> int:
         return int(self._stops[-1])
 
-    def expect(self, samples: Sequence[int]) -> None:
-        for part, sequences, offset, stop in [self._cut(sample) for sample in samples]:
-            expect_pieces(part.store, [(sequences, offset, stop)])
-
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
-        part, sequences, offset, stop = self._cut(sample)
-        count = part.copy(part.store, sequences, offset, stop, out)
-        check_ids(out[:count], part, sequences, offset)
-        return count
-
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        part, sequences, offset, stop = self._cut(sample)
-        marks = marks_of(part.store)
-        if marks is not None:
-            part.copy(marks, sequences, offset, stop, out)
-        return marks is not None
-
-    def _cut(self, sample: int) -> tuple[GPTDataset, Sequence[int], int, int]:
-        """(Its part, and what `GPTDataset.cut` returns.)"""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        number = bisect_right(self._stops, sample)
+    def cut(self, sample: int) -> Cut:
+        number, row = locate(self._stops, sample)
         part, begins = self._parts[number], self._begins[number]
-        row = sample - (self._stops[number - 1] if number else 0)
         first, offset = begins[row].tolist()
         if row + 1 < len(begins):
             last, stop = begins[row + 1].tolist()
         else:
             last = part.end - part.begin - 1
             stop = int(part.store.lengths[part.end - 1]) - 1
-        return part, range(part.begin + first, part.begin + last + 1), offset, stop
+        return Cut(part, range(part.begin + first, part.begin + last + 1), offset, stop)
 
 
-def expect_pieces(store: TokenStore, cuts: Sequence[tuple[Sequence[int], int, int]]) -> None:
-    """Announces to a store what samples need, by what `GPTDataset.cut` says of each."""
-    if not isinstance(store, RemoteIndexedDataset):
-        return
-    pieces = []
-    for sequences, offset, stop in cuts:
-        ends = [int(store.lengths[sequence]) for sequence in sequences[:-1]] + [stop + 1]
-        pieces += [(s, 0 if n else offset, end) for n, (s, end) in enumerate(zip(sequences, ends, strict=True))]
-    store.expect(pieces)
+def locate(stops: Sequence[int], sample: int) -> tuple[int, int]:
+    """Which of the parts that end at `stops` has a sample, and its number there. Raises IndexError."""
+    if not 0 <= sample < stops[-1]:
+        raise IndexError(f"sample {sample} of {stops[-1]}")
+    number = bisect_right(stops, sample)
+    return number, sample - (stops[number - 1] if number else 0)
 
 
 def marks_of(store: TokenStore) -> IndexedDataset | None:
@@ -261,18 +247,17 @@ def check_size(name: str, split: str, documents: int, tokens: int, seq_length: i
         )
 
 
-def check_ids(ids: NDArray[np.int64], part: GPTDataset, sequences: Sequence[int], offset: int) -> None:
-    """Refuse ids that the model has no embedding for: on an accelerator they would end the process without a word.
-
-    ids: of one sample, which begins at token `offset` of the first of `sequences`.
-    """
+def check_ids(ids: NDArray[np.int64], cut: Cut) -> None:
+    """Refuse ids of a sample that the model has no embedding for: on an accelerator they would end the process without
+    a word."""
+    part, sequences = cut.part, cut.sequences
     if part.vocab_size is None or not ids.size:
         return
     if int(ids.min()) >= 0 and int(ids.max()) < part.vocab_size:
         return
     at = int(np.argmax((ids < 0) | (ids >= part.vocab_size)))
     ends = np.cumsum(part.store.lengths[list(sequences)], dtype=np.int64)
-    sequence = sequences[int(np.searchsorted(ends, at + offset, "right"))]
+    sequence = sequences[int(np.searchsorted(ends, at + cut.offset, "right"))]
     document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
     raise DataError(
         f"`data_path`={part.store.name}: document {document} holds token id {int(ids[at])}, outside of the vocabulary "

@@ -243,13 +243,13 @@ class BatchLoader:
         marks = np.empty(text.shape, np.uint8)
         marked = False
         for row in range(b):
-            exists = begin + row < len(self.source)
-            valid[row] = self.source.fill(begin + row, text[row]) if exists else 0
+            has_marks = False
+            if begin + row < len(self.source):
+                valid[row], has_marks = self.source.read(begin + row, text[row], marks[row])
             text[row, valid[row] :] = 0
-            if exists and self.source.fill_marks(begin + row, marks[row]):
-                marked = True
-            else:
+            if not has_marks:
                 marks[row] = ANSWER + END * (text[row] == self._masks.eod_id)
+            marked |= has_marks
         ids = np.arange(begin, begin + b, dtype=np.int64)
         made = make_microbatch(text, valid, ids, self._masks, marks if marked else None)
         if self.parts is not None:

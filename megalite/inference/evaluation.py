@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ class Score:
         return record | {name: count for name, count in counts.items() if count is not None}
 
 
-class TextWindows:
+class TextWindows(SampleSource):
     """One document as samples of S + 1 tokens: each begins `stride` tokens after the last; the end is shorter."""
 
     def __init__(self, ids: NDArray[np.integer], *, seq_length: int, stride: int) -> None:
@@ -94,15 +94,12 @@ class TextWindows:
     def expect(self, samples: Sequence[int]) -> None:
         """The text is in memory."""
 
-    def fill_marks(self, sample: int, out: NDArray[np.integer]) -> bool:
-        return False
-
-    def fill(self, sample: int, out: NDArray[np.int64]) -> int:
+    def read(self, sample: int, out: NDArray[np.int64], marks: NDArray[np.integer] | None = None) -> tuple[int, bool]:
         start = sample * self._stride
         part = self._ids[start : start + self.seq_length + 1]
         out[: len(part)] = part
         out[len(part) :] = 0
-        return len(part)
+        return len(part), False
 
 
 def score_text(
@@ -245,12 +242,12 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         raise DataError(str(error) if split is None else unusable) from None
     except DataError as error:  # of a flag that was not given
         raise DataError(error.text.replace("`valid_data_path`", "`data_path`")) from None
-    dataset = getattr(datasets, name)
+    dataset: GPTDataset | None = getattr(datasets, name)
     if dataset is None:
         raise DataError(unusable)
-    if isinstance(dataset, GPTDataset) and marks_of(dataset.store) is not None:
+    if marks_of(dataset.store) is not None:
         return Conversations(dataset, window=config.model.seq_length, unit=loaded.parts.unit)
-    return cast(SampleSource, dataset.sequential())
+    return dataset.sequential()
 
 
 def as_measured(config: Config, seq_length: int | None, masks: Mapping[str, Any]) -> Config:
@@ -281,7 +278,7 @@ def how_scored(loaded: LoadedModel, source: SampleSource | None, split: str | No
         named = (split, data.split) if split in PARTS else ("valid", split)
         said |= dict(zip(("part", "split"), named, strict=True)) | {"default_split": not known}
     if isinstance(source, Conversations):
-        return said | {"apart": True, "num_conversations": source.number, "cut": source.cut}
+        return said | {"apart": True, "num_conversations": source.number, "cut": source.number_cut}
     if source is None:
         return said
     data = loaded.config.data

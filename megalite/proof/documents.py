@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import all_gather_json
-from megalite.data import Dataset, GPTDataset, IndexedDataset, PhasedDataset
+from megalite.data import IndexedDataset
 from megalite.microbatch import PIECE, Microbatch
 from megalite.nn import Head
 from megalite.proof.outliers import Sample, outliers
@@ -78,12 +78,9 @@ class TokenLosses:
         """(source and document, first and last label of it in the sample, how it begins, part that is one token)."""
         dataset = self._run.state.datasets.train
         assert dataset is not None
-        part, number = source_of(dataset, sample)
-        sequences, offset, stop = part.cut(number)
-        at = 0
-        for place, sequence in enumerate(sequences):
-            begin = offset if place == 0 else 0
-            end = stop + 1 if place == len(sequences) - 1 else int(part.store.lengths[sequence])
+        cut = dataset.cut(sample)
+        part, at = cut.part, 0
+        for sequence, begin, end in cut.pieces():
             document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
             # label i is token i + 1; what a document begins with follows from nothing, and is not counted
             first, last = at if begin == 0 else max(0, at - 1), at + end - begin - 1
@@ -111,11 +108,6 @@ class TokenLosses:
 def part_of_one(ids: np.ndarray) -> float:
     """Which part of these tokens is the commonest one; 0 of few."""
     return float(np.unique(ids, return_counts=True)[1].max() / len(ids)) if len(ids) >= AT_LEAST else 0.0
-
-
-def source_of(dataset: Dataset | PhasedDataset, sample: int) -> tuple[GPTDataset, int]:
-    """The corpus that a sample comes from, and its number there."""
-    return (dataset, sample) if isinstance(dataset, GPTDataset) else dataset.source_of(sample)
 
 
 def merged(entries: Iterable[Sequence[Any]]) -> list[DocumentLoss]:

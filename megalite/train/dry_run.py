@@ -25,7 +25,7 @@ from megalite.config import (
     missing_tokenizer,
     missing_trackers,
 )
-from megalite.data import Datasets, Tokenizer, build_datasets, is_indexed
+from megalite.data import Dataset, Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
@@ -279,7 +279,7 @@ def data_row(config: Config, world_size: int, datasets: Datasets) -> list[str]:
     if config.data.mock_data or datasets.phases:
         return []
     sets = {"train": datasets.train, "valid": datasets.valid, **datasets.valid_sets, "test": datasets.test}
-    tokens = {name: each.tokens_per_epoch for name, each in sets.items() if each is not None}
+    tokens = {name: each.tokens_per_epoch for name, each in sets.items() if isinstance(each, Dataset)}
     parts = {name: f"{count:,} tokens" for name, count in tokens.items()}
     if len(datasets.surveys.get("train", ())) == 1:
         asked = config.total_train_samples(world_size) * config.model.seq_length

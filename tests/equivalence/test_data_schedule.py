@@ -70,7 +70,7 @@ def test_the_samples_of_a_run_are_those_of_its_lists(files: Path) -> None:
             cache_dir=None,
         ).train  # fmt: skip
         out = np.empty(17, np.int64)
-        expected += [alone.fill(n, out) and out[:16].tolist() for n in range(min(samples, 15))]
+        expected += [alone.read(n, out) and out[:16].tolist() for n in range(min(samples, 15))]
     assert sorted(found) == sorted(expected)
     for step in range(5):
         assert sorted(found[8 * step : 8 * step + 8]) == sorted(expected[8 * step : 8 * step + 8]), f"step {step + 1}"

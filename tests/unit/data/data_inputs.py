@@ -30,7 +30,7 @@ def config(**fields: object) -> DataConfig:
 def tokens_of(source: SampleSource, sample: int) -> list[int]:
     """The S + 1 tokens of one sample."""
     out = np.empty(source.seq_length + 1, np.int64)
-    source.fill(sample, out)
+    source.read(sample, out)
     return out.tolist()
 
 

@@ -74,7 +74,7 @@ def test_whole_passes_and_samples_of_the_survey(pair: tuple[IndexedDataset, Remo
     a, b = np.empty(31, np.int64), np.empty(31, np.int64)
     other.expect(range(5))
     for sample in range(len(one)):
-        assert one.fill(sample, a) == other.fill(sample, b) and np.array_equal(a, b)
+        assert one.read(sample, a) == other.read(sample, b) and np.array_equal(a, b)
 
 
 def test_neighbours_are_one_request(pair: tuple[IndexedDataset, RemoteIndexedDataset]) -> None:

@@ -142,7 +142,7 @@ def test_an_id_that_no_sample_of_the_start_met_is_named_when_it_is_read(tmp_path
     for source in (part, part.sequential()):
         for sample in range(len(source)):
             try:
-                source.fill(sample, np.empty(9, np.int64))
+                source.read(sample, np.empty(9, np.int64))
             except DataError as error:
                 problems.append(re.sub(".*/a", "", str(error)))
     assert set(problems) == {
