@@ -87,22 +87,24 @@ def cached_folder(root: Path, name: str, build: Callable[[Path], None], *, resum
 
 
 def cached_arrays(
-    root: Path,
+    cache: Path | None,
     name: str,
     names: Sequence[str],
     build: Callable[[], Sequence[NDArray[np.integer]]],
     match: Callable[..., bool],
 ) -> Sequence[NDArray[np.integer]]:
-    """The arrays `names` that `build` makes, mapped from the folder `root/name`; a damaged folder is not used.
+    """The arrays `names` that `build` makes, mapped from a folder `name` of the cache; a damaged one is not used.
 
-    match: whether the arrays, in the order of `names`, are of one index.
+    cache: None: they are in memory. match: whether the arrays, in the order of `names`, are of one index.
     """
+    if cache is None:
+        return build()
 
     def write(folder: Path) -> None:
         for each, array in zip(names, build(), strict=True):
             np.save(folder / f"{each}.npy", array, allow_pickle=False)
 
-    folder = cached_folder(root, name, write)
+    folder = cached_folder(cache / "index", name, write)
     try:
         arrays = [np.asarray(np.load(folder / f"{each}.npy", mmap_mode="r", allow_pickle=False)) for each in names]
         if not match(*arrays):

@@ -115,48 +115,34 @@ class GPTDataset(SampleSource):
     ) -> None:
         assert requests, "at least one request"
         self.store, self.begin, self.end = store, begin, end
-        self.seq_length, self.seed, self.split = seq_length, seed, split
+        self.seq_length, self.split = seq_length, split
         self.vocab_size, self.tokenizer = vocab_size, tokenizer
-        self._cache_dir = cache_dir
         self.tokens_per_epoch = int(store.lengths[begin:end].sum(dtype=np.int64)) if end > begin else 0
         check_size(store.name, split, end - begin, self.tokens_per_epoch, seq_length)
         self._segments: list[SampleOrder] = []
         self._stops: list[int] = []
         for number, request in enumerate(requests):
-            self._extend(number, request)
+            have = self._stops[-1] if self._stops else 0
+            if not self._stops or (request is not None and request > have):
+                order = self._order(None if request is None else request - have, seed + number, cache_dir)
+                self._segments.append(order)
+                self._stops.append(have + len(order.shuffle_index))
 
-    def _extend(self, number: int, request: int | None) -> None:
-        have = self._stops[-1] if self._stops else 0
-        if self._stops and (request is None or request <= have):
-            return
-        order = self._order(None if request is None else request - have, self.seed + number)
-        self._segments.append(order)
-        self._stops.append(have + len(order.shuffle_index))
-
-    def _order(self, num_samples: int | None, seed: int) -> SampleOrder:
-        lengths = self.store.lengths
+    def _order(self, num_samples: int | None, seed: int, cache_dir: Path | None) -> SampleOrder:
+        lengths, begin, end, length = self.store.lengths, self.begin, self.end, self.seq_length
 
         def build() -> SampleOrder:
             return build_order(
-                lengths,
-                self.begin,
-                self.end,
-                seq_length=self.seq_length,
-                num_samples=num_samples,
-                seed=seed,
-                split=self.split,
+                lengths, begin, end, seq_length=length, num_samples=num_samples, seed=seed, split=self.split
             )
-
-        if self._cache_dir is None:
-            return build()
-        # The order depends on nothing else than this, so it cannot be stale.
-        content = np.ascontiguousarray(lengths[self.begin : self.end]).tobytes()
-        key = digest_of("order", INDEX_VERSION, content, self.begin, self.end, self.seq_length, num_samples, seed)
 
         def match(documents: NDArray[np.integer], samples: NDArray[np.integer], shuffle: NDArray[np.integer]) -> bool:
             return samples.shape == (len(shuffle) + 1, 2) and documents.ndim == 1 and len(shuffle) > 0
 
-        return SampleOrder(*cached_arrays(self._cache_dir / "index", key, SampleOrder._fields, build, match))
+        # The order depends on nothing else than this, so it cannot be stale.
+        content = np.ascontiguousarray(lengths[begin:end]).tobytes()
+        key = digest_of("order", INDEX_VERSION, content, begin, end, length, num_samples, seed)
+        return SampleOrder(*cached_arrays(cache_dir, key, SampleOrder._fields, build, match))
 
     def documents_cut(self) -> tuple[int, int]:
         """(How many of its documents a sample ends in, how many there are), each epoch counted."""
