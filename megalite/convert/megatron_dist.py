@@ -14,21 +14,18 @@ A gated linear_fc1 holds all gates, then all values, whatever its tensor paralle
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from megalite.config import ModelConfig
 from megalite.convert.dcp_files import FOLDER, METADATA, DcpFiles
 from megalite.convert.dcp_model import DcpSource
 from megalite.convert.hf_files import CONFIG
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_files import EMBEDDING, MegatronParts, MegatronSource, find_iteration
-from megalite.convert.megatron_names import CORE, IGNORED, cut_of, is_expert, megatron_names, rule_of
+from megalite.convert.megatron_names import CORE, IGNORED, Location, Parts, is_expert, megatron_names
 from megalite.errors import CheckpointError
 
 COMMON, COMMON_OBJECT = "common.pt", "common_state/shard_0_1"
@@ -38,47 +35,7 @@ HALVES = {"w": 0, "v": 1}
 OPTIMIZER = "optimizer."
 
 
-@dataclass(frozen=True)
-class DistLocation:
-    """The place of a part of a tensor: its name there, the leading indices, dtype and shape at those."""
-
-    path: Path
-    name: str
-    at: tuple[int, ...]
-    entry: tuple[str, tuple[int, ...]]
-
-
-@dataclass
-class DistParts:
-    """A logical tensor in files: its parts by (expert, half), None where all are in one."""
-
-    ours: str
-    places: dict[tuple[int | None, int | None], DistLocation] = field(default_factory=dict)
-
-    @property
-    def first(self) -> DistLocation:
-        return next(iter(self.places.values()))
-
-    def join(self, model: ModelConfig, read: Callable[[DistLocation], Tensor]) -> Tensor:
-        """The logical tensor. Raises RuntimeError or IndexError where the parts do not fit."""
-        if not is_expert(self.ours):
-            return rule_of(self.ours)[0].cut.to_ours(model, [self._joined(None, 0, read)])
-        cut = cut_of(self.ours.split(".")[4])
-        if any(expert is None for expert, _ in self.places):
-            experts = list(self._joined(None, 1, read))
-        else:
-            experts = [self._joined(number, 0, read) for number in range(len({expert for expert, _ in self.places}))]
-        return torch.stack([cut.to_ours(model, [expert]) for expert in experts])
-
-    def _joined(self, expert: int | None, dim: int, read: Callable[[DistLocation], Tensor]) -> Tensor:
-        """The values of an expert (None: of all, or of a dense layer), gates and values one after the other."""
-        halves = [self.places[key] for half in (None, 0, 1) if (key := (expert, half)) in self.places]
-        if len(halves) != (1 if (expert, None) in self.places else 2):
-            raise IndexError(f"{self.ours}: parts are missing")
-        return torch.cat([read(place) for place in halves], dim) if len(halves) > 1 else read(halves[0])
-
-
-class MegatronDistSource(MegatronParts[DistParts]):
+class MegatronDistSource(MegatronParts):
     """A checkpoint in Megatron-LM's format `torch_dist`: see `MegatronSource`."""
 
     def __init__(
@@ -95,13 +52,8 @@ class MegatronDistSource(MegatronParts[DistParts]):
         self.parts = self.parts_of("")
         self.check()
 
-    def join(self, parts: DistParts, *, meta: bool = False) -> Tensor:
-        def values(place: DistLocation) -> Tensor:
-            if meta:
-                return torch.empty(place.entry[1], device="meta")
-            return self.files.read(place.name, place.at)
-
-        return parts.join(self.model, values)
+    def part(self, ours: str, place: Location) -> Tensor:
+        return self.files.read(place.name, place.at)
 
     def _read_common(self) -> tuple[Mapping[str, Any], str]:
         """What is stored once, and where."""
@@ -115,11 +67,11 @@ class MegatronDistSource(MegatronParts[DistParts]):
             raise CheckpointError(f"{path}: not what Megatron-LM writes")
         return found, str(path)
 
-    def parts_of(self, prefix: str) -> dict[str, DistParts]:
+    def parts_of(self, prefix: str) -> dict[str, Parts]:
         """Logical name -> its parts, of the tensors whose names begin with `prefix`; "": of the weights. Raises
         CheckpointError for a name that no supported model has."""
         known, layers = megatron_names(), self.model.num_layers
-        found: dict[str, DistParts] = {}
+        found: dict[str, dict[int | None, dict[int | None, Location]]] = {}
         for name, tensor in self.files.tensors.items():
             if not name.startswith(prefix) or (not prefix and name.startswith(OPTIMIZER)) or name.endswith(IGNORED):
                 continue
@@ -140,12 +92,22 @@ class MegatronDistSource(MegatronParts[DistParts]):
                 raise CheckpointError(f"{self.directory}: {name[:80]}: {what}")
             for index in range(layers) if stacked else [int(layer[1]) if layer else 0]:
                 ours, at = template.replace("{i}", str(index)), (index,) if stacked else ()
-                places = found.setdefault(ours, DistParts(ours)).places
-                if (number, half) in places:
+                halves = found.setdefault(ours, {}).setdefault(number, {})
+                if half in halves:
                     raise CheckpointError(f"{self.directory}: {name[:80]} appears twice")
                 entry = (tensor.dtype, tensor.shape[len(at) :])
-                places[number, half] = DistLocation(self.directory / METADATA, name, at, entry)
-        return found
+                halves[half] = Location(self.directory / METADATA, name, at, entry)
+        return {ours: _parts(ours, places) for ours, places in found.items()}
+
+
+def _parts(ours: str, found: dict[int | None, dict[int | None, Location]]) -> Parts:
+    """found: by expert and half, None where all are in one. Where any is missing the parts are none."""
+    first = next(iter(next(iter(found.values())).values()))
+    each = [found[None]] if None in found else [found.get(number, {}) for number in range(len(found))]
+    places = [[halves[key] for key in (None, 0, 1) if key in halves] for halves in each]
+    whole = all(halves.keys() in ({None}, {0, 1}) for halves in each)
+    apart = (lambda model, t, n: t.unbind()) if is_expert(ours) and None in found else None
+    return Parts(ours, first, places if whole else [], any(len(one) > 1 for one in places), apart)
 
 
 def open_distributed(directory: Path, ckpt_step: int | None, vocab_size: int | None) -> MegatronDistSource | DcpSource:

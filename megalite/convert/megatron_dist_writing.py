@@ -20,7 +20,7 @@ from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import RELEASE
-from megalite.convert.megatron_names import CORE, cut_of, is_expert, name_of, rule_of, stateful_layers
+from megalite.convert.megatron_names import CORE, cut_of, is_expert, name_of, stateful_layers
 from megalite.convert.megatron_state import STATE, KeptState
 from megalite.convert.megatron_writing import RUN_ARGS, write_common
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
@@ -94,11 +94,10 @@ def rectangles(
             name = name.replace(CORE.replace("{i}", str(index)), CORE.replace("{i}.", ""))
         if name not in dtypes:
             dtypes[name] = read(ours).dtype
-        like = theirs(model, ours, torch.empty(shape, device="meta"))
-        stacked = index is not None and not mixed
-        whole = (layers, *like.shape) if stacked else tuple(like.shape)
-        offset = (index or 0, *(0 for _ in like.shape)) if stacked else tuple(0 for _ in like.shape)
-        chunk = (1, *like.shape) if stacked else tuple(like.shape)
+        chunk = tuple(theirs(model, ours, torch.empty(shape, device="meta")).shape)
+        whole, offset = chunk, (0,) * len(chunk)
+        if index is not None and not mixed:
+            whole, offset, chunk = (layers, *chunk), (index, *offset), (1, *chunk)
         values = partial(_values, model, read, ours, dtypes[name])
         yield Rectangle(name, whole, offset, chunk, dtypes[name], values)
 
@@ -113,10 +112,8 @@ def _values(model: ModelConfig, read: Callable[[str], Tensor], ours: str, expect
 
 def theirs(model: ModelConfig, ours: str, values: Tensor) -> Tensor:
     """A logical tensor as one rank of Megatron's has it."""
-    if not is_expert(ours):
-        return rule_of(ours)[0].cut.to_theirs(model, values, 1)[0]
-    cut = cut_of(ours.split(".")[4])
-    return torch.stack([cut.to_theirs(model, expert, 1)[0] for expert in values])
+    cut = cut_of(ours).to_theirs
+    return torch.stack([cut(model, e, 1)[0] for e in values]) if is_expert(ours) else cut(model, values, 1)[0]
 
 
 def _name(ours: str, index: int | None, implementation: str, *, sparse: bool) -> str:

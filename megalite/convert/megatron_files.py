@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,16 @@ from megalite.config import ModelConfig
 from megalite.convert.dcp_files import METADATA
 from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.megatron_args import read_args
-from megalite.convert.megatron_names import IGNORED, DenseParts, ExpertName, ExpertParts, megatron_names, plain_name
+from megalite.convert.megatron_names import (
+    APART,
+    IGNORED,
+    ExpertName,
+    Location,
+    Parts,
+    megatron_names,
+    plain_name,
+    untangle,
+)
 from megalite.convert.megatron_process import Listing, Unpickler
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
@@ -38,27 +47,6 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "head.output.weight"
 
 
 @dataclass(frozen=True)
-class ShardLocation:
-    """The place of one rank's part of a tensor: file, virtual stage, name there, dtype and shape."""
-
-    path: Path
-    model: int
-    name: str
-    entry: tuple[str, tuple[int, ...]]
-
-
-Parts = DenseParts[ShardLocation] | ExpertParts[ShardLocation]
-P = TypeVar("P", bound="AnyParts")
-
-
-class AnyParts(Protocol):
-    """A logical tensor in files. Its first part says where it is: path, name there, (dtype, shape)."""
-
-    @property
-    def first(self) -> Any: ...
-
-
-@dataclass(frozen=True)
 class RankGrid:
     """The files. stages: of each stage, tensor rank by tensor rank (whole tensors and cut ones are the same in all of
     its expert ranks); experts: of each stage, expert rank by expert rank, the files that share its experts."""
@@ -67,14 +55,14 @@ class RankGrid:
     experts: list[list[list[Path]]]
 
 
-class MegatronParts(Generic[P]):
+class MegatronParts:
     """A checkpoint of Megatron-LM whose tensors are made up of parts.
 
     directory: the iteration's. Raises CheckpointError where a tensor is missing, damaged or of another shape.
     """
 
     model: ModelConfig
-    parts: Mapping[str, P]
+    parts: Mapping[str, Parts]
     facts: TrainingFacts | None = None
 
     def __init__(self, directory: Path) -> None:
@@ -94,17 +82,21 @@ class MegatronParts(Generic[P]):
     def read(self, name: str) -> Tensor:
         return self.join(self.parts[name])
 
-    def join(self, parts: P, *, meta: bool = False) -> Tensor:
-        """The logical tensor. meta: on the meta device, where it costs nothing. Raises RuntimeError or IndexError where
-        the parts do not fit."""
+    def join(self, parts: Parts) -> Tensor:
+        """The logical tensor."""
+        return parts.join(self.model, partial(self.part, parts.ours))
+
+    def part(self, ours: str, place: Location) -> Tensor:
+        """A part of the logical tensor `ours`."""
         raise NotImplementedError
 
-    def shape_of(self, parts: P) -> tuple[int, ...]:
+    def shape_of(self, parts: Parts) -> tuple[int, ...]:
         """Of the logical tensor; () where the parts do not fit."""
         try:
-            return tuple(self.join(parts, meta=True).shape)
-        except (IndexError, RuntimeError):
+            like = parts.join(self.model, lambda place: torch.empty(place.entry[1], device="meta"))
+        except (IndexError, RuntimeError, ValueError):
             return ()
+        return tuple(like.shape)
 
     def check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
@@ -127,7 +119,7 @@ class MegatronParts(Generic[P]):
             )
 
 
-class MegatronSource(MegatronParts[Parts]):
+class MegatronSource(MegatronParts):
     """A checkpoint in Megatron-LM's format `torch`: its newest iteration, `ckpt_step`, or an iteration's directory.
 
     true_vocab_size: tokens without padding; None takes what the file says, else all rows.
@@ -165,21 +157,15 @@ class MegatronSource(MegatronParts[Parts]):
             if name in found:
                 raise CheckpointError(f"{parts.first.path}: {parts.first.name[:80]} appears twice")
             found[name] = parts
-        embedding = found.get(EMBEDDING)
-        cuts = embedding.ranks if isinstance(embedding, DenseParts) else []
+        cuts = found[EMBEDDING].places[0] if EMBEDDING in found else []
         rows = sum(place.entry[1][0] for place in cuts if place.entry[1])
         legacy = any(name.startswith("language_model.") for name in first.models[0])
-        rows = max(1, rows)
-        self.model: ModelConfig = read_args(first.args, where, legacy=legacy, rows=rows, vocab_size=true_vocab_size)
+        self.model = read_args(first.args, where, legacy=legacy, rows=max(1, rows), vocab_size=true_vocab_size)
         self.check()
 
-    def join(self, parts: Parts, *, meta: bool = False) -> Tensor:
-        def values(place: ShardLocation) -> Tensor:
-            if meta:
-                return torch.empty(place.entry[1], device="meta")
-            return self._unpickler.read(place.path, place.model, place.name, place.entry)
-
-        return parts.join(self.model, values, self._version)
+    def part(self, ours: str, place: Location) -> Tensor:
+        values = self._unpickler.read(place.path, place.at[0], place.name, place.entry)
+        return untangle(self.model, values, self._version) if ".attention.qkv." in ours else values
 
 
 def find_iteration(directory: Path, ckpt_step: int | None) -> Path:
@@ -314,7 +300,8 @@ def _parts(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[s
                     raise CheckpointError(f"{ranks[0]}: no supported model has {name[:80]}")
                 if index:
                     ours = ours.replace("{i}", str(before + int(index[1])))
-                yield ours, DenseParts(ours, [_place(path, listings[path], virtual, name) for path in ranks])
+                places = [_place(path, listings[path], virtual, name) for path in ranks]
+                yield ours, Parts(ours, places[0], [places])
             if own != set(range(len(own))):
                 raise CheckpointError(f"{ranks[0]}: its layers are not numbered 0, 1, ...")
             yield from _expert_parts(sharing, listings, virtual, before).items()
@@ -323,11 +310,11 @@ def _parts(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[s
 
 def _expert_parts(
     sharing: list[list[Path]], listings: Mapping[Path, Listing], virtual: int, before: int
-) -> dict[str, ExpertParts[ShardLocation]]:
+) -> dict[str, Parts]:
     """Logical name -> its parts, of the experts of a stage whose first layer is number `before`."""
-    found: dict[str, ExpertParts[ShardLocation]] = {}
+    found: dict[str, Parts] = {}
     for ranks in sharing:
-        here: dict[str, dict[int | None, list[ShardLocation]]] = {}
+        here: dict[str, dict[int | None, list[Location]]] = {}
         for name in _names(listings[ranks[0]], virtual, ranks[0]):
             expert = ExpertName.of(plain_name(name))
             if expert is not None:
@@ -340,8 +327,9 @@ def _expert_parts(
             whole = None in experts
             if not whole and set(experts) != set(range(len(experts))) or whole and len(experts) > 1:
                 raise CheckpointError(f"{ranks[0]}: the experts of {ours} are not numbered 0, 1, ...")
-            parts = found.setdefault(ours, ExpertParts(ours.split(".")[4], whole))
-            parts.ranks.append([experts[None]] if whole else [experts[number] for number in range(len(experts))])
+            places = [experts[None]] if whole else [experts[number] for number in range(len(experts))]
+            apart = APART[ours.split(".")[4]] if whole else None
+            found.setdefault(ours, Parts(ours, places[0][0], [], apart=apart)).places.extend(places)
     return found
 
 
@@ -351,7 +339,7 @@ def _names(listing: Listing, virtual: int, path: Path) -> list[str]:
     return [name for name in listing.models[virtual] if not name.endswith(IGNORED)]
 
 
-def _place(path: Path, listing: Listing, virtual: int, name: str) -> ShardLocation:
+def _place(path: Path, listing: Listing, virtual: int, name: str) -> Location:
     if virtual >= len(listing.models) or name not in listing.models[virtual]:
         raise CheckpointError(f"{path}: {name[:80]} is missing")
-    return ShardLocation(path, virtual, name, listing.models[virtual][name])
+    return Location(path, name, (virtual,), listing.models[virtual][name])

@@ -16,9 +16,9 @@ The router is whole in every file, the shared expert is cut like a dense MLP: th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from torch import Tensor
 from megalite.config import ModelConfig
 
 IMPLEMENTATIONS = ("transformer_engine", "local", "legacy")
-Location = TypeVar("Location")
 
 
 @dataclass(frozen=True)
@@ -221,61 +220,57 @@ class ExpertName:
 
 
 @dataclass(frozen=True)
-class DenseParts(Generic[Location]):
-    """A logical tensor in files: its parts, tensor rank by tensor rank."""
+class Location:
+    """The place of a part of a tensor: file, name there, dtype and shape. at: of one rank's file the virtual stage, of
+    a distributed checkpoint leading indices, which its shape is without."""
 
+    path: Path
     name: str
-    ranks: Sequence[Location]
+    at: tuple[int, ...]
+    entry: tuple[str, tuple[int, ...]]
 
-    @property
-    def first(self) -> Location:
-        return self.ranks[0]
 
-    def join(self, model: ModelConfig, read: Callable[[Location], Tensor], version: float) -> Tensor:
-        """The logical tensor. version: of the files. Raises RuntimeError or IndexError where the parts do not fit."""
-        parts = [read(place) for place in self.ranks]
-        if ".attention.qkv." in self.name:
-            parts = [untangle(model, part, version) for part in parts]
-        return rule_of(self.name)[0].cut.to_ours(model, parts)
+Apart = Callable[[ModelConfig, Tensor, int], Iterable[Tensor]]
+# What takes the experts of a rank apart, all in one tensor: `weight1` `[h, n up]`, which is `[n, h, up]` in memory, and
+# `weight2` `[n f, h]`.
+APART: Mapping[str, Apart] = {
+    "fc1": lambda model, t, n: t.reshape(n, model.hidden_size, -1).mT,
+    "fc2": lambda model, t, n: t.reshape(n, -1, model.hidden_size).mT,
+}
 
 
 @dataclass
-class ExpertParts(Generic[Location]):
-    """A logical tensor of experts in files: of each expert rank, expert by expert, its parts over tensor ranks.
+class Parts:
+    """A logical tensor in files: of each expert (of a dense layer once) its parts, of one tensor rank each.
 
-    whole: all experts of a rank in one tensor.
+    first: one of them, for messages. halves: the parts are the gates and the values of one rank. apart: the parts hold
+    several experts, as many each.
     """
 
-    part: str
-    whole: bool
-    ranks: list[list[list[Location]]] = field(default_factory=list)
+    ours: str
+    first: Location
+    places: list[list[Location]]
+    halves: bool = False
+    apart: Apart | None = None
 
-    @property
-    def first(self) -> Location:
-        return self.ranks[0][0][0]
-
-    def join(self, model: ModelConfig, read: Callable[[Location], Tensor], version: float) -> Tensor:
-        """The logical tensor, `[E, ...]`. Raises RuntimeError or IndexError where the parts do not fit."""
-        cut = cut_of(self.part)
+    def join(self, model: ModelConfig, read: Callable[[Location], Tensor]) -> Tensor:
+        """The logical tensor; experts are `[E, ...]`. Raises RuntimeError, IndexError or ValueError where the parts do
+        not fit."""
         found = []
-        for experts in self.ranks:
-            for places in experts:
-                parts = [read(place) for place in places]
-                found.append(self._split(model, parts) if self.whole else cut.to_ours(model, parts)[None])
-        return torch.cat(found)
-
-    def _split(self, model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
-        """`weight1` `[h, n up]`, which is `[n, h, up]` in memory, or `weight2` `[n f, h]`."""
-        number, h = (model.experts.num_experts or 1) // len(self.ranks), model.hidden_size
-        if self.part == "fc1":
-            rows = [part.reshape(number, h, -1).mT for part in parts]
-            return torch.cat([r.unflatten(1, (2, -1)) for r in rows], 2) if model.gated else torch.cat(rows, 1)
-        return torch.cat([part.reshape(number, -1, h).mT for part in parts], 2)
+        for places in self.places:
+            values = [read(place) for place in places]
+            number = (model.experts.num_experts or 1) // len(self.places)
+            each = [[value] if self.apart is None else self.apart(model, value, number) for value in values]
+            for parts in zip(*each, strict=True):
+                found.append(cut_of(self.ours).to_ours(model, [torch.cat(parts)] if self.halves else parts))
+        return torch.stack(found) if is_expert(self.ours) else found[0]
 
 
-def cut_of(part: str) -> RankCut:
-    """The cut of an expert's layer over expert-tensor-parallel ranks."""
-    return GATED_ROWS if part == "fc1" else COLUMNS
+def cut_of(ours: str) -> RankCut:
+    """The cut of a logical tensor, or of one expert's, over ranks."""
+    if is_expert(ours):
+        return GATED_ROWS if ours.split(".")[4] == "fc1" else COLUMNS
+    return rule_of(ours)[0].cut
 
 
 def is_expert(ours: str) -> bool:
@@ -291,7 +286,7 @@ def written_experts(
     part, kind = ours.rsplit(".", 2)[1:]
     for number, one in enumerate(values.chunk(expert[1])[expert[0]]):
         name = WRITTEN[implementation].format(i=layer, part=part, kind=kind, e=number)
-        yield name, cut_of(part).to_theirs(model, one, tensor[1])[tensor[0]]
+        yield name, cut_of(ours).to_theirs(model, one, tensor[1])[tensor[0]]
 
 
 def stateful_layers(model: ModelConfig, *, sparse: bool) -> list[str]:

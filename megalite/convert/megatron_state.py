@@ -22,7 +22,8 @@ from megalite.checkpoint import CheckpointReader, Meta
 from megalite.config import Config, OptimizerConfig, build_section, effective, flat, from_dict
 from megalite.convert.fields import Fields
 from megalite.convert.megalite_files import CheckpointSource
-from megalite.convert.megatron_dist import OPTIMIZER, DistParts, MegatronDistSource
+from megalite.convert.megatron_dist import OPTIMIZER, MegatronDistSource
+from megalite.convert.megatron_names import Parts
 from megalite.convert.registry import config_around
 from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun
 from megalite.errors import CheckpointError
@@ -78,7 +79,7 @@ class MegatronState(AdamRun):
         self.iteration = self._common.integer("iteration")
         self.steps = self._steps()
 
-    def _checked(self, kind: str) -> Mapping[str, DistParts]:
+    def _checked(self, kind: str) -> Mapping[str, Parts]:
         parts = self._source.parts_of(f"{STATE}{kind}.")
         for name, shape in parameter_shapes(self.model).items():
             if name not in parts:

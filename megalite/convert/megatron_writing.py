@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megalite.checkpoint import TRACKER, fsync_directory
 from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import check_cut, write_args
 from megalite.convert.megatron_files import EMBEDDING, FILES, RELEASE, VERSION
-from megalite.convert.megatron_names import COPY, CORE, is_expert, name_of, rule_of, stateful_layers, written_experts
+from megalite.convert.megatron_names import COPY, CORE, cut_of, is_expert, name_of, stateful_layers, written_experts
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 
 # Dictionaries in dictionaries before megatron.core, whose own names have dots in them.
@@ -79,74 +78,58 @@ def write_megatron(
     }
     with staged(directory, model=model, dtype=dtype) as staging:
         for stage, rank, expert in product(range(pipeline_parallel), range(tensor_parallel), range(expert_parallel)):
-            file = _RankFile(
-                implementation, (stage, pipeline_parallel), (rank, tensor_parallel), (expert, expert_parallel),
+            # the name of the directory is as by Megatron-LM's `get_checkpoint_name`
+            numbers = [f"_{n:03d}" for n, size in ((stage, pipeline_parallel), (expert, expert_parallel)) if size > 1]
+            folder = staging / RELEASE / f"mp_rank_{rank:02d}{''.join(numbers)}"
+            folder.mkdir(parents=True)
+            weights = _weights(
+                source, implementation, (stage, pipeline_parallel), (rank, tensor_parallel), (expert, expert_parallel),
                 (rank % within, within),
             )  # fmt: skip
-            (staging / RELEASE / file.name).mkdir(parents=True)
-            stored = {n: None if t is None else converted(n, t, dtype) for n, t in file.weights(source)}
-            _write_file(staging / RELEASE / file.name / FILES[0], stored, args, implementation)
+            stored = {name: None if values is None else converted(name, values, dtype) for name, values in weights}
+            first = next(values.dtype for values in stored.values() if values is not None)
+            written = _nested(stored) if implementation == "legacy" else stored
+            write_common(folder / FILES[0], args, first, model=written)
         (staging / TRACKER).write_text(RELEASE)
         write_tokenizer(source.tokenizer, staging)
         fsync_directory(staging / RELEASE)
     return directory
 
 
-@dataclass(frozen=True)
-class _RankFile:
-    """One file: which rank of each kind it belongs to, and how many there are: (number, how many)."""
+def _weights(
+    source: ModelSource, implementation: str, stage: tuple[int, int], tensor: tuple[int, int], expert: tuple[int, int],
+    within: tuple[int, int],
+) -> Iterator[tuple[str, Tensor | None]]:  # fmt: skip
+    """Names and values in the file of a rank of each kind (number, how many); each with memory of its own: torch.save
+    stores the whole of what a tensor is a view of."""
+    model, layers = source.model, source.model.num_layers // stage[1]
+    last, first, sparse = stage[0] == stage[1] - 1, stage[0] == 0, model.sparse_layers
 
-    implementation: str
-    stage: tuple[int, int]
-    tensor: tuple[int, int]
-    expert: tuple[int, int]
-    within: tuple[int, int]
+    def part(ours: str) -> Tensor:
+        return _own(cut_of(ours).to_theirs(model, source.read(ours), tensor[1])[tensor[0]])
 
-    @property
-    def name(self) -> str:
-        """Name of the directory, as by Megatron-LM's `get_checkpoint_name`."""
-        parts = [f"_{number:03d}" for number, size in (self.stage, self.expert) if size > 1]
-        return f"mp_rank_{self.tensor[0]:02d}{''.join(parts)}"
-
-    def weights(self, source: ModelSource) -> Iterator[tuple[str, Tensor | None]]:
-        """Names and values; each with memory of its own: torch.save stores the whole of what a tensor is a view of."""
-        model, (number, stages) = source.model, self.stage
-        layers, sparse = model.num_layers // stages, model.sparse_layers
-        last, first = number == stages - 1, number == 0
-        for ours in stored_shapes(model):
-            index = int(ours.split(".")[1]) if ours.startswith("layers.") else None
-            here = (
-                index // layers == number if index is not None else (first if ours.startswith("embedding.") else last)
-            )
-            if not here:
-                continue
-            layer = (index or 0) % layers
-            if is_expert(ours):
-                values, how = source.read(ours), (self.implementation, layer, self.expert, self.within)
-                yield from ((name, _own(part)) for name, part in written_experts(model, ours, values, *how))
-                continue
-            name = name_of(ours, self.implementation, layer, sparse=index is not None and sparse[index])
-            yield name, self._part(source, ours)
-        if last and not first and not model.untie_embeddings_and_output_weights:
-            yield COPY["legacy" if self.implementation == "legacy" else "local"], self._part(source, EMBEDDING)
-        if self.implementation == "transformer_engine":
-            for layer in range(layers):
-                before = CORE.replace("{i}", str(layer))
-                for name in stateful_layers(model, sparse=sparse[number * layers + layer]):
-                    yield f"{before}{name}._extra_state", None
-
-    def _part(self, source: ModelSource, ours: str) -> Tensor:
-        rank, ranks = self.tensor
-        return _own(rule_of(ours)[0].cut.to_theirs(source.model, source.read(ours), ranks)[rank])
+    for ours in stored_shapes(model):
+        index = int(ours.split(".")[1]) if ours.startswith("layers.") else None
+        here = first if ours.startswith("embedding.") else last
+        if not (here if index is None else index // layers == stage[0]):
+            continue
+        layer = (index or 0) % layers
+        if is_expert(ours):
+            values = written_experts(model, ours, source.read(ours), implementation, layer, expert, within)
+            yield from ((name, _own(value)) for name, value in values)
+            continue
+        yield name_of(ours, implementation, layer, sparse=index is not None and sparse[index]), part(ours)
+    if last and not first and not model.untie_embeddings_and_output_weights:
+        yield COPY["legacy" if implementation == "legacy" else "local"], part(EMBEDDING)
+    if implementation == "transformer_engine":
+        for layer in range(layers):
+            before = CORE.replace("{i}", str(layer))
+            for name in stateful_layers(model, sparse=sparse[stage[0] * layers + layer]):
+                yield f"{before}{name}._extra_state", None
 
 
 def _own(values: Tensor) -> Tensor:
     return values.clone(memory_format=torch.contiguous_format)
-
-
-def _write_file(path: Path, stored: Mapping[str, Tensor | None], args: Mapping[str, Any], implementation: str) -> None:
-    dtype = next(values.dtype for values in stored.values() if values is not None)
-    write_common(path, args, dtype, model=_nested(stored) if implementation == "legacy" else dict(stored))
 
 
 def write_common(path: Path, args: Mapping[str, Any], dtype: torch.dtype, **more: Any) -> None:
