@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,14 @@ from megalite.convert.family import (
     TensorForm,
     TensorPair,
     join_groups,
+    reordered,
     split_groups,
 )
 from megalite.convert.hf_files import CONFIG, read_json, write_json
-from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.llama import LLAMA
-from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.convert.registry import config_of_weights, read_model, source_and_family
-from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun, ModelSource, converted, staged
-from megalite.data import Tokenizer
+from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun, ForeignModel, ModelSource, converted, staged
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 
@@ -54,24 +52,10 @@ CONTINUED = "continued"
 TITAN_BLOCK, TITAN_EMBEDDING = "layers.{i}.", "tok_embeddings"
 
 
-def halves(model: ModelConfig, rows: Tensor) -> Tensor:
-    """Of every head's rows those with even numbers first, then the odd ones: pairs of neighbours become two halves."""
-    return rows.reshape(-1, model.head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def neighbours(model: ModelConfig, rows: Tensor) -> Tensor:
-    """The inverse of `halves`."""
-    return rows.reshape(-1, 2, model.head_dim // 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _to_neighbours(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
-    q, k, v = split_groups(model, qkv)
-    return [neighbours(model, q), neighbours(model, k), v]
-
-
-def _from_neighbours(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
-    q, k, v = parts
-    return join_groups(model, [halves(model, q), halves(model, k), v])
+def _turned(model: ModelConfig, parts: Sequence[Tensor], *, inwards: bool) -> list[Tensor]:
+    """Queries and keys in the other order of rows; values as they are."""
+    q, k = (reordered(part, model.head_dim, model.head_dim, inwards=inwards) for part in parts[:2])
+    return [q, k, parts[2]]
 
 
 TITAN = (
@@ -79,7 +63,10 @@ TITAN = (
     *Renamed({"input_norm": "attention_norm", "mlp_norm": "ffn_norm"}, TITAN_BLOCK),
     *Renamed(
         {"attention.qkv": ("attention.wq", "attention.wk", "attention.wv")}, TITAN_BLOCK,
-        TensorForm(_to_neighbours, _from_neighbours),
+        TensorForm(
+            lambda model, t: _turned(model, split_groups(model, t), inwards=False),
+            lambda model, parts: join_groups(model, _turned(model, parts, inwards=True)),
+        ),
     ),
     *Renamed({"attention.proj": "attention.wo", "mlp.fc2": "feed_forward.w2"}, TITAN_BLOCK),
     *Renamed({"mlp.fc1": ("feed_forward.w1", "feed_forward.w3")}, TITAN_BLOCK, STACKED),
@@ -89,15 +76,13 @@ TITAN = (
 """torchtitan's names of Llama's layers."""
 
 
-class DcpSource:
+class DcpSource(ForeignModel):
     """A model in a directory of torch.distributed.checkpoint.
 
     config: a config.json of Hugging Face's that says what model it is, beside its tokenizer; None: the one in the
     directory. The caller has asked whether its pickles are trusted. Raises ConfigError for a model that we do not have,
     CheckpointError for files that are missing, damaged or hostile.
     """
-
-    facts: TrainingFacts | None = None
 
     def __init__(self, directory: Path | str, config: Path | str | None = None) -> None:
         self.directory = Path(directory)
@@ -119,10 +104,6 @@ class DcpSource:
         names = (name for pair in self.family.pairs(self.model) for name in pair.theirs)
         if missing := [name for name, stored in zip(names, self.stored, strict=True) if stored not in self.files.names]:
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return read_tokenizer(self.home, self.model.vocab_size)
 
     def read(self, name: str, state: str = "") -> Tensor:
         """A logical tensor; state: what an optimizer keeps of it, by torch's name."""

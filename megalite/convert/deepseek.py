@@ -11,14 +11,14 @@ A group of experts counts by its best two there, and by its best k / groups here
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.config import Experts, FurtherTokens, Latent, ModelConfig, pattern_text
-from megalite.convert.family import HuggingFaceFamily, Renamed, TensorForm
+from megalite.convert.family import HuggingFaceFamily, Renamed, TensorForm, reordered
 from megalite.convert.fields import Fields, read_rotary_share, with_rotary_share
 from megalite.convert.llama import QWEN_BLOCK, QWEN_RULES, STACKED, read_experts, read_shape, write_shape
 
@@ -34,23 +34,19 @@ SIZES = {
 }  # fmt: skip
 
 
-def _reordered(rows: Tensor, model: ModelConfig, channels: int, *, inwards: bool) -> Tensor:
-    """`[n channels, ...]` with the rotated rows, the last of each `channels`, as they are here (`inwards`) or there."""
-    rotated = model.latent.qk_pos_emb_head_dim
-    kept, turned = rows.unflatten(0, (-1, channels)).split((channels - rotated, rotated), 1)
-    shape = (-1, 2) if inwards else (2, -1)
-    turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
-    return torch.cat((kept, turned), 1).flatten(0, 1)
+def _turned(channels: Callable[[ModelConfig], int]) -> TensorForm:
+    """The rotated rows, the last of each `channels`, in the other order."""
+
+    def moved(model: ModelConfig, rows: Tensor, *, inwards: bool) -> Tensor:
+        return reordered(rows, channels(model), model.latent.qk_pos_emb_head_dim, inwards=inwards)
+
+    return TensorForm(
+        lambda model, t: [moved(model, t, inwards=False)], lambda model, parts: moved(model, parts[0], inwards=True)
+    )
 
 
-QUERIES = TensorForm(
-    lambda model, t: [_reordered(t, model, model.latent.qk_channels, inwards=False)],
-    lambda model, parts: _reordered(parts[0], model, model.latent.qk_channels, inwards=True),
-)
-KEYS = TensorForm(
-    lambda model, t: [_reordered(t, model, model.latent.compressed, inwards=False)],
-    lambda model, parts: _reordered(parts[0], model, model.latent.compressed, inwards=True),
-)
+QUERIES = _turned(lambda model: model.latent.qk_channels)
+KEYS = _turned(lambda model: model.latent.compressed)
 SPARSE_RULES = (
     *QWEN_RULES,
     *Renamed({"e_norm": "enorm", "h_norm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"}, ours="mtp.{i}."),

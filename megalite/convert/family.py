@@ -43,8 +43,12 @@ def join_groups(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(rows, 1).reshape(-1, *parts[0].shape[1:])
 
 
-def _split_groups_transposed(model: ModelConfig, qkv: Tensor) -> list[Tensor]:
-    return [torch.cat(split_groups(model, qkv)).movedim(0, -1)]
+def reordered(rows: Tensor, channels: int, rotated: int, *, inwards: bool) -> Tensor:
+    """`[n channels, ...]`, of each `channels` the last `rotated` in the other order: pairs of neighbours become two
+    halves (`inwards`), or halves become neighbours."""
+    kept, turned = rows.unflatten(0, (-1, channels)).split((channels - rotated, rotated), 1)
+    turned = turned.unflatten(1, (-1, 2) if inwards else (2, -1)).transpose(1, 2).flatten(1, 2)
+    return torch.cat((kept, turned), 1).flatten(0, 1)
 
 
 def _join_groups_transposed(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
@@ -61,7 +65,9 @@ STACKED = TensorForm(lambda model, t: list(t.unbind()), lambda model, parts: tor
 # Queries, keys, values: three tensors there, rows grouped by key/value head here.
 GROUPED = TensorForm(split_groups, join_groups)
 # The same, but one tensor there, which they share side by side in the last dimension (GPT-2's c_attn).
-GROUPED_TRANSPOSED = TensorForm(_split_groups_transposed, _join_groups_transposed)
+GROUPED_TRANSPOSED = TensorForm(
+    lambda model, qkv: [torch.cat(split_groups(model, qkv)).movedim(0, -1)], _join_groups_transposed
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,12 @@ from torch import Tensor
 from megalite.checkpoint import check_file_name, parse_json
 from megalite.config import Config, FurtherTokens
 from megalite.convert.family import HuggingFaceFamily, TensorPair
-from megalite.convert.hf_tokenizer import generation_config, read_tokenizer, special_tokens, write_tokenizer
-from megalite.convert.model_card import CARD, TrainingFacts, model_card
+from megalite.convert.hf_tokenizer import generation_config, special_tokens, write_tokenizer
+from megalite.convert.model_card import CARD, model_card
 from megalite.convert.origin import Origin
 from megalite.convert.quantized import Quantized, quantized_tensors
 from megalite.convert.registry import config_of_weights, read_model, source_and_family
-from megalite.convert.source import ModelSource, converted, staged, stored_shapes
-from megalite.data import Tokenizer
+from megalite.convert.source import ForeignModel, ModelSource, converted, staged, stored_shapes
 from megalite.errors import CheckpointError
 from megalite.files import hub_advice
 
@@ -54,16 +52,14 @@ def safetensors(path: Path, wrong: str = "cannot be read") -> Iterator[Any]:
         raise CheckpointError(f"{path}: {wrong} ({str(error)[:120]})") from None
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(ForeignModel):
     """A Hugging Face directory, read tensor by tensor.
 
     Raises ConfigError for a model that we do not have, CheckpointError for files that are missing, damaged or hostile.
     """
 
-    facts: TrainingFacts | None = None
-
     def __init__(self, directory: Path | str) -> None:
-        self.directory = Path(directory)
+        self.directory = self.home = Path(directory)
         if not self.directory.exists() and (advice := hub_advice(str(directory))):
             raise CheckpointError(f"{directory}: no such directory; {advice}")
         if self.directory.is_file():
@@ -75,7 +71,8 @@ class HuggingFaceSource:
         self._files = self._where_tensors_are()
         if self.family.stacked and any(name.endswith(".experts.gate_up_proj") for name in self._files):
             self.family = replace(self.family, rules=(*self.family.rules, *self.family.stacked))
-        if self.model.further.depth and not any(name.startswith(self._further_name()) for name in self._files):
+        further = f"model.layers.{self.model.num_layers}."
+        if self.model.further.depth and not any(name.startswith(further) for name in self._files):
             self.model = replace(self.model, further=FurtherTokens())  # config.json speaks of layers that are not there
         self._quantized: dict[str, Quantized] = {}
         if settings := raw.get("quantization_config"):
@@ -89,10 +86,6 @@ class HuggingFaceSource:
         """A configuration that describes the weights. Raises CheckpointError."""
         with self._entry(self._pairs["embedding.word_embeddings.weight"].theirs[0], tuple(DTYPES)) as (header, _, _):
             return config_of_weights(self.model, getattr(torch, DTYPES[header.get_dtype()]))
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return read_tokenizer(self.directory, self.model.vocab_size)
 
     def read(self, name: str) -> Tensor:
         pair = self._pairs[name]
@@ -110,9 +103,6 @@ class HuggingFaceSource:
             if copy in self._files and not torch.equal(self._tensor(copy, shape), values):
                 raise CheckpointError(f"{self.directory}: {copy} is not {pair.theirs[0]}; here they are one tensor")
         return values
-
-    def _further_name(self) -> str:
-        return f"model.layers.{self.model.num_layers}."
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._quantized:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import NOT_WHOLE, TRACKER, directory_name, read_small
-from megalite.config import ModelConfig
 from megalite.convert.dcp_files import METADATA
-from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_names import (
     APART,
@@ -34,10 +32,7 @@ from megalite.convert.megatron_names import (
     untangle,
 )
 from megalite.convert.megatron_process import Listing, Unpickler
-from megalite.convert.model_card import TrainingFacts
-from megalite.convert.origin import Origin
-from megalite.convert.source import stored_shapes
-from megalite.data import Tokenizer
+from megalite.convert.source import ForeignModel, stored_shapes
 from megalite.errors import CheckpointError
 
 RELEASE, VERSION = "release", 3.0
@@ -55,29 +50,16 @@ class RankGrid:
     experts: list[list[list[Path]]]
 
 
-class MegatronParts:
+class MegatronParts(ForeignModel):
     """A checkpoint of Megatron-LM whose tensors are made up of parts.
 
     directory: the iteration's. Raises CheckpointError where a tensor is missing, damaged or of another shape.
     """
 
-    model: ModelConfig
     parts: Mapping[str, Parts]
-    facts: TrainingFacts | None = None
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.origin = Origin()
-
-    @property
-    def home(self) -> Path:
-        """Where a tokenizer may lie."""
-        return self.directory.parent
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Megatron's checkpoints hold none; one may lie beside the iterations."""
-        return read_tokenizer(self.home, self.model.vocab_size)
+        self.directory, self.home = directory, directory.parent  # no checkpoint holds a tokenizer; it lies beside
 
     def read(self, name: str) -> Tensor:
         return self.join(self.parts[name])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megalite.checkpoint import check_space, fsync_directory
 from megalite.config import Config, ModelConfig
+from megalite.convert.hf_tokenizer import read_tokenizer
 from megalite.convert.model_card import TrainingFacts
 from megalite.convert.origin import Origin
 from megalite.data import Tokenizer
@@ -47,6 +48,19 @@ class ModelSource(Protocol):
     def read(self, name: str) -> Tensor:
         """A logical tensor as it is stored, on the CPU."""
         ...
+
+
+class ForeignModel:
+    """What a model from elsewhere says besides its tensors; its tokenizer lies in `home`, if there is one."""
+
+    model: ModelConfig
+    origin = Origin()
+    facts: TrainingFacts | None = None
+    home: Path
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return read_tokenizer(self.home, self.model.vocab_size)
 
 
 class TrainedRun(Protocol):
