@@ -118,16 +118,13 @@ def _write_llama(model: ModelConfig) -> Mapping[str, Any]:
     return write_shape(model) | {"attention_bias": bias, "mlp_bias": bias, "pretraining_tp": 1}
 
 
-def read_window(fields: Fields) -> int | None:
-    """Mistral's, of all layers."""
-    return fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
+def _read_mistral(fields: Fields, **more: Any) -> ModelConfig:
+    """Llama with a window in all layers, and `more` of Mixtral."""
+    window = fields.integer("sliding_window") if fields.get("sliding_window") is not None else None
+    return read_shape(fields, window_size=window, **more)
 
 
-def _read_mistral(fields: Fields) -> ModelConfig:
-    return read_shape(fields, window_size=read_window(fields))
-
-
-def _write_mistral(model: ModelConfig) -> Mapping[str, Any]:
+def _write_mistral(model: ModelConfig) -> dict[str, Any]:
     return write_shape(model) | {"sliding_window": model.window_size}
 
 
@@ -191,9 +188,8 @@ def _read_qwen2(fields: Fields) -> ModelConfig:
 def read_qwen3(fields: Fields) -> ModelConfig:
     """Qwen3, or what Qwen3-MoE has of it. Raises ConfigError."""
     fields.only("attention_bias", False)
-    return read_shape(
-        fields, qk_layernorm=True, kv_channels=fields.integer("head_dim", 128), **_read_qwen_window(fields)
-    )
+    width = fields.integer("head_dim", 128)
+    return read_shape(fields, qk_layernorm=True, kv_channels=width, **_read_qwen_window(fields))
 
 
 def read_balance(fields: Fields, layers: int, default: float) -> float:
@@ -230,15 +226,12 @@ def _read_mixtral(fields: Fields) -> ModelConfig:
     fields.only("router_jitter_noise", 0, 0.0)
     coefficient = read_balance(fields, fields.integer("num_hidden_layers"), 0.001)
     experts = Experts(**read_experts(fields, "num_local_experts"), moe_aux_loss_coeff=coefficient)
-    return read_shape(fields, window_size=read_window(fields), experts=experts)
+    return _read_mistral(fields, experts=experts)
 
 
 def _write_mixtral(model: ModelConfig) -> Mapping[str, Any]:
-    return write_shape(model) | {
-        "intermediate_size": model.expert_ffn_size,
-        "sliding_window": model.window_size,
-        **write_experts(model, "num_local_experts"),
-    }
+    width = {"intermediate_size": model.expert_ffn_size}
+    return _write_mistral(model) | width | write_experts(model, "num_local_experts")
 
 
 def read_qwen3_moe(fields: Fields) -> ModelConfig:
