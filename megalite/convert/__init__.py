@@ -13,12 +13,12 @@
     hf_tokenizer.py     its tokenizer, special tokens and settings of generation; model_card.py: its README.md
     megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
     adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
-    peft_files.py       such adapters of peft and their Hugging Face model, read as one
+    peft.py             such adapters of peft: read with their Hugging Face model as one, written of a run
     megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
-    megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank; megatron_writing.py: written
+    megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank
     dcp_files.py        directories of torch.distributed.checkpoint, and DeepSpeed's universal ones
     dcp_model.py        models and moments in both
-    megatron_dist.py    Megatron's torch_dist, one of them; megatron_dist_writing.py: written
+    megatron_dist.py    Megatron's torch_dist, one of them; megatron_writing.py: both written
     megatron_state.py   what a run has left there beside its weights: masters, moments, schedules; in and out
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
@@ -37,11 +37,9 @@ from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingfa
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import BASE_META, CheckpointSource, MergedSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_distributed, open_megatron
-from megalite.convert.megatron_dist_writing import write_torch_dist
 from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_state import KeptState, state_of
-from megalite.convert.megatron_writing import write_megatron
+from megalite.convert.megatron_writing import write_megatron, write_torch_dist
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id
-from megalite.convert.peft_files import PeftSource, is_peft
-from megalite.convert.peft_writing import write_peft
+from megalite.convert.peft import PeftSource, is_peft, write_peft
 from megalite.convert.source import ModelSource, TrainedRun, stored_shapes

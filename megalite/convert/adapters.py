@@ -1,4 +1,4 @@
-"""LoRA adapters in checkpoints: the base model that they belong to, and merging into it (to `peft`: `peft_writing`).
+"""LoRA adapters in checkpoints: the base model that they belong to, and merging into it (peft's: `peft.py`).
 
 meta "base"    {"path": directory of the base model, "digest": checksum of its content}, or {"seed": s}: its
                weights are random

@@ -11,7 +11,6 @@ A group of experts counts by its best two there, and by its best k / groups here
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,19 +33,19 @@ SIZES = {
 }  # fmt: skip
 
 
-def _turned(channels: Callable[[ModelConfig], int]) -> TensorForm:
+def _turned(model: ModelConfig, rows: Tensor, channels: int, *, inwards: bool) -> Tensor:
     """The rotated rows, the last of each `channels`, in the other order."""
-
-    def moved(model: ModelConfig, rows: Tensor, *, inwards: bool) -> Tensor:
-        return reordered(rows, channels(model), model.latent.qk_pos_emb_head_dim, inwards=inwards)
-
-    return TensorForm(
-        lambda model, t: [moved(model, t, inwards=False)], lambda model, parts: moved(model, parts[0], inwards=True)
-    )
+    return reordered(rows, channels, model.latent.qk_pos_emb_head_dim, inwards=inwards)
 
 
-QUERIES = _turned(lambda model: model.latent.qk_channels)
-KEYS = _turned(lambda model: model.latent.compressed)
+QUERIES = TensorForm(
+    lambda model, t: [_turned(model, t, model.latent.qk_channels, inwards=False)],
+    lambda model, parts: _turned(model, parts[0], model.latent.qk_channels, inwards=True),
+)
+KEYS = TensorForm(
+    lambda model, t: [_turned(model, t, model.latent.compressed, inwards=False)],
+    lambda model, parts: _turned(model, parts[0], model.latent.compressed, inwards=True),
+)
 SPARSE_RULES = (
     *QWEN_RULES,
     *Renamed({"e_norm": "enorm", "h_norm": "hnorm", "proj": "eh_proj", "norm": "shared_head.norm"}, ours="mtp.{i}."),

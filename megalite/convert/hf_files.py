@@ -88,17 +88,8 @@ class HuggingFaceSource(ForeignModel):
             return config_of_weights(self.model, getattr(torch, DTYPES[header.get_dtype()]))
 
     def read(self, name: str) -> Tensor:
-        pair = self._pairs[name]
-        if pair.copies:
-            return self._with_copies(pair)
-        return pair.form.to_ours(
-            self.model, [self._tensor(*part) for part in pair.parts(self.model, self._shapes[name])]
-        )
-
-    def _with_copies(self, pair: TensorPair) -> Tensor:
-        """A tensor that may be there several times, once the copies have been found equal. Raises CheckpointError."""
-        shape = self._shapes[pair.ours]
-        values = self._tensor(pair.theirs[0], shape)
+        pair, shape = self._pairs[name], self._shapes[name]
+        values = pair.form.to_ours(self.model, [self._tensor(*part) for part in pair.parts(self.model, shape)])
         for copy in pair.copies:
             if copy in self._files and not torch.equal(self._tensor(copy, shape), values):
                 raise CheckpointError(f"{self.directory}: {copy} is not {pair.theirs[0]}; here they are one tensor")

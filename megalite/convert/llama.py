@@ -18,7 +18,7 @@ the way down. What is published has them in MXFP4 (`quantized.py`); transformers
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,11 +129,7 @@ def _write_mistral(model: ModelConfig) -> dict[str, Any]:
 
 
 LAYER_KINDS = {"full_attention": False, "sliding_attention": True}
-
-
-def read_layer_kinds(fields: Fields, usual: Callable[[int], bool]) -> list[bool]:
-    """Which layers have the window, as `layer_types` says, else `usual`. Raises ConfigError."""
-    return fields.of_layers("layer_types", LAYER_KINDS, usual)
+"""Whether a layer has the window, in the words of `layer_types`."""
 
 
 def write_windows(model: ModelConfig) -> dict[str, Any]:
@@ -161,7 +157,7 @@ def _read_qwen_window(fields: Fields) -> dict[str, Any]:
     first = fields.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
         raise fields.wrong("max_window_layers", first, "is not a number of layers")
-    return windows(fields, read_layer_kinds(fields, lambda index: index >= first))
+    return windows(fields, fields.of_layers("layer_types", LAYER_KINDS, lambda index: index >= first))
 
 
 def _write_qwen(model: ModelConfig) -> dict[str, Any]:
@@ -287,7 +283,7 @@ def _write_olmoe(model: ModelConfig) -> Mapping[str, Any]:
 
 def _read_gpt_oss(fields: Fields) -> ModelConfig:
     fields.fixed(GPT_OSS_FIXED)
-    having = read_layer_kinds(fields, lambda index: index % 2 == 0)
+    having = fields.of_layers("layer_types", LAYER_KINDS, lambda index: index % 2 == 0)
     experts = Experts(
         **read_experts(fields, "num_local_experts"),
         moe_router_bias=True,

@@ -32,8 +32,12 @@ from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 
 STATE = "optimizer.state."
 MASTERS = ("param", "fp32_param")
+KINDS = (MASTERS[0], *MOMENTS)
+"""What is written of every parameter."""
 TRACKERS = {"good_steps": "growth_tracker", "tolerance": "hysteresis_tracker"}  # of the loss scale: ours -> theirs
 DROPOUTS = ("hidden_dropout", "attention_dropout")
+COUNTS = ("seed", "global_batch_size", "micro_batch_size", "train_iters")
+ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 # Megatron's Adam is torch's or Transformer Engine's; each wants its own settings in a group and ignores the others'.
 GROUP: Mapping[str, Any] = {
     "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "amsgrad": False,
@@ -115,19 +119,18 @@ class MegatronState(AdamRun):
         """The run's configuration as far as it matters to one that goes on: seed, batch, precision, learning rate."""
         args = self._args
         training: dict[str, Any] = {name: True for name in ("bf16", "fp16") if args.flag(name, False)}
-        for name in ("seed", "global_batch_size", "micro_batch_size", "train_iters"):
-            if args.get(name) is not None:
-                training[name] = args.integer(name)
+        training |= {name: args.integer(name) for name in COUNTS if args.get(name) is not None}
         schedules = self._schedules()
         rate, decay = schedules["learning_rate"], schedules["weight_decay"]
-        settings = {"lr": rate["lr"], "min_lr": rate["min_lr"], "lr_decay_style": rate["style"]}
-        ramp = {"start_weight_decay": decay["start"], "end_weight_decay": decay["end"]}
-        ramp = {} if decay["style"] == "constant" else ramp
-        named = ("adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "decoupled_lr", "decoupled_min_lr")
-        numbers = {name: args.number(name) for name in named if args.get(name)}
-        optimizer = {**settings, **ramp, **numbers, "weight_decay": decay["end"]}
-        optimizer["weight_decay_incr_style"] = decay["style"]
-        optimizer |= self._lengths(training.get("train_iters"))
+        numbers = (*ADAM, "clip_grad", "decoupled_lr", "decoupled_min_lr")
+        optimizer = {
+            "lr": rate["lr"], "min_lr": rate["min_lr"], "lr_decay_style": rate["style"], "weight_decay": decay["end"],
+            "weight_decay_incr_style": decay["style"],
+            **{name: args.number(name) for name in numbers if args.get(name)},
+            **self._lengths(training.get("train_iters")),
+        }  # fmt: skip
+        if decay["style"] != "constant":
+            optimizer |= {"start_weight_decay": decay["start"], "end_weight_decay": decay["end"]}
         dropouts: dict[str, Any] = {name: args.number(name) for name in DROPOUTS if args.get(name)}
         if wrong := next((name for name, value in dropouts.items() if value >= 1), None):
             raise args.wrong(wrong, dropouts[wrong], "is not below 1")
@@ -140,29 +143,27 @@ class MegatronState(AdamRun):
         """The flags of decay and warm-up that its `args` hold. A decay as long as the training is none there either."""
         found: dict[str, Any] = {}
         for unit in ("iters", "samples"):
-            if (length := self._count(self._args, f"lr_decay_{unit}")) and length != train_iters:
+            if (length := _count(self._args, f"lr_decay_{unit}")) and length != train_iters:
                 found = found or {f"lr_decay_{unit}": length}
         if self._args.get("lr_warmup_fraction"):
             return found | {"lr_warmup_fraction": self._args.number("lr_warmup_fraction")}
-        lengths = {f"lr_warmup_{unit}": self._count(self._args, f"lr_warmup_{unit}") for unit in ("iters", "samples")}
+        lengths = {f"lr_warmup_{unit}": _count(self._args, f"lr_warmup_{unit}") for unit in ("iters", "samples")}
         return found | dict([pair for pair in lengths.items() if pair[1]][:1])
 
     @property
     def told(self) -> frozenset[str]:
         """The settings that its `args` and schedules hold: of all others `config` has our defaults."""
-        named = ("seed", "global_batch_size", "micro_batch_size", "train_iters", "clip_grad", "split", *DROPOUTS)
-        found = {name for name in named if self._args.get(name) is not None}
-        optimizer = {"lr", "min_lr", "lr_decay_style", "weight_decay", "weight_decay_incr_style"}
-        optimizer |= {name for name in ("adam_beta1", "adam_beta2", "adam_eps") if self._args.get(name)}
-        precision = {"bf16", "fp16"}
-        return frozenset(found | optimizer | precision | effective(self.model).keys())
+        always = {"lr", "min_lr", "lr_decay_style", "weight_decay", "weight_decay_incr_style", "bf16", "fp16"}
+        found = {n for n in (*COUNTS, "clip_grad", "split", *DROPOUTS) if self._args.get(n) is not None}
+        found |= {name for name in ADAM if self._args.get(name)}
+        return frozenset(always | found | effective(self.model).keys())
 
     @property
     def meta(self) -> Mapping[str, Any]:
         """How far the run has got, and its schedules, as a checkpoint of ours says it."""
-        samples = self._count(self._args, "consumed_train_samples")
+        samples = _count(self._args, "consumed_train_samples")
         skipped = self.iteration - self.steps
-        seen = self._count(self._common.section("opt_param_scheduler"), "num_steps", samples)
+        seen = _count(self._common.section("opt_param_scheduler"), "num_steps", samples)
         progress = {
             "iteration": self.iteration, "consumed_samples": samples, "updates": self.iteration,
             "microbatches": self.iteration, "skipped_iterations": skipped, "schedule_samples": seen,
@@ -172,14 +173,14 @@ class MegatronState(AdamRun):
     def _schedules(self) -> dict[str, Any]:
         """Lengths in samples, on both sides."""
         state, args = self._common.section("opt_param_scheduler"), self._args
-        batch = self._count(args, "global_batch_size", 1)
-        final = self._count(args, "lr_wsd_decay_samples", self._count(args, "lr_wsd_decay_iters", 0) * batch)
+        batch = _count(args, "global_batch_size", 1)
+        final = _count(args, "lr_wsd_decay_samples", _count(args, "lr_wsd_decay_iters", 0) * batch)
         rate = LearningRateSchedule(
             lr=_number(state, "max_lr", args.number("lr", 1e-5)),
             min_lr=_number(state, "min_lr", 0.0),
             style=state.get("lr_decay_style", "constant"),
-            decay_samples=self._count(state, "lr_decay_steps", 1),
-            warmup_samples=self._count(state, "lr_warmup_steps", 0),
+            decay_samples=_count(state, "lr_decay_steps", 1),
+            warmup_samples=_count(state, "lr_warmup_steps", 0),
             warmup_init=_number(args, "lr_warmup_init", 0.0),
             wsd_style=args.get("lr_wsd_decay_style", "exponential"),
             wsd_decay_samples=final,
@@ -189,7 +190,7 @@ class MegatronState(AdamRun):
             start=_number(state, "start_wd", end),
             end=end,
             style=state.get("wd_incr_style", "constant"),
-            ramp_samples=self._count(state, "wd_incr_steps", 0),
+            ramp_samples=_count(state, "wd_incr_steps", 0),
         )
         found = {"learning_rate": asdict(rate), "weight_decay": asdict(decay)}
         if args.get("decoupled_lr"):
@@ -203,11 +204,12 @@ class MegatronState(AdamRun):
         found = [one.section("grad_scaler") for one in self._optimizers if "grad_scaler" in one.raw][:1]
         return {ours: state.get(theirs) for state in found for ours, theirs in names.items() if "scale" in state.raw}
 
-    def _count(self, fields: Fields, key: str, default: int = 0) -> int:
-        value = fields.get(key, default)
-        if type(value) not in (int, float) or not 0 <= value < 2**62:
-            raise CheckpointError(f"{fields.where}: {key} {str(value)[:40]!r} is not a number of samples")
-        return int(value)
+
+def _count(fields: Fields, key: str, default: int = 0) -> int:
+    value = fields.get(key, default)
+    if type(value) not in (int, float) or not 0 <= value < 2**62:
+        raise CheckpointError(f"{fields.where}: {key} {str(value)[:40]!r} is not a number of samples")
+    return int(value)
 
 
 def _number(fields: Fields, key: str, default: float) -> float:
@@ -250,13 +252,8 @@ class KeptState:
         precision = self.config.training.precision
         return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What is kept of every parameter, by Megatron's names."""
-        return MASTERS[0], *MOMENTS
-
     def read(self, kind: str, name: str) -> Tensor:
-        """One of `kinds` of a parameter, in fp32."""
+        """One of `KINDS` of a parameter, in fp32."""
         return self._reader.read(name if kind in MASTERS else f"optimizer/{kind}/{name}").float()
 
     @property
@@ -273,20 +270,15 @@ class KeptState:
         if settings.decoupled_lr is not None:
             own = {"max_lr": settings.decoupled_lr, "min_lr": settings.ends_min_lr, "default_config": False}
             groups.append({**groups[0], **own, "lr": settings.decoupled_lr})
-        form = {"param_state_sharding_type": "fully_reshardable", **self._grad_scaler()}
-        state: dict[Any, Any] = {"optimizer": {"param_groups": groups}, **form}
+        form: dict[str, Any] = {"param_state_sharding_type": "fully_reshardable"}
+        if (scaler := self._meta.section("loss_scaler")).raw:  # of a run in fp16
+            state = {theirs: scaler.integer(ours, low=-(2**62)) for ours, theirs in TRACKERS.items()}
+            form["grad_scaler"] = {"scale": torch.tensor([scaler.number("scale")]), **state}
+        optimizer: dict[Any, Any] = {"optimizer": {"param_groups": groups}, **form}
         if self._apart:
             experts = [{**each, "is_expert_parallel": True} for each in groups]
-            state = {0: state, 1: {"optimizer": {"param_groups": experts}, **form}}
-        return {"iteration": self.iteration, "optimizer": state, "opt_param_scheduler": self._scheduler()}
-
-    def _grad_scaler(self) -> dict[str, Any]:
-        """The dynamic loss scale of a run in fp16; others have none."""
-        scaler = self._meta.section("loss_scaler")
-        if not scaler.raw:
-            return {}
-        state = {theirs: scaler.integer(ours, low=-(2**62)) for ours, theirs in TRACKERS.items()}
-        return {"grad_scaler": {"scale": torch.tensor([scaler.number("scale")]), **state}}
+            optimizer = {0: optimizer, 1: {"optimizer": {"param_groups": experts}, **form}}
+        return {"iteration": self.iteration, "optimizer": optimizer, "opt_param_scheduler": self._scheduler()}
 
     def _scheduler(self) -> dict[str, Any]:
         schedules = self._meta.section("opt_param_scheduler")

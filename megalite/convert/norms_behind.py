@@ -17,7 +17,7 @@ from typing import Any
 from megalite.config import ModelConfig
 from megalite.convert.family import HuggingFaceFamily, LayerRule
 from megalite.convert.fields import Fields, name_there, read_rotaries, write_rotaries
-from megalite.convert.llama import RULES, read_layer_kinds, read_shape, windows, write_shape, write_windows
+from megalite.convert.llama import LAYER_KINDS, RULES, read_shape, windows, write_shape, write_windows
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "geglu-tanh", "gelu": "geglu", "silu": "swiglu"}
 RULES_BEHIND = (
@@ -36,7 +36,7 @@ def _read_gemma3(fields: Fields) -> ModelConfig:
     if fields.get(SOFT_CAPS[0]) is not None:
         raise fields.wrong(SOFT_CAPS[0], fields.get(SOFT_CAPS[0]), "not supported (only null)")
     step = fields.integer("sliding_window_pattern", 6)
-    having = read_layer_kinds(fields, lambda index: (index + 1) % step > 0)
+    having = fields.of_layers("layer_types", LAYER_KINDS, lambda index: (index + 1) % step > 0)
     window_base = fields.number("rope_local_base_freq", WINDOW_BASE)
     rotaries = read_rotaries(fields, GLOBAL_BASE, window_base, having=having)
     return _gemma(fields, having, qk_layernorm=True, **rotaries)
@@ -44,7 +44,7 @@ def _read_gemma3(fields: Fields) -> ModelConfig:
 
 def _read_gemma2(fields: Fields) -> ModelConfig:
     usual = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    having = read_layer_kinds(fields, lambda index: index % 2 == 0)
+    having = fields.of_layers("layer_types", LAYER_KINDS, lambda index: index % 2 == 0)
     return _gemma(Fields({**usual, **fields.raw}, fields.where), having)
 
 
@@ -100,7 +100,7 @@ def _write_olmo(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_olmo3(fields: Fields) -> ModelConfig:
-    having = read_layer_kinds(fields, lambda index: (index + 1) % 4 != 0)
+    having = fields.of_layers("layer_types", LAYER_KINDS, lambda index: (index + 1) % 4 != 0)
     rotaries = read_rotaries(fields, OLMO_BASE, None, having=having)
     return _read_olmo(fields, **rotaries, **windows(fields, having, OLMO_WINDOW))
 

@@ -24,12 +24,11 @@ from megalite.convert import (
     PeftSource,
     adapters,
     open_checkpoint,
-    peft_writing,
     write_huggingface,
     write_peft,
 )
 from megalite.convert.llama import LLAMA
-from megalite.convert.peft_writing import PEFT_WEIGHTS
+from megalite.convert.peft import PEFT_WEIGHTS
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inference import load_for_inference
 from megalite.train import offer_of
@@ -232,7 +231,7 @@ def test_an_adapter_without_a_place_is_no_export(tmp_path: Path, monkeypatch: py
     fine_tune(tmp_path / "base", "llama", tmp_path / "run")
     rules = tuple(rule for rule in LLAMA.rules if not rule.ours.endswith("fc2"))
     with monkeypatch.context() as patch:
-        patch.setattr(peft_writing, "family_of", lambda model, name: replace(LLAMA, rules=rules))
+        patch.setattr("megalite.convert.peft.family_of", lambda model, name: replace(LLAMA, rules=rules))
         with pytest.raises(ConfigError, match=r"--to=peft: layers.0.mlp.fc2.adapters.fc2.lora_a \(and 3 more\): this"):
             write_peft(open_checkpoint(tmp_path / "run"), tmp_path / "adapter")
     shapes = adapters.stored_shapes
