@@ -46,11 +46,7 @@ def rank_name(rank: int, host: str, *more: str) -> str:
 
 
 class MegaliteError(Exception):
-    """Base of all errors with a message for the user.
-
-    Attributes:
-        exit_code: status with which a command-line program ends when this error reaches its top.
-    """
+    """Base of all errors with a message for the user. exit_code: with which a program ends when one reaches its top."""
 
     exit_code: ClassVar[int] = 2
 
@@ -64,11 +60,7 @@ class MegaliteError(Exception):
 
 
 class ConfigError(MegaliteError):
-    """Flags or configuration files are wrong: carries *all* problems found in one pass, one line each.
-
-    Args:
-        problems: one line per problem, or a single line.
-    """
+    """Flags or configuration files are wrong: carries *all* problems found in one pass, one line each."""
 
     def __init__(self, problems: Iterable[str] | str) -> None:
         self._lines: list[str] = [problems] if isinstance(problems, str) else list(problems)

@@ -79,14 +79,8 @@ def lacks(module: str) -> bool:
 
 
 def optional_package(flag: str, module: str, package: str | None = None) -> Any:
-    """Import `module`, which `flag` (as the user gave it, with its value) needs.
-
-    Args:
-        package: key of EXTRA_OF or ELSEWHERE where it is not the first word of `module`.
-
-    Raises:
-        ConfigError: it is not installed, or its import fails.
-    """
+    """Imports `module`, which `flag` (as the user gave it, with its value) needs. package: key of EXTRA_OF or ELSEWHERE
+    where it is not the first word of `module`. Raises ConfigError where it is not installed, or its import fails."""
     package = package or module.partition(".")[0]
     try:
         return importlib.import_module(module)

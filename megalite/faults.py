@@ -11,12 +11,7 @@ import sys
 
 
 def fault_point(name: str, **where: object) -> None:
-    """Marks an instant at which a test may inject a fault; does nothing outside tests.
-
-    Args:
-        name: dotted, unique in the project, for example `save.shard_written`.
-        where: facts that a test can select by, usually `rank` and `step`.
-    """
-    inject = sys.modules.get("megalite.testing.inject")
-    if inject is not None:
+    """Marks an instant at which a test may inject a fault. name: dotted, unique in the project. where: facts that a
+    test can select by, usually `rank` and `step`."""
+    if (inject := sys.modules.get("megalite.testing.inject")) is not None:
         inject.reach(name, where)

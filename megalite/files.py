@@ -1,19 +1,17 @@
-"""Files that users name: is there one, and can it be read more than once?"""
+"""Files that users name: is there one, and can it be read more than once? And the clock that stamps them."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+import tempfile
+from pathlib import Path
 
 _URL = re.compile(r"\s*(?:[a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]+):(/.*)", re.IGNORECASE | re.DOTALL)
-
-
 SERVED = ("s3", "gs", "memory")
 """Schemes of the stores that `megalite.stores` opens."""
 _SERVED = re.compile(r"(s3|gs|memory)://([\w][\w.-]*)((?:/[^/\s?#*\\]+)*)/?")
-
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _FILE = re.compile(r".*\.(json|jsonl|model|txt|yaml)")
 
@@ -60,10 +58,8 @@ def url_problem(path: str, *, stores: bool = False) -> str | None:
         if scheme in SERVED:
             return f"is no place in a store; write {scheme}://BUCKET/NAME"
         return f"is a URL, and no store of megalite serves {scheme} (it serves s3, gs); give one of those, or a folder"
-    return f"is a URL, and this takes a path; give a folder of a file system{_CAN * (scheme in SERVED)}"
-
-
-_CAN = " (stores take checkpoints and tokens: `save`, `load`, `data_path`)"
+    stores_take = " (stores take checkpoints and tokens: `save`, `load`, `data_path`)" * (scheme in SERVED)
+    return f"is a URL, and this takes a path; give a folder of a file system{stores_take}"
 
 
 def input_problem(path: str, most_bytes: int | None = None) -> str | None:
@@ -83,3 +79,10 @@ def input_problem(path: str, most_bytes: int | None = None) -> str | None:
     if most_bytes is not None and found.st_size > most_bytes:
         return f"{found.st_size:,} bytes, at most {most_bytes:,}; split the file"
     return None
+
+
+def clock_of(folder: Path) -> float:
+    """Now, in seconds, as a file that is touched in `folder` says: a file server's clock may differ from ours, and ours
+    may be set anew. Raises OSError where none can be."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime

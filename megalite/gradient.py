@@ -150,8 +150,7 @@ class GradSink:
     @property
     def grad(self) -> Tensor:
         """The gradient so far, ready to be accumulated into."""
-        if self.fresh:
-            self._open()
+        if self._opens():
             self.buffer.zero_()
         return self.buffer
 
@@ -171,8 +170,7 @@ class GradSink:
 
     def add(self, gradient: Tensor) -> None:
         """grad += gradient (any float dtype, as many elements)."""
-        if self.fresh:
-            self._open()
+        if self._opens():
             self.buffer.copy_(gradient.view(self.buffer.shape))
         else:
             add_widened(self.buffer, gradient.view(self.buffer.shape))
@@ -180,28 +178,22 @@ class GradSink:
 
     def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
         """grad += gradient * scale (0-dim), on a device in one pass if it can; may overwrite `gradient`."""
-        fresh = self.fresh
-        if gradient.device.type == "cpu" or not (fresh or self.buffer.dtype == gradient.dtype):
+        if gradient.device.type == "cpu" or not (self.fresh or self.buffer.dtype == gradient.dtype):
             return self.add(gradient.mul_(scale))
-        if fresh:
-            self._open()
+        fresh = self._opens()
         addend = gradient.view(self.buffer.shape)
         torch.mul(addend, scale, out=self.buffer) if fresh else self.buffer.addcmul_(addend, scale)
         return self.done()
 
     def addmm(self, a: Tensor, b: Tensor) -> None:
         """grad += a @ b: `[n, k] @ [k, m]`, accumulated in the main-gradient dtype where the backend can."""
-        fresh = self.fresh
-        if fresh:
-            self._open()
+        fresh = self._opens()
         add_product(self.buffer.view(a.shape[0], b.shape[1]), a, b, fresh=fresh)
         self.done()
 
     def addmm_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """grad[i] += a_i @ b_i, `[n, k_i] @ [k_i, m]`, for every i along the first dimension; k_i may be 0."""
-        fresh = self.fresh
-        if fresh:
-            self._open()
+        fresh = self._opens()
         for target, (a, b) in zip(self.buffer.view(len(pairs), -1), pairs, strict=True):
             matrix = target.view(a.shape[0], b.shape[1])
             if a.shape[1]:
@@ -221,10 +213,12 @@ class GradSink:
         if self.remaining == 0 and self.on_ready is not None:
             self.on_ready()
 
-    def _open(self) -> None:
-        self.fresh = False
-        if self.on_open is not None:
+    def _opens(self) -> bool:
+        """Whether this is the first contribution, for which the buffer is opened."""
+        fresh, self.fresh = self.fresh, False
+        if fresh and self.on_open is not None:
             self.on_open()
+        return fresh
 
 
 def sink_of(parameter: Tensor) -> GradSink | None:

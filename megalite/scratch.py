@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megalite.errors import ConfigError
-from megalite.file_clock import clock_of
+from megalite.files import clock_of
 
 logger = logging.getLogger(__name__)
 

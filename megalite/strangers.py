@@ -161,23 +161,15 @@ def check_model_folder(folder: Path, flag: str) -> None:
         raise ConfigError(f"{flag}={folder}: adapter_config.json names another model, which would be read; remove it")
 
 
-def open_saved_dataset(path: str, flag: str) -> Any:
-    """A folder written by `datasets.save_to_disk`. Raises DataError."""
+def open_dataset(path: str, flag: str, named: tuple[str, str | None, str] | None = None) -> Any:
+    """A folder written by `datasets.save_to_disk`, or what `datasets` finds under (name, config, split), streamed; a
+    data set that is a program is refused. Raises DataError."""
     datasets = optional_package(f"{flag}={path}", "datasets")
     try:
-        return datasets.load_from_disk(path)
-    except Exception as error:  # the package raises many kinds
-        raise DataError(f"{flag}={path}: datasets cannot load it ({_first_line(error)})") from None
-
-
-def open_hub_dataset(path: str, name: str, config: str | None, split: str, flag: str) -> Any:
-    """What `datasets` finds under a name, streamed; a data set that is a program is refused. Raises DataError."""
-    datasets = optional_package(f"{flag}={path}", "datasets")
-    try:
+        if named is None:
+            return datasets.load_from_disk(path)
+        name, config, split = named
         return datasets.load_dataset(name, config, split=split, streaming=True, trust_remote_code=False)
     except Exception as error:  # the package raises many kinds
-        raise DataError(f"{flag}={path}: datasets cannot load it ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+        said = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        raise DataError(f"{flag}={path}: datasets cannot load it ({said})") from None

@@ -105,33 +105,18 @@ class Visibility:
             first = earliest if first is None else torch.maximum(first, earliest)
         return cls(queries, keys, first, document_starts, window, documents, at)
 
-    @classmethod
-    def of_last(
-        cls,
-        queries: int,
-        keys: int,
-        *,
-        window: int | None,
-        document_starts: Tensor | None,
-        documents: Documents | None,
-        device: torch.device,
-    ) -> Visibility:
-        """Of the last of so many tokens."""
-        places, at = torch.arange(keys, device=device), keys - queries
-        how: dict[str, Any] = {"window": window, "document_starts": document_starts, "documents": documents, "at": at}
-        return cls.of(places[at:], places, **how)
-
     def of_queries(self, part: slice) -> Visibility:
         """Of a part of the queries."""
         begin, end, _ = part.indices(len(self.queries))
         if (begin, end) == (0, len(self.queries)):
             return self
-        return self.shared.once(("queries", begin, end), lambda: self._of_queries(part))
 
-    def _of_queries(self, part: slice) -> Visibility:
-        first, starts = (None if x is None else x[:, part] for x in (self.first, self.starts))
-        at = None if self.at is None else self.at + part.indices(len(self.queries))[0]
-        return Visibility(self.queries[part], self.keys, first, starts, self.window, at=at)
+        def narrowed() -> Visibility:
+            first, starts = (None if x is None else x[:, part] for x in (self.first, self.starts))
+            at = None if self.at is None else self.at + begin
+            return Visibility(self.queries[part], self.keys, first, starts, self.window, at=at)
+
+        return self.shared.once(("queries", begin, end), narrowed)
 
     def dense(self) -> Tensor:
         """True where a query may look: `[s, k]`, or `[b, s, k]` where samples differ. For plain products."""

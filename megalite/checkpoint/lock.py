@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from megalite.errors import CheckpointError
-from megalite.file_clock import clock_of
+from megalite.files import clock_of
 from megalite.stores import REREADS, Place, place
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megalite.errors import DataError, MegaliteError
-from megalite.file_clock import clock_of
+from megalite.files import clock_of
 
 logger = logging.getLogger(__name__)
 

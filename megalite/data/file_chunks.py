@@ -18,7 +18,7 @@ from megalite.data.cache import digest_of
 from megalite.data.corpus import JSONL_SUFFIXES, check_characters, open_bytes, open_text, parse_fields
 from megalite.errors import DataError
 from megalite.extras import optional_package
-from megalite.strangers import open_hub_dataset, open_saved_dataset
+from megalite.strangers import open_dataset
 
 UNIT_BYTES = 1 << 21
 
@@ -175,7 +175,7 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """A folder written by `datasets.save_to_disk`."""
     if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         raise DataError(f"`input`={path}: is a folder without a saved data set; name its files")
-    data = open_saved_dataset(path, "`input`")
+    data = open_dataset(path, "`input`")
     parts = data.values() if isinstance(data, dict) else [data]
     for part in parts:
         yield from _dataset_units(path, part, keys)
@@ -185,7 +185,7 @@ def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """`hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under that name, streamed; SPLIT is else train."""
     name, _, split = path[3:].partition("@")
     name, _, config = name.partition(":")
-    data = open_hub_dataset(path, name, config or None, split or "train", "`input`")
+    data = open_dataset(path, "`input`", (name, config or None, split or "train"))
     yield from _dataset_units(path, data, keys)
 
 

@@ -6,8 +6,9 @@ first of them says it, and what a kernel makes of it (blocks, where sequences be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from megalite.nn.attention.choose import TILED
@@ -39,8 +40,10 @@ def attention_by_sight(
     weights are dropped; None: nothing is."""
 
     def say() -> Visibility:
-        how: dict[str, Any] = {"window": window, "document_starts": document_starts, "documents": documents}
-        return Visibility.of_last(len(q), len(k), device=k.device, **how)
+        places, at = torch.arange(len(k), device=k.device), len(k) - len(q)  # the queries are the last tokens
+        return Visibility.of(
+            places[at:], places, window=window, document_starts=document_starts, documents=documents, at=at
+        )
 
     sight = say() if shared is None else shared.once((len(q), len(k), window), say)
     drop = None if dropped is None else core.weight_dropout(dropped, sight.queries, q, fused=name == FLEX)
