@@ -211,24 +211,24 @@ def main(argv: list[str]) -> None:
             summary = preprocess(
                 args.input, args.output_prefix, tokenizer, json_keys=keys, append_eod=args.append_eod, **more
             )
-    print(summary.totals.line())
-    if summary.totals.skipped:
-        count, reasons = summary.totals.skipped, summary.totals.reasons
+    print(summary.line())
+    if summary.skipped:
+        count, reasons = summary.skipped, summary.reasons
         print(f"left out {count:,} broken line{'s' * (count != 1)}{':' * bool(reasons)}")
         for reason in reasons:
             print(f"  {in_flags(reason.partition('; ')[0])}")
         if reasons and count > len(reasons):
             print(f"  and {count - len(reasons):,} more")
-    if summary.totals.roles:
-        named = ", ".join(repr(role[:40]) for role in sorted(summary.totals.roles)[:8])
+    if summary.roles:
+        named = ", ".join(repr(role[:40]) for role in sorted(summary.roles)[:8])
         print(
             f"note: other roles than system, user and assistant, of which the template decides what is learnt: {named}"
         )
-    if summary.totals.lost_calls:
-        count, of = summary.totals.lost_calls, summary.totals.documents
+    if summary.lost_calls:
+        count, of = summary.lost_calls, summary.documents
         print(f"note: conversations with tool_calls that the template leaves out: {count:,} of {of:,}")
-    if summary.totals.unanswered:
-        count, of = summary.totals.unanswered, summary.totals.documents
+    if summary.unanswered:
+        count, of = summary.unanswered, summary.documents
         print(
             f"note: conversations without an answer of the assistant, of which nothing is learnt: {count:,} of {of:,}"
         )

@@ -370,10 +370,10 @@ def tokenise_corpus(
     def write(folder: Path) -> None:
         logger.info("tokenising the %s part of %s with %s", split, corpus.name, tokenizer.describe())
         documents = list(corpus.documents(part, split))  # so it is known how much there is to do
-        totals = Totals(sum(map(utf8_length, documents)))
+        totals = Totals((str(folder / "text_document"),), sum(map(utf8_length, documents)))
         units = document_units(documents, cuts=tokenizer.splits_at_newline)
         with ProgressBar("tokenising", "B") as bar:
-            write_units(job, units, [str(folder / "text_document")], totals, on_progress=bar)
+            write_units(job, units, totals, on_progress=bar)
         (folder / "utf8_bytes").write_text(str(totals.size if totals.tokens else 0))
 
     def tokens() -> Path:

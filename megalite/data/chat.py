@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from megalite.data.file_chunks import (
 )
 from megalite.data.indexed import ANSWER, END, MARKS, IndexedDataset
 from megalite.data.kept_units import UnitTokens
-from megalite.data.preprocess import Summary, Totals, UnitJob, write_units
+from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.survey import check_answers, unanswered
 from megalite.data.tokenizer import Tokenizer, token_dtype
 from megalite.data.written_by import note_tokenizer
@@ -317,7 +317,7 @@ def preprocess_chat(
     workers: int = 1,
     skip_bad_lines: bool = False,
     on_progress: OnProgress = no_progress,
-) -> Summary:
+) -> Totals:
     """Tokenise conversations, lists of messages in field `key` of JSONL lines, into a pair of tokens and one of marks.
 
     Raises DataError where an input is missing or broken, or nothing in it gives a token.
@@ -329,13 +329,12 @@ def preprocess_chat(
                 'Hugging Face, Parquet too, ds.to_json("talks.jsonl") makes them'
             )
     job = ChatJob(tokenizer, (key,), append_eod=False, skip_bad_lines=skip_bad_lines, template=template)
-    totals = Totals(input_size(inputs))
     prefix = f"{output_prefix}_{key}_document"
+    totals = Totals((prefix, prefix + MARKS), input_size(inputs))
     units = (unit for path in inputs for unit in input_units(path, (key,)))
-    prefixes = (prefix, prefix + MARKS)
-    write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
+    write_units(job, units, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
     written = IndexedDataset(prefix, flag="`output_prefix`")
     check_answers(written, 0, len(written))
     totals.unanswered = unanswered(written)
     note_tokenizer(prefix, tokenizer)
-    return Summary((prefix,), totals)
+    return replace(totals, prefixes=(prefix,))

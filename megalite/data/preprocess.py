@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -37,10 +37,12 @@ BACKLOG = 4
 
 @dataclass
 class Totals:
-    """Counts: `done` of `size` input bytes (0: not known); of this process `text_bytes`, in `seconds` so far.
-    unanswered: conversations of which the loss counts nothing. lost_calls: those whose calls of tools the template
-    leaves out. reasons: why the first lines were left out. roles: of messages, beside the usual ones."""
+    """What was written, `prefixes`, and counts: `done` of `size` input bytes (0: not known); of this process
+    `text_bytes`, in `seconds` so far. unanswered: conversations of which the loss counts nothing. lost_calls: those
+    whose calls of tools the template leaves out. reasons: why the first lines were left out. roles: of messages, beside
+    the usual ones."""
 
+    prefixes: tuple[str, ...]
     size: int
     done: int = 0
     text_bytes: int = 0
@@ -67,14 +69,6 @@ class Totals:
         return f"{amount(self.done, 'B')}, {speed}/s of text, {self.counts()}"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Result of `preprocess`: the prefixes that it wrote, and the totals."""
-
-    prefixes: tuple[str, ...]
-    totals: Totals
-
-
 def preprocess(
     inputs: Sequence[str],
     output_prefix: str,
@@ -85,7 +79,7 @@ def preprocess(
     workers: int = 1,
     skip_bad_lines: bool = False,
     on_progress: OnProgress = no_progress,
-) -> Summary:
+) -> Totals:
     """Tokenise `inputs` into `PREFIX_KEY_document.bin/.idx` for every key.
 
     inputs: text, JSONL (plain, .gz, .zst) or parquet files, folders saved by `datasets`, or `hf:NAME`.
@@ -99,26 +93,24 @@ def preprocess(
             f"`append_eod`: {tokenizer.kind} has no end-of-document token; drop it or use another tokenizer"
         )
     job = UnitJob(tokenizer, tuple(json_keys), append_eod, skip_bad_lines)
-    totals = Totals(input_size(inputs))
-    prefixes = tuple(f"{output_prefix}_{key}_document" for key in json_keys)
+    totals = Totals(tuple(f"{output_prefix}_{key}_document" for key in json_keys), input_size(inputs))
     units = (unit for path in inputs for unit in input_units(path, json_keys))
-    write_units(job, units, prefixes, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
-    for prefix in prefixes:
+    write_units(job, units, totals, source=" ".join(inputs), workers=workers, on_progress=on_progress)
+    for prefix in totals.prefixes:
         note_tokenizer(prefix, tokenizer)
-    return Summary(prefixes, totals)
+    return totals
 
 
 def write_units(
     job: UnitJob,
     units: Iterator[InputUnit],
-    prefixes: Sequence[str],
     totals: Totals,
     *,
     source: str = "",
     workers: int = 1,
     on_progress: OnProgress = no_progress,
 ) -> None:
-    """Tokenise units into a pair for each of the job's fields, and count them in `totals`.
+    """Tokenise units into a pair for each of the job's columns, at `totals.prefixes`, and count them in `totals`.
 
     Continues after the units that an earlier call with the same arguments, which was killed, has kept.
 
@@ -126,11 +118,11 @@ def write_units(
     """
     with ExitStack() as stack:
         kept = stack.enter_context(
-            KeptUnits(prefixes, job.settings, skip_bad_lines=job.skip_bad_lines, advises=bool(source))
+            KeptUnits(totals.prefixes, job.settings, skip_bad_lines=job.skip_bad_lines, advises=bool(source))
         )
         writers = [
             stack.enter_context(IndexedWriter(prefix, dtype=dtype, partial=True, marked=job.marked and not i))
-            for i, (prefix, dtype) in enumerate(zip(prefixes, job.dtypes, strict=True))
+            for i, (prefix, dtype) in enumerate(zip(totals.prefixes, job.dtypes, strict=True))
         ]
         merge = _Merger(writers)
         for unit, result, written in _results(job, units, workers, kept, writers):
@@ -252,39 +244,35 @@ def _in_processes(job: UnitJob, units: Iterator[InputUnit], workers: int) -> Ite
     crew: list[_Worker] = []
     for _ in range(workers):
         crew.append(_Worker(context, job, [worker.pipe for worker in crew]))
+    tasks = enumerate(units)
     finished: dict[int, tuple[InputUnit, UnitTokens | DataError]] = {}
     sent = written = 0
-    exhausted = False
     try:
         while True:
+            for worker in crew:
+                if worker.task is None and sent - written < workers * BACKLOG and (task := next(tasks, None)):
+                    worker.send(task)
+                    sent += 1
+            busy = {worker.pipe: worker for worker in crew if worker.task is not None}
+            if not busy:
+                return
+            for pipe in wait(list(busy)):
+                number, unit, answer = busy[cast(Connection, pipe)].receive()
+                finished[number] = unit, answer
             while written in finished:
                 unit, answer = finished.pop(written)
                 if isinstance(answer, DataError):  # in its turn, so that the first broken line is the one that is named
                     raise answer
                 yield unit, answer
                 written += 1
-            for worker in crew:
-                while not exhausted and len(worker.queue) < 2 and sent - written < workers * BACKLOG:
-                    following = next(units, None)
-                    exhausted = following is None
-                    if following is not None:
-                        worker.send(sent, following)
-                        sent += 1
-            busy = [worker for worker in crew if worker.queue]
-            if not busy and not finished:
-                return
-            ready = set(wait([worker.pipe for worker in busy])) if busy else set()
-            for worker in busy:
-                if worker.pipe in ready:
-                    number, unit, answer = worker.receive()
-                    finished[number] = unit, answer
     finally:
         for worker in crew:
             worker.stop()
 
 
 class _Worker:
-    """One process and the units it has been given."""
+    """One process and the unit that it has, with its number. It never has two: while it sends a long answer it would
+    not read the second, and the parent, which sends that, not the answer."""
 
     def __init__(self, context: Any, job: UnitJob, others: Sequence[Connection]) -> None:
         """others: our ends of the pipes of those that were started before, which a fork copies."""
@@ -292,22 +280,23 @@ class _Worker:
         self.process = context.Process(target=_work, args=(theirs, job, [*others, self.pipe]), daemon=True)
         self.process.start()
         theirs.close()
-        self.queue: list[tuple[int, InputUnit]] = []
+        self.task: tuple[int, InputUnit] | None = None
 
-    def send(self, number: int, unit: InputUnit) -> None:
-        self.queue.append((number, unit))
+    def send(self, task: tuple[int, InputUnit]) -> None:
+        self.task = task
         try:
-            self.pipe.send(unit)
+            self.pipe.send(task[1])
         except OSError:
-            raise self._ended(unit) from None
+            raise self._ended(task[1]) from None
 
     def receive(self) -> tuple[int, InputUnit, UnitTokens | DataError]:
-        number, unit = self.queue.pop(0)
+        assert self.task is not None
+        (number, unit), self.task = self.task, None
         try:
-            kind, answer = self.pipe.recv()
+            answer: UnitTokens | str = self.pipe.recv()
         except (EOFError, OSError):
             raise self._ended(unit) from None
-        return number, unit, DataError(answer) if kind == "error" else answer
+        return number, unit, DataError(answer) if isinstance(answer, str) else answer
 
     def _ended(self, unit: InputUnit) -> RuntimeFailure:
         self.process.join(5)
@@ -325,7 +314,7 @@ class _Worker:
 
 
 def _work(pipe: Connection, job: UnitJob, theirs: Sequence[Connection]) -> None:
-    """Body of a worker process: units in, results out, until the pipe is closed.
+    """Body of a worker process: units in, tokens out, or what is wrong, until the pipe is closed.
 
     theirs: the parent's ends, closed here: while a worker held one, none would see that a killed parent is gone.
     """
@@ -335,8 +324,8 @@ def _work(pipe: Connection, job: UnitJob, theirs: Sequence[Connection]) -> None:
         while True:
             unit = pipe.recv()
             try:
-                pipe.send(("result", job.run(unit)))
+                pipe.send(job.run(unit))
             except DataError as error:
-                pipe.send(("error", str(error)))
+                pipe.send(str(error))
     except (EOFError, OSError, KeyboardInterrupt):
         return

@@ -262,7 +262,7 @@ def test_calls_that_the_template_leaves_out_are_counted(template: str, lost: int
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
     made = ChatTemplate(tokenizer, str(tmp_path / "tokenizer"))
-    assert preprocess_chat([str(file)], str(tmp_path / "out"), tokenizer, made).totals.lost_calls == lost
+    assert preprocess_chat([str(file)], str(tmp_path / "out"), tokenizer, made).lost_calls == lost
 
 
 WITH_CALLS = (

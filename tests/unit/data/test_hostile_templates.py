@@ -125,7 +125,7 @@ def test_lines_that_a_template_refuses_are_left_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"talks\.jsonl:2: the chat template refuses it \(it says no\)"):
         preprocess_chat([str(file)], str(tmp_path / "o"), tokenizer, template)
     summary = preprocess_chat([str(file)], str(tmp_path / "p"), tokenizer, template, skip_bad_lines=True)
-    assert len(IndexedDataset(summary.prefixes[0])) == 2 and summary.totals.skipped == 1
+    assert len(IndexedDataset(summary.prefixes[0])) == 2 and summary.skipped == 1
 
 
 def test_more_conversations_than_travel_together_and_large_ones() -> None:

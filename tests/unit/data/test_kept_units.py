@@ -134,7 +134,7 @@ def test_broken_lines_are_left_out_only_where_they_may_be(tmp_path: Path, monkey
     path.write_text('{"text": "fine"}\n' * 9 + "{broken\n" + '{"text": "fine"}\n' * 99)
     with pytest.raises(DataError, match=r"a.jsonl:10: not valid JSON"):
         preprocess([str(path)], out, ByteTokenizer())
-    assert preprocess([str(path)], out, ByteTokenizer(), skip_bad_lines=True).totals.documents == 108
+    assert preprocess([str(path)], out, ByteTokenizer(), skip_bad_lines=True).documents == 108
     (tmp_path / "one").mkdir()
     with pytest.raises(Killed):
         preprocess([str(path)], out, Mortal(tmp_path / "one", 12), skip_bad_lines=True)

@@ -44,11 +44,11 @@ def test_any_number_of_workers_writes_the_same_bytes(
     summary = preprocess([source, source], str(tmp_path / "out"), tokenizer, append_eod=True, workers=workers)
     assert summary.prefixes == (str(tmp_path / "out_text_document"),)
     data = IndexedDataset(summary.prefixes[0])
-    assert len(data) == summary.totals.documents == 2 * len(TEXTS)
+    assert len(data) == summary.documents == 2 * len(TEXTS)
     for number, text in enumerate(TEXTS + TEXTS):
         assert data.get(number).tolist() == [*tokenizer.encode(text), tokenizer.eod_id]
-    assert summary.totals.done == summary.totals.size == 2 * Path(source).stat().st_size
-    assert summary.totals.text_bytes == 2 * sum(len(text.encode()) for text in TEXTS)
+    assert summary.done == summary.size == 2 * Path(source).stat().st_size
+    assert summary.text_bytes == 2 * sum(len(text.encode()) for text in TEXTS)
 
 
 def test_empty_documents_are_written_as_megatron_does(tmp_path: Path) -> None:
@@ -107,6 +107,14 @@ def test_a_text_file_is_one_document_however_it_is_cut(tmp_path: Path, monkeypat
         assert data.get(1).tolist() == tokenizer.encode(text) + [tokenizer.eod_id] * eod
 
 
+def test_units_and_answers_that_fill_a_pipe_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """In a process of its own, which is given up: a worker that has two of them would hang."""
+    (tmp_path / "a.txt").write_text("some words of a line\n" * 200_000)
+    argv = [sys.executable, str(TOOLS / "preprocess_data.py"), "--input", "a.txt", "--output-prefix", "o", "--workers"]
+    subprocess.run([*argv, "2"], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    assert IndexedDataset(tmp_path / "o_text_document").num_tokens == (tmp_path / "a.txt").stat().st_size
+
+
 def test_pieces_are_cut_between_words_of_two_lines() -> None:
     text = "a\nb\n\nc \nd\n e\nf" * 30
     pieces = list(text_pieces(text, 10))
@@ -134,7 +142,7 @@ def test_broken_lines_are_named_or_left_out(workers: int, tmp_path: Path, monkey
         preprocess([str(path)], str(tmp_path / "out"), ByteTokenizer(), workers=workers)
     assert not list(tmp_path.glob("out*.bin")), "what was done is kept, but not under its name"
     summary = preprocess([str(path)], str(tmp_path / "out"), ByteTokenizer(), workers=workers, skip_bad_lines=True)
-    assert (summary.totals.skipped, summary.totals.documents) == (2, 27)
+    assert (summary.skipped, summary.documents) == (2, 27)
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
