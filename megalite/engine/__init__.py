@@ -20,7 +20,7 @@ Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_librar
 """
 
 from megalite.engine.expert_bias import ExpertBias
-from megalite.engine.forward import run_forwards
+from megalite.engine.forward import Given, run_forwards
 from megalite.engine.int8_base import quantize_base
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
 from megalite.engine.qk_clip import QueryKeyClip

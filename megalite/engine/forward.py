@@ -28,7 +28,7 @@ def run_forwards(
     """
     executor = Executor(rank, stages, program.placement, channel, Events())
     actions = program.actions_for_batch(rank, program.batch(0, last=True))
-    updates = list(executor.run(actions, _Given(microbatches)))
+    updates = list(executor.run(actions, Given(microbatches, torch.ones(()))))
     assert not updates, "a run without a backward changes no weights"
     if program.rounds is None or program.rounds.number == 1:
         executor.finish()
@@ -39,10 +39,12 @@ def run_forwards(
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A source of micro-batches that are all in memory."""
+class Given:
+    """A source of micro-batches that are all in memory. factor: of each loss, 0-dim. first: number of the first one."""
 
     microbatches: Sequence[StageInput]
+    factor: Tensor
+    first: int = 0
 
     def get(self, microbatch: int) -> tuple[StageInput, Tensor]:
-        return self.microbatches[microbatch], torch.ones(())
+        return self.microbatches[microbatch - self.first], self.factor

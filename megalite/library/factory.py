@@ -45,7 +45,12 @@ def module_of(name: str, *, seed: int, vocab_size: int, seq_length: int) -> nn.M
 def _factory(name: str) -> Callable[..., Any]:
     where, _, attribute = name.rpartition(":")
     try:
-        module = _file(Path(where)) if where.endswith(".py") else _package(where)
+        if where.endswith(".py"):
+            module = _file(Path(where))
+        else:
+            if os.getcwd() not in sys.path and "" not in sys.path:
+                sys.path.append(os.getcwd())
+            module = importlib.import_module(where)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever is wrong with somebody's file, and its sys.exit
@@ -57,13 +62,6 @@ def _factory(name: str) -> Callable[..., Any]:
         what = "has no function of that name" if found is None else f"{attribute} is no function that makes a module"
         raise ConfigError(f"`model_module`={name}: {where} {what}{near}")
     return found  # type: ignore[no-any-return]  # the user's
-
-
-def _package(name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
-    return importlib.import_module(name)
 
 
 def _file(path: Path) -> ModuleType:

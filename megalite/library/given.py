@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from megalite.comm import Axis, all_gather_json
-from megalite.errors import ConfigError, ScheduleError
+from megalite.errors import ConfigError, ScheduleError, spelled
 from megalite.inventory import recomputed_layers
 from megalite.library.traced_layer import BODY
 from megalite.schedule import SCHEDULES, find_schedule
@@ -20,6 +20,16 @@ FINE = 1e9
 """What all weights add up to: they are cut as whole operations."""
 TAKEN = "of_a_pipeline"
 """An attribute of layers and parameters that a pipeline has."""
+ARGUMENTS = {
+    "pipeline_schedule_file": "program",
+    "pipeline_schedule": "schedule",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "chunks",
+    "num_layers": "layers",
+    "num_distributed_optimizer_instances": "dp_replicate",
+    "global_batch_size": "the number of micro-batches",
+}
+"""Settings of rooms below -> what a Python program calls them."""
 
 
 def listed(layers: Any) -> Sequence[nn.Module]:
@@ -100,3 +110,8 @@ def take(layers: Sequence[nn.Module]) -> None:
     for layer in layers:
         for part in [layer, *layer.parameters()]:
             setattr(part, TAKEN, True)
+
+
+def in_arguments(text: str) -> str:
+    """A message of rooms below, with every setting by the name of its argument."""
+    return spelled(text, lambda name: ARGUMENTS.get(name, name))

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -216,7 +215,7 @@ class _SplitTurned(Function):
 def _split_product(
     layer: _WholeLinear, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, turned: bool = False
 ) -> Tensor:
-    plain = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
+    plain = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype  # torch's own rules hold
     if plain or (turned and layer.products.dtype != x.dtype):
         return product(x, weight, bias, turned=turned)
     if turned:
@@ -224,11 +223,8 @@ def _split_product(
     return _SplitLinear.apply(x, weight, bias, layer)
 
 
-@Uncompiled
-def _split_linear(module: nn.Linear, layer: _WholeLinear, x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type) or x.dtype != module.weight.dtype:  # torch's own rules hold
-        return F.linear(x, module.weight, module.bias)
-    return _SplitLinear.apply(x, module.weight, module.bias, layer)
+def _of_linear(linear: nn.Linear, product: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return product(x, linear.weight, linear.bias)
 
 
 def count_calls(layers: Iterable[nn.Module], calls: Counter[int]) -> list[RemovableHandle]:
@@ -242,17 +238,14 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
     that a micro-batch calls more than once."""
     Uncompiled.settle()  # the user's module may be compiled at any time
     owners = Counter(id(p) for module in stage.modules() for p in module.parameters(recurse=False))
+
+    def split(dtype: torch.dtype) -> Callable[..., Tensor]:
+        return partial(_split_product, _WholeLinear(queue, Products(product_dtype(dtype, device.type))))
+
     for module in stage.modules():
         if isinstance(module, Product):
             dtype = next(p.dtype for p in stage.parameters() if p.is_floating_point())
-            products = Products(product_dtype(dtype, device.type))
-            whole = _WholeLinear(queue, products)
-            module.forward = partial(_split_product, whole)  # type: ignore[method-assign]  # of this one module
-        elif (
-            type(module) is nn.Linear
-            and module.weight.requires_grad
-            and owners[id(module.weight)] == calls[id(module)] == 1
-        ):
-            products = Products(product_dtype(module.weight.dtype, device.type))
-            whole = _WholeLinear(queue, products)
-            module.forward = partial(_split_linear, module, whole)  # type: ignore[method-assign]  # of this one module, not of its class
+            module.forward = split(dtype)  # type: ignore[method-assign]  # of this one module, not of its class
+        elif type(module) is nn.Linear and module.weight.requires_grad:
+            if owners[id(module.weight)] == calls[id(module)] == 1:
+                module.forward = partial(_of_linear, module, split(module.weight.dtype))  # type: ignore[method-assign]

@@ -36,10 +36,10 @@ from megalite.engine import (
 )
 from megalite.errors import CheckpointError, ConfigError
 from megalite.library.checkpoint import STATE, collected, lacking_states, still_shards, write_weights
+from megalite.library.given import in_arguments
 from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.library.tensor_cut import whole as whole_tensor
-from megalite.library.words import in_arguments
 from megalite.optim import OPTIMIZERS, Delay, LossScaler
 from megalite.parallel.zero import ZeroOptions
 from megalite.schedule import NORM, SCHEDULES, STEP, Action
@@ -126,12 +126,7 @@ class ShardedOptimizer:
             device=pipeline.device,
         )
         self._state, self._waiting = self._weights.optimizer, list[Action]()
-        self.events = self._updater(0)
-        pipeline.optimizer = self
-
-    def _updater(self, version: int) -> Updater:
-        """Of weights that have seen `version` updates. An update whose gradient is not finite is passed over."""
-        return Updater(
+        self.events = Updater(  # an update whose gradient is not finite is passed over
             self._weights,
             policy=lambda update: Hyperparameters(
                 self.lr, self.weight_decay, self.clip_grad, loss_scale=1.0, iteration=update + 1, samples=0
@@ -140,10 +135,11 @@ class ShardedOptimizer:
             scaler=LossScaler(),
             nonfinite="skip",
             max_skipped=sys.maxsize,
-            version=version,
-            update_of=self._pipeline.update_of,
-            late=self._pipeline.device.type != "cpu",
+            version=0,
+            update_of=pipeline.update_of,
+            late=pipeline.device.type != "cpu",
         )
+        pipeline.own_weights(self)
 
     def _check_numbers(self) -> None:
         for name in ("lr", "weight_decay", "clip_grad"):
@@ -224,39 +220,33 @@ class ShardedOptimizer:
         Returns `meta`. Raises CheckpointError.
         """
         self._between_steps("load")
-        checkpointer = Checkpointer(path, world=self._pipeline.mesh.world)
+        pipe, delay = self._pipeline, self._weights.delay
+        checkpointer = Checkpointer(path, world=pipe.mesh.world)
         found = resolve_checkpoint(str(path), flag="load: ", advice="give what ShardedOptimizer.save wrote to")
         shards = [shard for shard in self._state.shards() if state or not shard.name.startswith(STATE)]
         manifest = read_manifest(found)
         progress = Meta(manifest.meta, str(found)).section(PROGRESS, {})
-        version = self._version_of(progress) if state else self.events.newest_version()
+        version = self.events.newest_version()
+        if state:
+            batches, microbatches = progress.integer("batches", 0), progress.integer("microbatches", 0)
+            version = microbatches if pipe.base_program.update_per_microbatch else batches
         older = [shard for shard in older_shards(self._weights, version) if state and shard.name in manifest.tensors]
         shards += [*self._still(), *older]
         try:
             meta = checkpointer.load(found, shards, cast=not state)
         except CheckpointError as error:  # on all ranks alike
-            lacks = lacking_states(found, shards, self._pipeline.mesh.world) if state else ""
+            lacks = lacking_states(found, shards, pipe.mesh.world) if state else ""
             raise CheckpointError(lacks or f"load: {in_arguments(error.text)}") from None
-        if state:
-            self._take_up(progress)
+        if state:  # counts on where the checkpoint ends
+            pipe.batches, pipe.microbatches = batches, microbatches
+            delay.begin(batches)
+            delay.learning_rate = progress.number("learning_rate", 0.0)
+            delay.weight_decay = progress.number("weight_decay", 0.0)
+            self.events.restart(version)
         self._state.after_load(version)
         complete_older(self._weights, version, {shard.name for shard in older})
         meta.pop(PROGRESS, None)
         return meta
-
-    def _version_of(self, progress: Meta) -> int:
-        """How many updates the weights of a checkpoint have seen."""
-        per_microbatch = self._pipeline.base_program.update_per_microbatch
-        return progress.integer("microbatches" if per_microbatch else "batches", 0)
-
-    def _take_up(self, progress: Meta) -> None:
-        """Counts on where a checkpoint ends."""
-        pipe, delay = self._pipeline, self._weights.delay
-        pipe.continue_from(progress.integer("batches", 0), progress.integer("microbatches", 0))
-        delay.begin(pipe.batches)
-        delay.learning_rate = progress.number("learning_rate", 0.0)
-        delay.weight_decay = progress.number("weight_decay", 0.0)
-        self.events = self._updater(self._version_of(progress))
 
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:

@@ -94,45 +94,33 @@ class Parts:
         own = [layer.to(self.device) for layer in own]
         self._taken |= {id(p) for layer in own for p in layer.parameters()}
         more = [self._version(own, items) for _ in range(versions - 1)]  # before their forwards are replaced
-        modules = [self._module(key, layers, loss, kind, queue, ranges) for layers in [own, *more]]
-        for module in modules:
-            module.trained = self.parameters(module)
+        first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
+        arrives = self.found[items.start - 1].boundary if items.start else self.given
+        leaves = self.found[items.stop - 1].boundary
+        begins = {0, *(begin for begin, _, again in ranges if again)}
+        copies = frozenset(begin for begin in begins if self.found[items.start + begin].writes)
+        modules = []
+        for layers in [own, *more]:
+            module = kind(layers, loss if last else None, arrives, leaves, items.start, copies=copies, ranges=ranges)
+            split_backwards(module, queue, self.device, self._calls)
+            module.trained = self._trained(module)
             if offloaded:
                 ActivationOffload(list(module.layers[:offloaded]), self._saved)
+            modules.append(module)
         self.held[key] = modules[0]
-        first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
-        spec, out_spec = modules[0].arrives.message, modules[0].leaves.message
         make = stage_type(program, key, self.stages, self.mover)
+        spec, out_spec = arrives.message, leaves.message
         self.stages.append(make(modules, queue, spec=spec, out_spec=out_spec, is_first=first, is_last=last))
         return self.stages[-1], modules
 
-    def parameters(self, module: StageModule) -> list[tuple[str, nn.Parameter]]:
-        """(Name, parameter) of what learns in a stage, each once. Tied ones come first, in an order that is the same on
-        all stages: their gradients are summed together."""
+    def _trained(self, module: StageModule) -> list[tuple[str, nn.Parameter]]:
+        """Tied ones come first, in an order that is the same on all stages: their gradients are summed together."""
         found = {id(p): p for layer in module.layers for p in layer.parameters() if p.requires_grad}
         named = [(self.names.of(parameter), parameter) for parameter in found.values()]
         return [
             *sorted((pair for pair in named if pair[0] in self.tied), key=lambda pair: pair[0]),
             *(pair for pair in named if pair[0] not in self.tied),
         ]
-
-    def _module(
-        self,
-        key: StageKey,
-        own: list[nn.Module],
-        loss: LossFunction,
-        kind: type[StageModule],
-        queue: WeightGradQueue,
-        ranges: Sequence[tuple[int, int, bool]],
-    ) -> StageModule:
-        items, last = self.cuts[key[0]], key[0] == self.placement.num_stages - 1
-        arrives = self.found[items.start - 1].boundary if items.start else self.given
-        leaves = self.found[items.stop - 1].boundary
-        begins = {0, *(begin for begin, _, again in ranges if again)}
-        copies = frozenset(begin for begin in begins if self.found[items.start + begin].writes)
-        module = kind(own, loss if last else None, arrives, leaves, items.start, copies=copies, ranges=ranges)
-        split_backwards(module, queue, self.device, self._calls)
-        return module
 
     @staticmethod
     def _one_each(layers: Sequence[nn.Module], copies: Sequence[nn.Module]) -> None:

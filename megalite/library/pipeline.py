@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megalite.comm import Channel, ParallelMesh, TensorSpec, all_reduce_
 from megalite.config import ParallelConfig
-from megalite.engine import BuiltStages, run_forwards
+from megalite.engine import BuiltStages, Given, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
-from megalite.gradient import GradSink
 from megalite.library.agreement import Agreement, seen
 from megalite.library.cutting import Boundary, Tensors
 from megalite.library.given import (
@@ -22,6 +21,7 @@ from megalite.library.given import (
     check_memory,
     check_schedule,
     check_values,
+    in_arguments,
     layer_ranges,
     listed,
     take,
@@ -32,10 +32,8 @@ from megalite.library.parts import Parts
 from megalite.library.sequences import Sequences
 from megalite.library.timing import clock_of, watched
 from megalite.library.traced_layer import together
-from megalite.library.words import in_arguments
 from megalite.parallel.pipeline import Events, ForwardOnly, PipelineTracer, SharedGradient, executor_of
 from megalite.schedule import (
-    Action,
     BatchRange,
     Program,
     StageKey,
@@ -46,22 +44,8 @@ from megalite.schedule import (
     validate,
 )
 
-
-class WeightOwner(Protocol):
-    """Who owns the weights of a pipeline: `ShardedOptimizer`."""
-
-    @property
-    def events(self) -> Events:
-        """What the executor asks: which weights are the newest; where the next gradient goes."""
-
-    def begin_batch(self) -> None:
-        """Gradients of the batch before are done with."""
-
-    def execute(self, action: Action) -> None:
-        """REDUCE, NORM or STEP of a stage, or a gather of its weights."""
-
-    def masters(self) -> AbstractContextManager[int]:
-        """Within the context, the weight version that is yielded has the masters' values."""
+if TYPE_CHECKING:
+    from megalite.library.optimizer import ShardedOptimizer
 
 
 class Pipeline:
@@ -140,12 +124,12 @@ class Pipeline:
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))
         self._channel = Channel(down, up, self.placement.neighbours)
-        self._broken, agreeing = "", (self.mesh.world, self.mesh.coordinate("dp"), self.device)
-        self._agreement = Agreement(*agreeing)
+        self._broken = ""
+        self._agreement = Agreement(self.mesh.world, self.mesh.coordinate("dp"), self.device)
         self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
-        parts = self.stages, self.placement, self._channel, _Events(self)
+        parts = self.stages, self.placement, self._channel, Events()
         self._executor = executor_of(program, self.mesh, *parts, synchronize=clock_of(self.device))
-        self.optimizer: WeightOwner | None = None
+        self.optimizer: ShardedOptimizer | None = None
         self._tracer: PipelineTracer | None = None
         take(layers)
 
@@ -198,9 +182,12 @@ class Pipeline:
         self._tracer = PipelineTracer(path, self._executor, self.mesh, 1)
 
     def parameters(self, key: StageKey) -> list[tuple[str, nn.Parameter]]:
-        """(Name, parameter) of what learns in a stage of this rank: `Parts.parameters`."""
-        module: Any = self.stages[key].modules[0]
-        return self.parts.parameters(module)
+        """(Name, parameter) of what learns in a stage of this rank."""
+        return [*self.parts.held[key].trained]
+
+    def own_weights(self, optimizer: ShardedOptimizer) -> None:
+        """From now on gradients go to `optimizer`, and the weights are its versions."""
+        self.optimizer, self._executor.events = optimizer, optimizer.events
 
     def program(self, microbatches: int) -> Program:
         """The validated program of a batch of so many micro-batches a replica. Raises ScheduleError."""
@@ -255,7 +242,7 @@ class Pipeline:
         together = 1 if program.update_per_microbatch else len(micro_batches)
         known, factor = [*micro_batches, *announced], 1.0 / (together * self._replicas)
         samples = [self._sample(pair) for pair in known]
-        source = _Samples(samples, self.microbatches, torch.full((), factor, dtype=torch.float64, device=self.device))
+        source = Given(samples, torch.full((), factor, dtype=torch.float64, device=self.device), self.microbatches)
         with self._whole(), watched(self._executor, self._tracer, program, batch):
             for action in self._executor.run(program.actions_for_batch(self.mesh.coordinate("pp"), batch), source):
                 if self.optimizer is not None:
@@ -282,10 +269,6 @@ class Pipeline:
         self._agreement.settle()
         if not self.drained:
             raise ConfigError(f"{what}: the next batch has begun; give the step before it no 'following'")
-
-    def continue_from(self, batches: int, microbatches: int) -> None:
-        """The next batch follows on so many, which another process has trained on."""
-        self.batches, self.microbatches = batches, microbatches
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[tuple[Any, Any]]) -> Tensor:
@@ -369,27 +352,3 @@ class Pipeline:
             for parameter in copies:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             self.shared.start_sum([parameter.grad for parameter in copies if parameter.grad is not None]).wait()
-
-
-class _Samples:
-    """A batch for the executor, and the one after it if that is begun. factor: of each micro-batch's loss, 0-dim."""
-
-    def __init__(self, given: Sequence[Sample], first: int, factor: Tensor) -> None:
-        self._given, self._first, self._factor = given, first, factor
-
-    def get(self, microbatch: int) -> tuple[Sample, Tensor]:
-        return self._given[microbatch - self._first], self._factor
-
-
-class _Events(Events):
-    """Those of the pipeline's optimizer, once it has one."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    def newest_version(self) -> int:
-        return 0 if self._pipeline.optimizer is None else self._pipeline.optimizer.events.newest_version()
-
-    def before_backward(self, stage: StageKey, microbatch: int, *, last: Mapping[GradSink, int] | bool) -> None:
-        if self._pipeline.optimizer is not None:
-            self._pipeline.optimizer.events.before_backward(stage, microbatch, last=last)

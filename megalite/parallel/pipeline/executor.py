@@ -88,7 +88,7 @@ class Executor:
     stages: this rank's stages by (stage, replica).
     synchronize: called before clocks are read while tracing, so that a GPU's stream has caught up; None on the CPU.
 
-    A profiler may set `mark`: each action then runs inside `mark(action.words)`.
+    A profiler may set `mark`: each action then runs inside `mark(action.words)`. `events` may change between batches.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Executor:
         self.mark: Callable[[str], AbstractContextManager[object]] | None = None
         self._no_mark = nullcontext()
         self.channel = channel
-        self._events = events
+        self.events = events
         self._synchronize = synchronize
         self._arrival = 0.0
         # Kept between actions and batches: messages and tensors by (F or B, stage, replica, micro-batch).
@@ -138,7 +138,7 @@ class Executor:
                     last: Mapping[GradSink, int] | bool = part is action and _reduces_next(actions, index)
                     if last and part.kind == BACKWARD_WEIGHT:
                         last = self.stages[part.stage_key].postponed(part.microbatch)
-                    self._events.before_backward(part.stage_key, part.microbatch, last=last)
+                    self.events.before_backward(part.stage_key, part.microbatch, last=last)
                 start = self._clock()
                 with self._no_mark if self.mark is None else self.mark(part.words):
                     if (handler := self._handlers.get(part.kind)) is not None:
@@ -174,7 +174,7 @@ class Executor:
     def _forward(self, action: Action, source: MicrobatchSource) -> None:
         stage = self.stages[action.stage_key]
         microbatch, factor = self._microbatch(action, source)
-        version = action.version if action.version != NONE else self._events.newest_version()
+        version = action.version if action.version != NONE else self.events.newest_version()
         x = None if stage.is_first else self._take("F", action)
         out = stage.forward(action.microbatch, x, microbatch, factor, version=version)
         if stage.is_last:
