@@ -40,3 +40,4 @@ from megalite.library.ranks import run
 from megalite.library.sequences import Sequences
 from megalite.library.timing import LayerTime, time_layers
 from megalite.library.traced_layer import TracedLayer, draws, layers_from_module, layers_over
+from megalite.library.tracing import without_values

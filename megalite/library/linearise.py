@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from megalite.errors import ConfigError
 from megalite.library.tensor_cut import TensorCut
-from megalite.library.tracing import Traced
+from megalite.library.tracing import Traced, is_random
 
 MOST_TENSORS = 8
 """A boundary never has more."""
@@ -63,7 +63,8 @@ def linearise(traced: Traced, cut: TensorCut) -> Line:
         and all(ends_at.get(roots[value], -1) <= order[chain[i]] for value in values)
         for i, values in enumerate(crossing)
     ]
-    weight = [sum(_numel(traced.states[arg][1]) for arg in _states_of(node, traced)) for node in chain]
+    numel = {node: t.numel() for node, (_, t) in traced.states.items() if isinstance(t, torch.nn.Parameter)}
+    weight = [sum(numel.get(arg, 0) for arg in node.all_input_nodes) for node in chain]
     total = [0, *accumulate(weight)]
 
     def split(begin: int, end: int, most: int) -> list[int]:
@@ -102,14 +103,6 @@ def _with_parameters(ends: Sequence[int], total: Sequence[int]) -> list[int]:
     return kept or [ends[-1]]
 
 
-def _numel(tensor: Tensor) -> int:
-    return tensor.numel() if isinstance(tensor, torch.nn.Parameter) else 0
-
-
-def _states_of(node: fx.Node, traced: Traced) -> list[fx.Node]:
-    return [arg for arg in node.all_input_nodes if arg in traced.states]
-
-
 def _storages(traced: Traced) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
     """(Of each value the one whose memory it is a view of, of each memory the last operation that writes it)."""
     roots: dict[fx.Node, fx.Node] = {}
@@ -129,37 +122,23 @@ def _storages(traced: Traced) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.
                 roots[node] = roots[value]
                 if argument.alias_info.is_write:
                     written[roots[value]] = node
-        for value in _written_otherwise(node):
-            written[roots[value]] = node
+        if "norm" in str(node.target) and "running_mean" in str(schema):  # which batch norm's does not declare
+            written |= {roots[value]: node for value in node.args[3:5] if isinstance(value, fx.Node)}
     return roots, written
-
-
-def _written_otherwise(node: fx.Node) -> list[fx.Node]:
-    """Running statistics, which batch norm's schema does not declare as written."""
-    if "norm" not in str(node.target) or "running_mean" not in str(getattr(node.target, "_schema", "")):
-        return []
-    return [value for value in node.args[3:5] if isinstance(value, fx.Node)]
 
 
 def _everywhere(traced: Traced, roots: dict[fx.Node, fx.Node], written: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most."""
-    free: set[fx.Node] = set()
-    for node, (_, tensor) in traced.states.items():
-        if not isinstance(tensor, torch.nn.Parameter) and node not in written:
-            free.add(node)
-    free |= {node for node in traced.inputs if not _value(node).is_floating_point()}
+    states = {node for node, (_, t) in traced.states.items() if not isinstance(t, torch.nn.Parameter)}
+    free = states - written.keys() | {node for node in traced.inputs if not _value(node).is_floating_point()}
     found: set[fx.Node] = set()
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             found.add(node)
-        elif node.op == "call_function" and not _is_random(node) and roots[node] not in written:
+        elif node.op == "call_function" and not is_random(node) and roots[node] not in written:
             if all(arg in free or arg in found for arg in node.all_input_nodes):
                 found.add(node)
     return found
-
-
-def _is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _value(node: fx.Node) -> Any:

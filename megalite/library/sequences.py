@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 from megalite.comm import ContextAxes
 from megalite.errors import ConfigError
 from megalite.library.tables import worked_out
-from megalite.library.tensor_check import VIEWS, Views, arguments, cut_dim, name_of, reduced, shape_of, where
+from megalite.library.tensor_check import VIEWS, Views, cut_dim, name_of, reduced, shape_of, where
 from megalite.library.tensor_cut import has_no_values
-from megalite.library.tracing import Traced
+from megalite.library.tracing import Traced, arguments, is_random
 from megalite.microbatch import Microbatch
 from megalite.nn import AttentionCore, context_attention
 from megalite.parallel.context import SequenceCut, sequence_order
@@ -244,8 +244,7 @@ def _fixed(traced: Traced) -> set[fx.Node]:
     """Operations that depend on no input and on no parameter."""
     found = {node for node, (_, tensor) in traced.states.items() if not isinstance(tensor, nn.Parameter)}
     for node in traced.graph.nodes:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if node.op == "get_attr" or node.op == "call_function" and not random:
+        if node.op == "get_attr" or node.op == "call_function" and not is_random(node):
             if all(arg in found for arg in node.all_input_nodes):
                 found.add(node)
     return found

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from megalite.errors import ConfigError
-from megalite.library.tracing import Traced
+from megalite.library.tracing import Traced, is_random, with_devices
 
 EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
 #: Operations that hand ids on as they are.
@@ -78,13 +78,13 @@ def worked_out(node: fx.Node, traced: Traced, most: int) -> Tensor | None:
             return None if isinstance(tensor, torch.nn.Parameter) or tensor.is_meta else tensor.cpu()
         if node.op == "get_attr":
             return getattr(traced.root, str(node.target))
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if node.op != "call_function" or is_random(node):
             return None
         given = [of(each) for each in node.all_input_nodes]
         if any(value is None for value in given):
             return None
         put = fx.node.map_aggregate((node.args, node.kwargs), lambda a: of(a) if isinstance(a, fx.Node) else a)
-        args, kwargs = fx.node.map_aggregate(put, lambda a: torch.device("cpu") if isinstance(a, torch.device) else a)
+        args, kwargs = with_devices(put, torch.device("cpu"))
         operation: Any = node.target
         return operation(*args, **kwargs)
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from megalite.errors import ConfigError
 from megalite.library.tensor_cut import ROW, TensorCut
-from megalite.library.tracing import Traced
+from megalite.library.tracing import Traced, arguments
 
 ALL_OF_IT = ("mean", "sum", "var", "std", "norm", "max", "min", "amax", "amin", "prod", "logsumexp", "argmax", "argmin")
 """Operations that without a dimension reduce over all of them."""
@@ -124,15 +124,6 @@ def reduced(node: fx.Node, other: fx.Node) -> Iterator[tuple[list[int], fx.Node,
         yield [dim for dim in dims if isinstance(dim, int)] or list(range(rank)), *first
     elif name in ALL_OF_IT and len(pairs) == 1:
         yield list(range(rank)), *first
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """By the names of the operation's schema."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return dict(node.kwargs)
-    missing = {argument.name: argument.default_value for argument in schema.arguments if argument.name == "dim"}
-    return missing | dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
 
 
 def name_of(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from megalite.library.sequences import Sequences, follow_sequences, without_mask
 from megalite.library.tables import check_tables, lookups
 from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
-from megalite.library.tracing import Traced, trace
+from megalite.library.tracing import Traced, arguments, is_random, trace, with_devices
 from megalite.microbatch import Microbatch
 
 LINEAR, ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
@@ -258,8 +258,7 @@ def _extract(
                 continue
             made = copies[node] = graph.node_copy(node, lambda old, read=read: read[old])  # type: ignore[misc]  # lambda
             made.meta = {}
-            made.args = fx.node.map_aggregate(made.args, lambda a: device if isinstance(a, torch.device) else a)
-            made.kwargs = fx.node.map_aggregate(made.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+            made.args, made.kwargs = with_devices((made.args, made.kwargs), device)
             if any(arg.op == "get_attr" and arg.target in wants_device for arg in node.all_input_nodes):
                 made.args = (*made.args, device)
             _follow_mode(graph, made, training)
@@ -287,8 +286,7 @@ def _takes_device(region: nn.Module) -> bool:
         device = region.graph.placeholder("device")
     for node in region.graph.nodes:
         if node.op == "call_function":
-            node.args = fx.node.map_aggregate(node.args, lambda a: device if isinstance(a, torch.device) else a)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+            node.args, node.kwargs = with_devices((node.args, node.kwargs), device)
     region.recompile()
     return True
 
@@ -327,10 +325,7 @@ def draws(layer: nn.Module) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    given = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
-    chance = given.get("dropout_p", given.get("p", 0.0))  # of bernoulli, too
-    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return bool(chance) if "dropout" in str(node.target) or "dropout_p" in given else tagged
+    given = arguments(node)
+    if "dropout" in str(node.target) or "dropout_p" in given:
+        return bool(given.get("dropout_p", given.get("p", 0.0)))
+    return is_random(node)  # bernoulli, too

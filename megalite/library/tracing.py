@@ -68,10 +68,10 @@ def trace(module: nn.Module, example: tuple[Tensor, ...], cuts: Mapping[str, Cut
         state = [
             torch.empty(cuts[name].traced_as, dtype=tensor.dtype, device=home, requires_grad=tensor.requires_grad)
             if name in cuts
-            else _like(tensor, home)
+            else without_values(tensor, home)
             for name, tensor in own.items()
         ]
-        inputs = tuple(_like(tensor, home) for tensor in example)
+        inputs = tuple(without_values(tensor, home) for tensor in example)
     try:
         with _quietly(), _without_cache(module):
             program = torch.export.export(_Called(module, list(own)), (state, inputs), strict=False)
@@ -98,7 +98,27 @@ def trace(module: nn.Module, example: tuple[Tensor, ...], cuts: Mapping[str, Cut
     return Traced(graph, states, arguments[len(lifted) + len(own) :], result, program.graph_module)
 
 
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
+def is_random(node: fx.Node) -> bool:
+    """Whether an operation draws from torch's generators."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """By the names of the operation's schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return dict(node.kwargs)
+    missing = {argument.name: argument.default_value for argument in schema.arguments if argument.name == "dim"}
+    return missing | dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+
+
+def with_devices(values: Any, device: Any) -> Any:
+    """Nested arguments with `device` in place of each device."""
+    return fx.node.map_aggregate(values, lambda a: device if isinstance(a, torch.device) else a)
+
+
+def without_values(tensor: Tensor, device: torch.device) -> Tensor:
+    """One like it, and without the weak reference that a fake copy of it would leave."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from megalite.config import Config
 from megalite.inventory import MemoryPlan
-from megalite.library import Boundary, Parts, TracedLayer
+from megalite.library import Boundary, Parts, TracedLayer, without_values
 from megalite.planner import RankMemory, StageActivations, StateBytes, foreign_memory, named_state_bytes
 from megalite.schedule import Program
 from megalite.train.foreign import ForeignModel
@@ -85,7 +85,7 @@ def saved_bytes(
         states, most = [], 0
         for layer in (parts.layers[index] for index in items):
             tensors = [*layer.named_parameters(), *layer.named_buffers()]
-            state = {name: _like(tensor, device) for name, tensor in tensors}
+            state = {name: without_values(tensor, device) for name, tensor in tensors}
             kept |= {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in state.values()}
             states.append(state)
         weights = len(kept)
@@ -115,9 +115,3 @@ def _note(kept: dict[int, torch.UntypedStorage], tensor: Tensor) -> Tensor:
 
 def _bytes(storages: Iterable[torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages)
-
-
-def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Without its values, and without the weak reference that a fake copy of it would leave."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad)
