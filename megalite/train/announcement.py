@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch
 
 from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config
 from megalite.errors import ConfigError
-from megalite.inventory import MemoryPlan, stage_layer_ranges
+from megalite.inventory import stage_layer_ranges
 from megalite.nn import NARROWEST_HEAD, use_newer_kernel
 from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.parallel.tensor import check_float8
-from megalite.planner import RankMemory, foreign_rows, format_table, startup_rows
+from megalite.planner import foreign_rows, format_table, startup_rows
 from megalite.schedule import Program, division_text
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
-from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import check_memory
+from megalite.train.planned import PlannedRun
 
 logger = logging.getLogger(__name__)
 
@@ -40,63 +39,44 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
     return found
 
 
-def announce(
-    config: Config,
-    world: World,
-    axis: Axis,
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan,
-    foreign: ForeignModel | None,
-) -> None:
+def announce(run: PlannedRun, world: World, axis: Axis) -> None:
     """Prints the table and what is slow here; refuses what cannot fit. Collective over `axis`, all ranks. Raises
     ConfigError."""
-    on_cpu = world.device.type == "cpu"
-    memory = None if foreign is None else memory_of(config, world.size, program, foreign, plan, on_cpu=on_cpu)
     if world.is_first:
-        device = "CPU" if on_cpu else torch.cuda.get_device_name(world.device)
-        table = format_table(rows_of(config, world.size, program, cuts, plan, foreign, memory, device))
+        table = format_table(rows_of(run, "CPU" if run.on_cpu else torch.cuda.get_device_name(world.device)))
         logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
-        for line in device_advice(config, world.device):
+        for line in device_advice(run.config, world.device):
             logger.warning(line)
-    check_float8(config, world.device)
-    use_newer_kernel(world.device, parameter_dtype(config))
-    check_memory(config, world, axis, program, cuts, plan, memory)
+    check_float8(run.config, world.device)
+    use_newer_kernel(world.device, parameter_dtype(run.config))
+    check_memory(run, world, axis)
 
 
 def make_tracer(
-    path: str | None, config: Config, program: Program, executor: Executor, mesh: ParallelMesh, train_iters: int
+    config: Config, program: Program, executor: Executor, mesh: ParallelMesh, train_iters: int
 ) -> PipelineTracer | None:
     """What draws the timeline of the pipeline, if it is asked for."""
-    if path is None:
+    if (path := config.logging.trace_pipeline) is None:
         return None
     known = not config.model.is_foreign and program.num_stages > 1
     division = division_text(stage_layer_ranges(config, program), program.placement) if known else ""
     return PipelineTracer(path, executor, mesh, train_iters, division)
 
 
-def rows_of(
-    config: Config,
-    world_size: int,
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan,
-    foreign: ForeignModel | None,
-    memory: Sequence[RankMemory] | None = None,
-    device: str = "CPU",
-) -> list[tuple[str, str]]:
-    """The rows of the table."""
-    if foreign is None:
-        return startup_rows(config, world_size, program=program, cuts=cuts, plan=plan, device=device)
-    every = range(len(cuts))
+def rows_of(run: PlannedRun, device: str) -> list[tuple[str, str]]:
+    """The rows of the table. device: what the ranks run on, as text."""
+    if run.foreign is None:
+        program, cuts, plan = run.program, run.cuts, run.plan
+        return startup_rows(run.config, run.world_size, program=program, cuts=cuts, plan=plan, device=device)
+    every = range(len(run.cuts))
     return foreign_rows(
-        config,
-        world_size,
-        layers=[len(items) for items in cuts],
-        parameters=foreign.count(every),
-        by_stage=[foreign.count([stage]) for stage in every],
-        flops_per_sample=foreign.flops_per_sample,
-        memory=memory or (),
+        run.config,
+        run.world_size,
+        layers=[len(items) for items in run.cuts],
+        parameters=run.foreign.count(every),
+        by_stage=[run.foreign.count([stage]) for stage in every],
+        flops_per_sample=run.foreign.flops_per_sample,
+        memory=run.memory or (),
         device=device,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,6 @@ from megalite.config import (
 )
 from megalite.data import Dataset, Datasets, Tokenizer, build_datasets, is_indexed
 from megalite.errors import CheckpointError, ConfigError
-from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.launch import check_devices
 from megalite.observe import RUN_FILES
 from megalite.planner import (
@@ -46,9 +45,9 @@ from megalite.stores import Place
 from megalite.train.announcement import rows_of
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
-from megalite.train.foreign_memory import memory_of
 from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
+from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 from megalite.train.run_data import cache_of, changed_data, resolve_tokenizer, warn_of_talks
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
@@ -98,17 +97,16 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         programs.prove(world_size, Axis.single("world"))
     program = programs.full(world_size)
     foreign = look_at_module(config, program) if config.model.is_foreign else None
-    cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
+    planned = PlannedRun.of(config, world_size, program, plan, foreign, on_cpu=True)
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     device_name = torch.cuda.get_device_name() if here and not on_cpu else ""
     if here:
         check_devices(config.parallel, config.parallel.nprocs or 1)
-        check_local_memory(config, world_size, program, cuts, plan, foreign)
+        check_local_memory(planned)
         config, notes = check_start(config, world_size, tokenizer)
     notes += [f" warning: {line}" for line in missing_trackers(config)]
-    memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=True)
-    table = rows_of(config, world_size, program, cuts, plan, foreign, memory, "CPU" if on_cpu else "GPU")
+    table = rows_of(replace(planned, config=config), "CPU" if on_cpu else "GPU")
     table += [
         ("time", time_text(config, world_size, device_name, here=here)),
         ("tokenizer", tokenizer_text(config, tokenizer)),
@@ -225,22 +223,14 @@ def _unconnected(name: str, size: int) -> Axis:
     return Axis(name, size, 0, tuple(range(size)))
 
 
-def check_local_memory(
-    config: Config,
-    world_size: int,
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan,
-    foreign: ForeignModel | None,
-) -> None:
+def check_local_memory(run: PlannedRun) -> None:
     """What `check_memory` asks, of ranks that would all start on this host. Raises HostTooSmall."""
     gpus = torch.cuda.device_count()
-    on_cpu = config.parallel.hardware.device == "cpu" or gpus == 0
-    devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(world_size)]
+    on_cpu = run.config.parallel.hardware.device == "cpu" or gpus == 0
+    devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(run.world_size)]
     pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
-    memory = None if foreign is None else memory_of(config, world_size, program, foreign, plan, on_cpu=on_cpu)
-    problem = judge(config, pools, program, cuts, plan, on_cpu=on_cpu, memory=memory)
-    if problem:
+    run = run if on_cpu else PlannedRun.of(run.config, run.world_size, run.program, run.plan, run.foreign, on_cpu=False)
+    if problem := judge(run, pools):
         raise HostTooSmall(problem)
 
 

@@ -23,7 +23,7 @@ from megalite.host_memory import Pool, host_pools, machine_id
 from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
 from megalite.planner import RankMemory, pipeline_memory, program_of, shared_memory_bytes, with_weight_chunks
 from megalite.progress import in_units
-from megalite.schedule import Program
+from megalite.train.planned import PlannedRun
 
 logger = logging.getLogger(__name__)
 
@@ -37,26 +37,16 @@ Pools = Sequence[tuple[Pool, bool]]
 """Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host)."""
 
 
-def check_memory(
-    config: Config,
-    world: World,
-    axis: Axis,
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan,
-    memory: Sequence[RankMemory] | None = None,
-) -> None:
-    """Raises ConfigError, on all ranks, where a run cannot fit; warns where it hardly does. Collective.
-
-    config: with its vocabulary resolved. axis: all ranks. memory: of a model that is not ours, as `judge` takes it.
-    """
+def check_memory(run: PlannedRun, world: World, axis: Axis) -> None:
+    """Raises ConfigError, on all ranks, where a run cannot fit; warns where it hardly does. Collective over `axis`, all
+    ranks."""
     world.report_phase("start-up: memory")
     mine = [[vars(pool), on_device] for pool, on_device in pools_of(world.device, world.rank)]
     rows = all_gather_json(mine, axis)
     problem = None
     if axis.is_first:
         pools = [[(Pool(**values), bool(on_device)) for values, on_device in row] for row in rows]
-        problem = judge(config, pools, program, cuts, plan, on_cpu=world.device.type == "cpu", memory=memory)
+        problem = judge(run, pools)
     problem = all_gather_json(problem, axis)[0]
     if problem:
         raise ConfigError(problem)
@@ -65,15 +55,13 @@ def check_memory(
 def pools_of(device: torch.device, rank: int) -> Pools:
     """What a rank on that device draws from."""
     on_cpu = device.type == "cpu"
-    host = [(pool, on_cpu) for pool in host_pools(rank if on_cpu else None)]
-    return host + ([] if on_cpu else [(gpu_pool(device), True)])
-
-
-def gpu_pool(device: torch.device) -> Pool:
-    """The memory of a GPU of this host; asking makes a context on it."""
-    free, total = torch.cuda.mem_get_info(device)
-    name = f"{torch.cuda.get_device_name(device)} {device.index} of host {socket.gethostname()}"
-    return Pool(f"{machine_id()} GPU {torch.cuda.get_device_properties(device).uuid}", name, free, total)
+    pools = [(pool, on_cpu) for pool in host_pools(rank if on_cpu else None)]
+    if not on_cpu:  # asking makes a context on it
+        free, total = torch.cuda.mem_get_info(device)
+        name = f"{torch.cuda.get_device_name(device)} {device.index} of host {socket.gethostname()}"
+        uuid = torch.cuda.get_device_properties(device).uuid
+        pools.append((Pool(f"{machine_id()} GPU {uuid}", name, free, total), True))
+    return pools
 
 
 @dataclass(frozen=True)
@@ -84,30 +72,19 @@ class Demand:
     least: float
 
 
-def judge(
-    config: Config,
-    ranks: Sequence[Pools],
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan,
-    *,
-    on_cpu: bool,
-    memory: Sequence[RankMemory] | None = None,
-) -> str | None:
-    """The refusal of a run whose rank r draws from `ranks[r]`, None where it may fit; logs the warning.
-
-    memory: at each pipeline coordinate, of a model that is not ours; what surely lasts are its states.
-    """
+def judge(run: PlannedRun, ranks: Sequence[Pools]) -> str | None:
+    """The refusal of a run whose rank r draws from `ranks[r]`, None where it may fit; logs the warning. Of a model that
+    is not ours, what surely lasts are its states."""
     pools: dict[str, Pool] = {}
     for row in ranks:
         for pool, _ in row:
             known = pools.get(pool.key)
             pools[pool.key] = pool if known is None or pool.free > known.free else known
-    demands = demands_of(config, ranks, program, cuts, plan, on_cpu=on_cpu, memory=memory)
+    demands = demands_of(run, ranks)
     ratio = {key: demand.least / max(1.0, pools[key].free + pools[key].swap) for key, demand in demands.items()}
     doubt = {key: demand.predicted / max(1.0, pools[key].free) for key, demand in demands.items()}
     tightest = max(demands, key=lambda key: (ratio[key], doubt[key]), default=None)
-    if tightest is None or config.parallel.hardware.ignore_memory_estimate:
+    if tightest is None or run.config.parallel.hardware.ignore_memory_estimate:
         return None
     if ratio[tightest] <= 1:
         tightest = max(doubt, key=lambda key: doubt[key])
@@ -116,33 +93,24 @@ def judge(
         return None
     remedies = [
         f"{flag} ({in_units(demand, 'B')})"
-        for flag, demand in (_remedies(config, plan, ranks, tightest, on_cpu=on_cpu) if memory is None else ())
+        for flag, demand in (_remedies(run, ranks, tightest) if run.foreign is None else ())
         if demand < 0.95 * demands[tightest].predicted
     ]
     helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
-    if config.training.skip_train:
+    if run.config.training.skip_train:
         helps = "use more ranks of `tensor_model_parallel_size` or `pipeline_model_parallel_size` on more hosts, or"
     return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} continue by `ignore_memory_estimate`"
 
 
-def demands_of(
-    config: Config,
-    ranks: Sequence[Pools],
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan,
-    *,
-    on_cpu: bool,
-    memory: Sequence[RankMemory] | None = None,
-) -> dict[str, Demand]:
+def demands_of(run: PlannedRun, ranks: Sequence[Pools]) -> dict[str, Demand]:
     """Pool -> what its ranks need."""
-    world = len(ranks)
-    memory = memory or pipeline_memory(config, world, program, cuts, plan, on_cpu=on_cpu)
+    config, world, on_cpu = run.config, run.world_size, run.on_cpu
+    memory = run.memory or pipeline_memory(config, world, run.program, run.cuts, run.plan, on_cpu=on_cpu)
     # What ranks of a host exchange messages through is one for all, and counted in each.
     again = shared_memory_bytes(config, on_cpu, of_others=True)
     drawn: dict[str, list[tuple[float, float, float]]] = {}
     for rank, row in enumerate(ranks):
-        mine = memory[rank * program.num_ranks // world]
+        mine = memory[rank * run.program.num_ranks // world]
         for pool, on_device in row:
             amounts = _amounts(config, mine, again, on_cpu=on_cpu) if on_device else (mine.host, mine.host, 0.0)
             if on_device and on_cpu:
@@ -182,22 +150,20 @@ def _need(demand: Demand, pool: Pool, ranks: Sequence[Pools]) -> str:
     )
 
 
-def _remedies(
-    config: Config, plan: MemoryPlan, ranks: Sequence[Pools], key: str, *, on_cpu: bool
-) -> Iterator[tuple[str, float]]:
+def _remedies(run: PlannedRun, ranks: Sequence[Pools], key: str) -> Iterator[tuple[str, float]]:
     """Legal changes of one flag, and what the ranks of that pool would need with it."""
-    world = len(ranks)
-    for flag, changed in _changes(config, plan, world):
-        long = changed.num_microbatches(world) > PRICED_MICROBATCHES and changed.parallel != config.parallel
+    world = run.world_size
+    for flag, changed in _changes(run.config, run.plan, world):
+        long = changed.num_microbatches(world) > PRICED_MICROBATCHES and changed.parallel != run.config.parallel
         if long or config_problems(changed, world):
             continue
         try:
             cuts = stage_layer_ranges(changed, program_of(changed, world))
-            changed_plan = with_weight_chunks(changed, world, cuts, given_plan(changed))
-            program = program_of(changed, world, changed_plan)
+            plan = with_weight_chunks(changed, world, cuts, given_plan(changed))
+            program = program_of(changed, world, plan)
         except ScheduleError:
             continue
-        yield flag, demands_of(changed, ranks, program, cuts, changed_plan, on_cpu=on_cpu)[key].predicted
+        yield flag, demands_of(PlannedRun(changed, world, program, plan, cuts, run.on_cpu), ranks)[key].predicted
 
 
 def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str, Config]]:
@@ -224,15 +190,14 @@ def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str
         }
         for name, size in sizes.items():
             yield f"`{name}`={2 * size}", with_parallel(**{name: 2 * size})
-    if not plan.fraction:
-        offload = replace(config.optimizer.offload, optimizer_cpu_offload=True)
-        yield "`optimizer_cpu_offload`", replace(config, optimizer=replace(config.optimizer, offload=offload))
-    if not plan.hosts_params:
-        offload = replace(config.optimizer.offload, param_offload="cpu")
-        yield "`param_offload`=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
-    if config.optimizer.offload.embedding_offload is None:
-        offload = replace(config.optimizer.offload, embedding_offload="cpu")
-        yield "`embedding_offload`=cpu", replace(config, optimizer=replace(config.optimizer, offload=offload))
+    offload = config.optimizer.offload
+    for is_there, flag, offloads in (
+        (bool(plan.fraction), "`optimizer_cpu_offload`", replace(offload, optimizer_cpu_offload=True)),
+        (plan.hosts_params, "`param_offload`=cpu", replace(offload, param_offload="cpu")),
+        (offload.embedding_offload is not None, "`embedding_offload`=cpu", replace(offload, embedding_offload="cpu")),
+    ):
+        if not is_there:
+            yield flag, replace(config, optimizer=replace(config.optimizer, offload=offloads))
     if training.precision.name in ("fp32", "fp64"):
         half = replace(training.precision, bf16=True, fp64=False)
         yield "`bf16`", replace(config, training=replace(training, precision=half))

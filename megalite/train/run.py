@@ -22,8 +22,7 @@ from megalite.config import Config, ParallelConfig
 from megalite.convert import Origin
 from megalite.data import begun_phases
 from megalite.engine import Hyperparameters, SpikeGuard, Updater
-from megalite.inventory import stage_layer_ranges
-from megalite.observe import Hook, Record, make_hooks
+from megalite.observe import Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor, executor_of
 from megalite.planner import format_table, within_budget
@@ -38,6 +37,7 @@ from megalite.train.further import further_of
 from megalite.train.host_embedding import traffic_hooks, watch_of
 from megalite.train.matmul_precision import set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
+from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import resume_report
 from megalite.train.rollback import Rollback
@@ -92,8 +92,8 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
     foreign = open_module(resolved, mesh, program, world) if resolved.model.is_foreign else None
-    cuts = stage_layer_ranges(resolved, program) if foreign is None else foreign.cuts
-    announce(resolved, world, mesh.world, program, cuts, plan, foreign)
+    planned = PlannedRun.of(resolved, world.size, program, plan, foreign, on_cpu=world.device.type == "cpu")
+    announce(planned, world, mesh.world)
     world.report_phase("start-up: run directory")
     with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:
         check_shared_disks(resolved, world, mesh.world)
@@ -110,7 +110,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
         data = open_data(config, mesh, tokenizer, world, earlier_requests=asked)
         changed = changed_data(earlier, data.datasets, config)
         world.report_phase("start-up: model")
-        model = build_model(config, mesh, program, cuts, world.device, foreign, plan)
+        model = build_model(config, mesh, program, planned.cuts, world.device, foreign, plan)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
         origin = start.origin if start is not None else Origin()
         guard = make_spike_guard(config, world)
@@ -196,9 +196,18 @@ def assemble_trainer(
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
     executor = make_executor(programs, model, mesh, updater, world)
-    exits = make_exits(state, mesh, world.device)
+    exits = ExitPolicy(
+        config.training,
+        mesh.world,
+        device=world.device,
+        save_has_failed=lambda: state.checkpointer.failure is not None,
+        saves=config.checkpoint.save is not None,
+        hasten=state.checkpointer.hasten,
+    )
+    # the hooks that add to records what the others write: traffic of host rows, uploads to a store
+    extra = [*traffic_hooks(config, model.rows), UploadsHook(state.checkpointer)]
     model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
-    traced, flops = config.logging.trace_pipeline, None if model.foreign is None else model.foreign.flops_per_sample
+    flops = None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
         progress=progress,
         config=config,
@@ -211,8 +220,8 @@ def assemble_trainer(
         batch_sizes=config.batch_size_schedule(world.size),
         lengths=config.length_schedule,
         train_iters=(train_iters := config.train_iterations(world.size)),
-        tracer=make_tracer(traced, config, programs.full(world.size), executor, mesh, train_iters),
-        hooks=make_hooks(config, world.rank, start_facts, flops, record_hooks(state), model.plan, executor),
+        tracer=make_tracer(config, programs.full(world.size), executor, mesh, train_iters),
+        hooks=make_hooks(config, world.rank, start_facts, flops, extra, model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         finish_save=state.checkpointer.wait,
@@ -227,14 +236,6 @@ def assemble_trainer(
         passed=model.passed,
         roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
-    )
-
-
-def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
-    """When the run ends early."""
-    given, saves, hasten = state.config.training, state.config.checkpoint.save is not None, state.checkpointer.hasten
-    return ExitPolicy(
-        given, mesh.world, device=device, save_has_failed=state.save_has_failed, saves=saves, hasten=hasten
     )
 
 
@@ -302,8 +303,3 @@ def make_rollback(
         return progress.iteration, progress.consumed_samples
 
     return Rollback(guard, state.config.batch_size_schedule(world.size), model.passed, state.checkpointer.go_back, load)
-
-
-def record_hooks(state: RunState) -> list[Hook]:
-    """The hooks that add to records what the others write: traffic of host rows, uploads to a store."""
-    return [*traffic_hooks(state.config, state.model.rows), UploadsHook(state.checkpointer)]

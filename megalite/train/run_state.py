@@ -97,7 +97,7 @@ class RunState:
         meta = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
-            "progress": progress_to_meta(replace(progress, microbatches=turns)),
+            "progress": dict(vars(replace(progress, microbatches=turns))),
             "loss_scaler": self.scaler.state_dict(),
             NEWEST: {name: getattr(self.model.delay, name) for name in NEWEST_NUMBERS},
             "train_requests": list(self.datasets.train_requests),
@@ -120,10 +120,6 @@ class RunState:
         """Checks that there is space for a checkpoint. Collective. Raises CheckpointError if there is not."""
         if self.config.checkpoint.save is not None:
             self.checkpointer.check_room(self._shards(self.version(progress)))
-
-    def save_has_failed(self) -> bool:
-        """Local: whether this rank knows that a background save has failed."""
-        return self.checkpointer.failure is not None
 
     def load(self, start: StartingPoint, *, own: bool = False) -> tuple[TrainingProgress, list[str]]:
         """Loads a checkpoint of any layout, or a Hugging Face model's weights. Collective.
@@ -233,11 +229,6 @@ def _scaler_state(meta: Meta) -> dict[str, float | int]:
     return {"scale": scale, "previous": meta.number("previous", scale), **counts}
 
 
-def progress_to_meta(progress: TrainingProgress) -> dict[str, Any]:
-    """The JSON form that a checkpoint holds."""
-    return dict(vars(progress))
-
-
 def progress_from_meta(meta: Meta) -> TrainingProgress:
-    """The inverse. Raises CheckpointError."""
+    """What a checkpoint holds of it. Raises CheckpointError."""
     return TrainingProgress(**{name: meta.integer(name) for name in vars(TrainingProgress())})

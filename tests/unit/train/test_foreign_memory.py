@@ -17,6 +17,7 @@ from megalite.inventory import DEFAULT_PLAN, given_plan
 from megalite.train.foreign import ForeignModel
 from megalite.train.foreign_memory import memory_of, saved_bytes
 from megalite.train.memory_check import demands_of, judge
+from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 
 BASE = (
@@ -55,14 +56,16 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
     found, again, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given, model.ranges(0))
     assert again == 0
     assert found == kept_by_autograd(model)
-    memory = memory_of(config, 1, program, model, DEFAULT_PLAN, on_cpu=True)
+    planned = PlannedRun.of(config, 1, program, DEFAULT_PLAN, model, on_cpu=True)
+    memory = planned.memory
+    assert memory is not None
     count = model.count(range(1))
     assert 4 * count <= memory[0].weights <= 4 * count + 8192 and memory[0].moments == 2 * memory[0].weights
     assert memory[0].activations == found
     pools: Any = [[(_pool(free=1), True)]]
-    line = judge(config, pools, program, model.cuts, DEFAULT_PLAN, on_cpu=True, memory=memory)
+    line = judge(planned, pools)
     assert line is not None and "1 rank needs" in line and line.endswith("continue by `ignore_memory_estimate`")
-    states = demands_of(config, pools, program, model.cuts, DEFAULT_PLAN, on_cpu=True, memory=memory)["here"]
+    states = demands_of(planned, pools)["here"]
     assert states.least < memory[0].model_states < states.predicted, "only what surely lasts refuses a run"
 
 

@@ -17,6 +17,7 @@ from megalite.inventory import given_plan, stage_layer_ranges
 from megalite.planner import rank_memory
 from megalite.train import memory_check
 from megalite.train.memory_check import judge
+from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 from pretrain_gpt import main
 
@@ -104,7 +105,7 @@ def predicted(flags: str, world: int = 1) -> float:
 def judged(flags: str, free: float, world: int = 1, *, hosts: int = 1, swap: float = 0.0) -> str | None:
     config, program, cuts = settled(flags, world)
     pools = [[(Pool(f"h{rank * hosts // world}", "host n", free / hosts, 9e15, swap), True)] for rank in range(world)]
-    line = judge(config, pools, program, cuts, given_plan(config), on_cpu=True)
+    line = judge(PlannedRun(config, world, program, given_plan(config), cuts, on_cpu=True), pools)
     return None if line is None else in_flags(line)
 
 
