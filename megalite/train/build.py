@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.parallel.zero import MakeOptimizer, ZeroOptions
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
-from megalite.train.host_embedding import layer_of, make_rows, optimizer_type
+from megalite.train.host_embedding import RowsOptimizer, layer_of, make_rows
 from megalite.train.partial_backprop import attach_depths
 from megalite.train.rollback import PassedOver
 
@@ -91,10 +91,13 @@ def build_model(
     """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s.
     plan: None: what flags say."""
     plan = given_plan(config) if plan is None else plan
-    placement, families = program.placement, _families(config)
+    more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
+    families = ["dense", *(name for name, has in more.items() if has)]
     passed, rule = PassedOver(config.training.iterations_to_skip), config.optimizer.optimizer
-    mover = foreign.parts.mover if foreign else Mover(device)
-    rows = _rows(config, mesh, program, mover)
+    mover, rows = foreign.parts.mover if foreign else Mover(device), None
+    if config.optimizer.offload.embedding_offload is not None:
+        axis = norm_axis(mesh, program, families, sharded=config.parallel.zero_stage > 0)
+        rows = make_rows(config, mesh, program.placement, parameter_dtype(config), axis, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
     options = BufferOptions(
         zero_options(config, plan),
@@ -110,14 +113,14 @@ def build_model(
         mesh,
         program,
         families=families,
-        ties=_ties(config, mesh, placement, cuts) if foreign is None else foreign.ties,
+        ties=_ties(config, mesh, program.placement, cuts) if foreign is None else foreign.parts.ties,
         options=options,
         make_optimizer=sharded_maker(
             config.optimizer,
             config.staleness,
             fraction=plan.fraction,
             file_fraction=plan.file_fraction,
-            kind=None if rows is None else optimizer_type(rows),
+            kind=None if rows is None else partial(RowsOptimizer, rows=rows),
         ),
         delay=Delay(staleness, config.parallel.pipeline_flush_steps, passed),
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
@@ -131,15 +134,6 @@ def build_model(
     if config.model.cpu_offloading_num_layers and foreign is None:
         _offload_activations(config, built, SavedTensors(mover))
     return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan, passed=passed)
-
-
-def _rows(config: Config, mesh: ParallelMesh, program: Program, mover: Mover) -> CachedRows | None:
-    if config.optimizer.offload.embedding_offload is None:
-        return None
-    context = LayerContext(tp=mesh["tp"], dtype=parameter_dtype(config))
-    axis = norm_axis(mesh, program, _families(config), sharded=config.parallel.zero_stage > 0)
-    keys, copies = program.placement.stages_of(mesh.coordinate("pp")), replica_axes(mesh, program.placement)
-    return make_rows(config, context, optimizer_factory(config), keys, mesh.family("dense"), axis, copies, mover)
 
 
 def _states(
@@ -184,71 +178,55 @@ def _build_stages(
     plan: MemoryPlan,
 ) -> BuiltStages:
     """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
-    specs, built = _announced(layer_specs(config.model), mesh), BuiltStages()
+    specs, built = layer_specs(config.model), BuiltStages()
+    if len(specs) > MANY_LAYERS and mesh.world.is_first:
+        logger.info("building a model of %s layers, which takes a while", f"{len(specs):,}")
+    # Where a layer's weights go when the next begins (ZeRO-3, --param-offload), turns of two layers cannot mix.
+    halves = "layer" if config.parallel.zero_stage == 3 or plan.hosts_params else "stage"
+    context = layer_context(
+        config,
+        mesh,
+        mover.device,
+        rows,
+        sequence_parallel=config.parallel.sequence_parallel,
+        seed=config.training.seed,
+        tapped=OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
+        float8=config.training.float8,
+        keeps_float8=config.keeps_float8,
+        halves=halves if config.parallel.tp_comm_overlap else "",
+    )
+    grid = config.parallel.grid
+    context = context if grid is None else on_grid(context, mesh, grid, config.padded_vocab_size())
     rank, last = mesh.coordinate("pp"), program.placement.num_stages - 1
     own, _ = config.of_stage(program.placement.stages_of(rank)[0][0], mesh.size("world"))
     spec = boundary_spec(own, mover.device)
     for key in program.placement.stages_of(rank):
+        notes = replace(context, weight_grads=WeightGradQueue(), loads=ExpertLoads(), magnitudes=Magnitudes())
         items, again = [specs[i] for i in cuts[key[0]]], plan.recompute_of(key[0])
-        notes = WeightGradQueue(), ExpertLoads(), Magnitudes()
-        halves = halves_of(config, plan)
-        make_module = partial(_build_module, config, mesh, items, notes, mover.device, rows, halves, again)
-        modules = [make_module() for _ in range(program.weight_versions[rank])]
-        ends, queue = (key[0] == 0, key[0] == last), notes[0]
-        loads = notes[1] if config.model.experts.num_experts is not None else None
-        sizes = notes[2] if config.training.float8.fp8_format is not None else None
-        make = stage_type(program, key, [stage for stage, _ in built.values()], mover)
-        stage = make(modules, queue, spec=spec, is_first=ends[0], is_last=ends[1], loads=loads, magnitudes=sizes)
-        built[key] = stage, modules
+        modules = [_build_module(config, items, notes, again) for _ in range(program.weight_versions[rank])]
+        built[key] = (
+            stage_type(program, key, [stage for stage, _ in built.values()], mover)(
+                modules,
+                notes.weight_grads,
+                spec=spec,
+                is_first=key[0] == 0,
+                is_last=key[0] == last,
+                loads=notes.loads if config.model.experts.num_experts is not None else None,
+                magnitudes=notes.magnitudes if config.training.float8.fp8_format is not None else None,
+            ),
+            modules,
+        )
     return built
 
 
-def _families(config: Config) -> list[str]:
-    """The families of parameters that the model has."""
-    more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
-    return ["dense", *(name for name, has in more.items() if has)]
-
-
-def _announced(specs: list[LayerSpec], mesh: ParallelMesh) -> list[LayerSpec]:
-    if len(specs) > MANY_LAYERS and mesh.world.is_first:
-        logger.info("building a model of %s layers, which takes a while", f"{len(specs):,}")
-    return specs
-
-
-def _build_module(
-    config: Config,
-    mesh: ParallelMesh,
-    specs: list[LayerSpec],
-    notes: tuple[WeightGradQueue, ExpertLoads, Magnitudes],
-    device: torch.device,
-    rows: CachedRows | None,
-    halves: str,
-    recompute: Recompute,
-) -> LayerStack:
-    context = layer_context(
-        config,
-        mesh,
-        device,
-        rows,
-        sequence_parallel=config.parallel.sequence_parallel,
-        seed=config.training.seed,
-        weight_grads=notes[0],
-        tapped=OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
-        float8=config.training.float8,
-        keeps_float8=config.keeps_float8,
-        loads=notes[1],
-        magnitudes=notes[2],
-        halves=halves,
-    )
-    grid = config.parallel.grid
-    context = context if grid is None else on_grid(context, mesh, grid, config.padded_vocab_size())
+def _build_module(config: Config, specs: list[LayerSpec], context: LayerContext, recompute: Recompute) -> LayerStack:
     stack = build_stack(config.model, specs, context, recompute=recompute)
     if config.gathers_float8:
         gather_rounded(stack)
     if config.training.compile:
-        stack.compile_blocks(on_device=device.type != "cpu")
+        stack.compile_blocks(on_device=torch.device(context.device).type != "cpu")
     if config.parallel.hardware.cuda_graph_impl == "local":
-        BlockGraphs(stack, notes[0])
+        BlockGraphs(stack, context.weight_grads)
     return stack
 
 
@@ -267,13 +245,6 @@ def layer_context(
         deferred=True,
         **more,
     )
-
-
-def halves_of(config: Config, plan: MemoryPlan) -> str:
-    """Over what two halves of a micro-batch take turns: '', 'layer' or 'stage'. Where a layer's weights go when the
-    next begins (ZeRO-3, --param-offload), turns of two layers cannot mix."""
-    goes = config.parallel.zero_stage == 3 or plan.hosts_params
-    return ("layer" if goes else "stage") if config.parallel.tp_comm_overlap else ""
 
 
 def zero_options(config: Config, plan: MemoryPlan | None = None) -> ZeroOptions:

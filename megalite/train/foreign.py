@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from megalite.comm import Axis, ContextAxes, ParallelMesh, TensorShard
 from megalite.config import Config
-from megalite.engine import BuiltStages, Ties
+from megalite.engine import BuiltStages
 from megalite.errors import ConfigError
 from megalite.inventory import ParameterPlacement, Shape, given_plan, placement_of, recompute_ranges
 from megalite.library import (
@@ -99,6 +101,7 @@ class ForeignModel:
     axis: the tensor-parallel ranks. cp: those that share a sequence. dtype: of parameters. look: build on `meta`, to
     look at it only.
     probe: ask whether it reads later tokens, where that is cheap (`causality.py`).
+    held: (name, local shape, placement) of what learns in each stage, each once.
     still: what of this rank's stages no update changes: buffers that are saved, and parameters that do not learn.
     leak: what `probe` found. Raises ConfigError in one line for whatever cannot be done with it.
     """
@@ -137,7 +140,7 @@ class ForeignModel:
                 "stages of `model_module` share it; use 2bw"
             )
         self.still: list[TensorShard] = []
-        self._held = [self._learning(items) for items in self.parts.cuts]
+        self.held = [self._learning(items) for items in self.parts.cuts]
         samples = config.training.micro_batch_size
         ranks = size * sequences.cp.size
         self.flops_per_sample = (1 + BACKWARD) * ranks * sum(layer.flops for layer in self.parts.found) / samples
@@ -147,24 +150,15 @@ class ForeignModel:
         """The layers of each stage."""
         return self.parts.cuts
 
-    def held(self, stage: int) -> list[tuple[str, Shape, ParameterPlacement]]:
-        """(Name, local shape, placement) of what learns in a stage, each once."""
-        return self._held[stage]
-
     def count(self, stages: Iterable[int]) -> int:
         """Elements of the logical tensors that learn in these stages, each once."""
-        found = {name: place.global_shape for stage in stages for name, _, place in self._held[stage]}
+        found = {name: place.global_shape for stage in stages for name, _, place in self.held[stage]}
         return sum(map(math.prod, found.values()))
 
     def ranges(self, stage: int) -> list[tuple[int, int, bool]]:
         """(Begin, end, recompute) of the layers of a stage."""
         count = len(self.cuts[stage])
         return recompute_ranges(count, range(count), given_plan(self._config).recompute_of(stage))
-
-    @property
-    def ties(self) -> Ties:
-        """Which of its parameters several stages hold."""
-        return self.parts.ties
 
     def build(self, mesh: ParallelMesh, program: Program) -> BuiltStages:
         """This rank's stages and their modules, one for each weight version; the layers of others are let go. All are
@@ -224,23 +218,12 @@ def check_parameters(name: str, module: nn.Module, *, look: bool) -> None:
 
 def made(config: Config, *, look: bool) -> nn.Module:
     """What the factory makes. look: on `meta`, unless it does more than make parameters."""
-
-    def module() -> nn.Module:
-        model = config.model
-        return module_of(
-            model.module.model_module or "",
-            seed=config.training.seed,
-            vocab_size=model.vocab_size,
-            seq_length=model.seq_length,
-        )
-
+    model, name = config.model, config.model.module.model_module or ""
+    make = partial(module_of, name, seed=config.training.seed, vocab_size=model.vocab_size, seq_length=model.seq_length)
     if look:
-        try:
-            with torch.device("meta"):
-                return module()
-        except ConfigError:
-            pass  # it reads values, perhaps those of a file
-    return module()
+        with suppress(ConfigError), torch.device("meta"):  # it reads values, perhaps those of a file
+            return make()
+    return make()
 
 
 def _in_flags(text: str) -> str:

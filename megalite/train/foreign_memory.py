@@ -42,7 +42,7 @@ def memory_of(
             states += named_state_bytes(
                 config,
                 world_size,
-                foreign.held(stage),
+                foreign.held[stage],
                 plan=plan,
                 whole=foreign.parts.names.updated_whole(config.optimizer.optimizer),
                 tied=foreign.parts.tied,

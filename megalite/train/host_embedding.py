@@ -2,51 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, FamilyAxes, TensorShard, all_reduce_
+from megalite.comm import Axis, ParallelMesh, TensorShard, all_reduce_
 from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, rates_of
 from megalite.data import BatchLoader
+from megalite.engine import rule_maker
 from megalite.inventory import computations, placement_of
 from megalite.microbatch import Microbatch
 from megalite.nn import fill
 from megalite.observe import Hook, Record, TrainerView
+from megalite.parallel.pipeline import replica_axes
 from megalite.parallel.rows import Access, CachedRows, HostEmbedding, HostRows, RowRule, Traffic
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, vocab_parameter
 from megalite.parallel.tiers import Mover
-from megalite.parallel.zero import MakeOptimizer, ShardedOptimizer
-from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey
+from megalite.parallel.zero import ShardedOptimizer
+from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey, StagePlacement
 
 
 def make_rows(
-    config: Config,
-    ctx: LayerContext,
-    make_optimizer: MakeOptimizer,
-    keys: Sequence[StageKey],
-    family: FamilyAxes,
-    norm_axis: Axis,
-    copies: Mapping[int, Axis],
-    mover: Mover,
+    config: Config, mesh: ParallelMesh, placed: StagePlacement, dtype: torch.dtype, norm_axis: Axis, mover: Mover
 ) -> CachedRows | None:
-    """The rows of a rank that holds the stages `keys`; None where they are not on the host, or with other ranks.
-
-    ctx: tensor axis and dtype. family: of dense parameters. copies: stage -> axis of further replicas of it.
-    """
-    model, given, replica = config.model, config.optimizer.offload, first_stage(keys)
-    if given.embedding_offload is None or replica is None:
+    """The rows of this rank; None where other ranks have them. Collective. dtype: of parameters."""
+    model, ctx = config.model, LayerContext(tp=mesh["tp"], dtype=dtype)
+    family, copies = mesh.family("dense"), replica_axes(mesh, placed)
+    replica = first_stage(placed.stages_of(mesh.coordinate("pp")))
+    if replica is None:
         return None
     sizes = model.vocab_size, model.padded_vocab_size(ctx.tp.size), model.hidden_size
-    initial = vocab_parameter(*sizes, init_std=model.init_method_std, ctx=LayerContext(tp=ctx.tp, dtype=ctx.dtype))
+    initial = vocab_parameter(*sizes, init_std=model.init_method_std, ctx=ctx)
     fill(WORD_EMBEDDINGS, initial, seed=config.training.seed)
     placement = placement_of(initial)
     rule = RowRule(
-        make_optimizer,
+        rule_maker(config.optimizer, config.staleness),
         columns=model.hidden_size,
         decays=placement.decay,
         only_decays=OPTIMIZER_SPECS[config.optimizer.optimizer].only_decays,
@@ -66,7 +59,7 @@ def make_rows(
         dtype=ctx.dtype,
         gradient_dtype=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else ctx.wide_dtype,
         mover=mover,
-        lookahead=given.embedding_lookahead,
+        lookahead=config.optimizer.offload.embedding_lookahead,
         calls=2 if config.parallel.tp_comm_overlap else 1,
         sum_over=[family.shard, family.replicate, *([copies[0]] if 0 in copies else [])],
         counts=first and not replica,
@@ -111,11 +104,6 @@ class RowsOptimizer(ShardedOptimizer):
     def after_load(self, version: int = 0) -> None:
         super().after_load(version)
         self.rows.after_load(int(self.step_count))
-
-
-def optimizer_type(rows: CachedRows) -> Callable[..., ShardedOptimizer]:
-    """The optimizer of a rank with these rows."""
-    return partial(RowsOptimizer, rows=rows)
 
 
 def watch_of(

@@ -9,10 +9,9 @@ changed       layout: pp2, schedule 1f1b -> tp2, ZeRO stage 1; --lr 0.001 -> 0.0
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from megalite.config import SECTIONS, Config, Option, effective, flat, options_of, show
+from megalite.config import SECTIONS, Config, effective, flat, options_of, show
 from megalite.errors import flag_of
 from megalite.observe import Record
 from megalite.planner import describe_layout
@@ -51,14 +50,6 @@ LAYOUT = (
 )
 
 
-@dataclass(frozen=True)
-class ResumeReport:
-    """rows: name and text of each line. record: what the start line of metrics.jsonl carries of it."""
-
-    rows: Sequence[tuple[str, str]]
-    record: Record
-
-
 def resume_report(
     start: StartingPoint,
     config: Config,
@@ -68,13 +59,13 @@ def resume_report(
     loaded: Sequence[str],
     matmul: str | None,
     data: Sequence[str],
-) -> ResumeReport:
-    """The report of a run that begins with `start`.
+) -> tuple[list[tuple[str, str]], Record]:
+    """(Name and text of each line, what the start line of metrics.jsonl carries of it) for a run that begins with
+    `start`.
 
-    Args:
-        config: as the run continues, seed and schedules settled. loaded: what the tensors and scalars gave.
-        matmul: mode of fp32 products that was kept from the checkpoint.
-        data: what became of the data: how they have changed, what a longer training adds to their order.
+    config: as the run continues, seed and schedules settled. loaded: what the tensors and scalars gave. matmul: mode of
+    fp32 products that was kept from the checkpoint. data: how they have changed, what a longer training adds to their
+    order.
     """
     own_tokenizer = config.data.tokenizer_model == str(start.path)
     kept = ["architecture"] if config.checkpoint.use_checkpoint_args else []
@@ -109,9 +100,7 @@ def resume_report(
     rows += [("data", "; ".join(data))] if data else []
     if start.saved is not None:
         rows.append(("changed", "; ".join(f"{name} {old} -> {new}" for name, (old, new) in found.items()) or "nothing"))
-    return ResumeReport(
-        rows, {"loaded_path": str(start.path), "changed": {name: list(pair) for name, pair in found.items()}}
-    )
+    return rows, {"loaded_path": str(start.path), "changed": {name: list(pair) for name, pair in found.items()}}
 
 
 def changes(
@@ -138,7 +127,11 @@ def changes(
             if not rivals:
                 found[option.flag] = (_text(old), _text(new))
             elif old != option.default:  # another spelling took its place
-                found[option.flag] = (_text(old), " ".join(_as_typed(rival, here[rival.name]) for rival in rivals))
+                typed = [
+                    rival.flag if here[rival.name] is True else f"{rival.flag} {_text(here[rival.name])}"
+                    for rival in rivals
+                ]
+                found[option.flag] = (_text(old), " ".join(typed))
     return found
 
 
@@ -146,10 +139,6 @@ def _values(config: Config, section: str) -> Mapping[str, Any]:
     """Field name -> value; of the model what it amounts to, so that a default said aloud is no change."""
     plain = flat(getattr(config, section))
     return {**plain, **effective(config.model)} if section == "model" else plain
-
-
-def _as_typed(option: Option, value: Any) -> str:
-    return option.flag if value is True else f"{option.flag} {_text(value)}"
 
 
 def _text(value: Any) -> str:

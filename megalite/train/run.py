@@ -122,7 +122,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
         if start is not None:
             world.report_phase(f"start-up: loading {start.path}")
             progress, loaded = state.load(start)
-            report = resume_report(
+            rows, record = resume_report(
                 start,
                 config,
                 world.size,
@@ -131,9 +131,9 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
                 matmul=matmul.mode if matmul.kept else None,
                 data=[*tokens, *changed, *appended_data(asked, data.datasets)],
             )
-            facts = {**arithmetic, **report.record}
+            facts = {**arithmetic, **record}
             if world.is_first:
-                logger.info("\n%s", format_table(report.rows))
+                logger.info("\n%s", format_table(rows))
         trainer = assemble_trainer(world, data, programs, state, progress, facts, measures)
         mesh.complete()
         try:

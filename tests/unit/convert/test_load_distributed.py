@@ -109,8 +109,8 @@ def test_schedules_that_the_flags_override_have_changed(tmp_path: Path) -> None:
     ):
         config = parse([*same, *words.split()], world_size=1, read_offer=offer_of)
         settled = resolve_schedules(config, 1, start)
-        report = resume_report(start, config, 1, settled=settled, loaded=[], matmul=None, data=[])
-        changed = dict(report.rows)["changed"].split("; ")
+        rows, _ = resume_report(start, config, 1, settled=settled, loaded=[], matmul=None, data=[])
+        changed = dict(rows)["changed"].split("; ")
         assert sorted(changed) == sorted(expected.split("; ")), words
 
 
