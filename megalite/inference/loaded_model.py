@@ -190,7 +190,7 @@ def _open(directory: Path | str, ckpt_step: int | None, use_ema: bool, base: Pat
         if ckpt_step is not None:
             raise ConfigError(f"`ckpt_step`={ckpt_step}: {directory} is a Hugging Face model and has no steps; drop it")
         source = PeftSource(directory, base) if peft else HuggingFaceSource(directory)
-        load = partial(load_weights, source)
+        load = partial(load_weights, source.read, source.directory)
         return _Found(Path(directory), source.config, source.tokenizer, source.origin, (0, 0), load)
     advice = "give a run's `save`, one of its checkpoints, or a Hugging Face model"
     path = resolve_checkpoint(directory, ckpt_step, advice=advice)

@@ -248,4 +248,4 @@ def split_backwards(stage: StageModule, queue: WeightGradQueue, device: torch.de
             module.forward = split(dtype)  # type: ignore[method-assign]  # of this one module, not of its class
         elif type(module) is nn.Linear and module.weight.requires_grad:
             if owners[id(module.weight)] == calls[id(module)] == 1:
-                module.forward = partial(_of_linear, module, split(module.weight.dtype))  # type: ignore[method-assign]
+                module.forward = partial(_of_linear, module, split(module.weight.dtype))  # type: ignore[method-assign]  # too

@@ -126,7 +126,12 @@ class ShardedOptimizer:
             device=pipeline.device,
         )
         self._state, self._waiting = self._weights.optimizer, list[Action]()
-        self.events = Updater(  # an update whose gradient is not finite is passed over
+        self.events = self._updater()
+        pipeline.own_weights(self)
+
+    def _updater(self) -> Updater:
+        """An update whose gradient is not finite is passed over."""
+        return Updater(
             self._weights,
             policy=lambda update: Hyperparameters(
                 self.lr, self.weight_decay, self.clip_grad, loss_scale=1.0, iteration=update + 1, samples=0
@@ -136,10 +141,9 @@ class ShardedOptimizer:
             nonfinite="skip",
             max_skipped=sys.maxsize,
             version=0,
-            update_of=pipeline.update_of,
-            late=pipeline.device.type != "cpu",
+            update_of=self._pipeline.update_of,
+            late=self._pipeline.device.type != "cpu",
         )
-        pipeline.own_weights(self)
 
     def _check_numbers(self) -> None:
         for name in ("lr", "weight_decay", "clip_grad"):

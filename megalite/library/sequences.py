@@ -150,7 +150,10 @@ def follow_sequences(part: Traced, whole: Traced, sequences: Sequences) -> Trace
         raise ConfigError("documents: nothing calls torch's scaled_dot_product_attention, which knows them here")
     for graph in (part, whole):
         without_masks(graph)
-    _check_heads(traced, sequences.cp.heads.size)
+    for node in _attention(traced):
+        groups, traders = shape_of(node.args[1])[1], sequences.cp.heads.size
+        if groups % traders:
+            raise ConfigError(f"attention {where(node)}has {groups} key heads, which {traders} ranks cannot trade")
     _split(part, whole, sequences)
     for node, window, scale in zip(_attention(traced), windows, scales, strict=True):
         traced.attention[node] = Attend(sequences.cp, scale, window, node.meta["val"].stride())
@@ -200,13 +203,6 @@ def _window(node: fx.Node, traced: Traced) -> int | None:
 def _without_values(traced: Traced) -> bool:
     """Whether the module is only looked at."""
     return any(tensor.is_meta for _, tensor in traced.states.values())
-
-
-def _check_heads(traced: Traced, traders: int) -> None:
-    for node in _attention(traced):
-        groups = shape_of(node.args[1])[1]
-        if groups % traders:
-            raise ConfigError(f"attention {where(node)}has {groups} key heads, which {traders} ranks cannot trade")
 
 
 def _split(part: Traced, whole: Traced, sequences: Sequences) -> None:

@@ -302,7 +302,8 @@ def _follow_mode(graph: fx.Graph, node: fx.Node, training: fx.Node) -> None:
             args[i] = training
         elif argument.name == "dropout_p" and args[i]:
             args[i] = _times(graph, node, args[i], training)
-    if node.target is torch.ops.aten.add_.Tensor and args[1] == 1 and _is_counter(args[0]):
+    counter = str(getattr(args[0], "target", "")) if args else ""
+    if node.target is torch.ops.aten.add_.Tensor and args[1] == 1 and counter.endswith("num_batches_tracked"):
         args[1] = _times(graph, node, 1, training)
     node.args = tuple(args)
     if node.kwargs.get("dropout_p"):
@@ -314,18 +315,13 @@ def _times(graph: fx.Graph, before: fx.Node, number: Any, training: fx.Node) -> 
         return graph.call_function(operator.mul, (number, training))
 
 
-def _is_counter(node: Any) -> bool:
-    return isinstance(node, fx.Node) and str(node.target).endswith("num_batches_tracked")
-
-
 def draws(layer: nn.Module) -> bool:
     """Whether a layer in training draws random numbers; one that was not traced may."""
-    graphs = [m.graph for m in layer.modules() if isinstance(m, fx.GraphModule)]
-    return not isinstance(layer, TracedLayer) or any(_draws(node) for graph in graphs for node in graph.nodes)
-
-
-def _draws(node: fx.Node) -> bool:
-    given = arguments(node)
-    if "dropout" in str(node.target) or "dropout_p" in given:
-        return bool(given.get("dropout_p", given.get("p", 0.0)))
-    return is_random(node)  # bernoulli, too
+    if not isinstance(layer, TracedLayer):
+        return True
+    for node in (node for m in layer.modules() if isinstance(m, fx.GraphModule) for node in m.graph.nodes):
+        given = arguments(node)
+        dropout = "dropout" in str(node.target) or "dropout_p" in given
+        if given.get("dropout_p", given.get("p", 0.0)) if dropout else is_random(node):
+            return True
+    return False

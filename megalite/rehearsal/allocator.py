@@ -42,7 +42,13 @@ class Allocator:
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         pool = (stream, size <= SMALL)
         at = bisect_left(self._free[pool], (size, -1))
-        block = self._segment(pool, size) if at == len(self._free[pool]) else self._free[pool].pop(at)[2]
+        if at == len(self._free[pool]):
+            segment = SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else -(-size // STEP) * STEP
+            self.reserved += segment
+            self.peak_reserved = max(self.peak_reserved, self.reserved)
+            block = Block(next(self._numbers), segment, pool)
+        else:
+            block = self._free[pool].pop(at)[2]
         block.free, rest = False, block.size - size
         if rest >= UNIT if pool[1] else rest > SMALL:
             self._split(block, size)
@@ -68,12 +74,6 @@ class Allocator:
                 block = first
         block.free = True
         insort(pool, (block.size, block.number, block))
-
-    def _segment(self, pool: tuple[int, bool], size: int) -> Block:
-        whole = SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE else -(-size // STEP) * STEP
-        self.reserved += whole
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return Block(next(self._numbers), whole, pool)
 
     def _split(self, block: Block, size: int) -> None:
         rest = Block(next(self._numbers), block.size - size, block.pool, block, block.behind, free=True)

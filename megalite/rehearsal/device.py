@@ -62,7 +62,7 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
             (torch, {"tensor": _made(gpu, torch.tensor)}),
             (torch.nn.functional, {} if fake is None else CHOSEN),
             (rounding, {"kernels_on": lambda device_type: eager}),
-            (parts, {"crossings": _aside(gpu, parts.crossings)}),
+            (parts, {"crossings": aside(gpu, parts.crossings)}),
             (torch.optim.Optimizer, {"_group_tensors_by_device_and_dtype": _grouped(gpu)}),
         ):
             for name, value in names.items():
@@ -72,12 +72,12 @@ def watched_gpu(fake: FakeGroups | None = None, *, late: str | None = None) -> I
         yield gpu
 
 
-def _aside(gpu: Gpu, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which asks somebody's layers for shapes by tensors on meta: what these layers make there is on no
-    device, though it looks as what torch makes for tensors of ours."""
+def aside(gpu: Gpu, function: Callable[..., Any], **state: bool) -> Callable[..., Any]:
+    """The function, which asks somebody's layers for shapes by tensors on meta, or fake ones of torch.export: what
+    these layers make there is on no device, though it looks as what torch makes for tensors of ours."""
 
     def seen(*given: Any) -> Any:
-        with gpu.state(quiet=True):
+        with gpu.state(quiet=True, **state):
             return function(*given)
 
     return seen

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megalite.rehearsal.order import tensors_in
 from megalite.rehearsal.streams import DEVICE, Gpu
@@ -162,11 +163,14 @@ class Graph:
         made = tensors_in(out)
         if not any(self._gpu.on_device(x) for x in (*given, *made)):
             return out  # work of the host, which is done once
-        for x in given:
-            self._keep_number(name, x)
-        kept, named = _mapped((args, kwargs), Tensor, self._view)
-        for view in _found((kept, named)):
-            if not view.cell.own:
+        for x in given:  # numbers of the host are arguments of kernels, which a graph keeps as they are
+            if not self._gpu.on_device(x):
+                if x.dim():
+                    raise RuntimeError(f"{name}: memory of the host is read by a graph, once for all replays")
+                self._numbers.append((x, x.detach().clone()))
+        kept, named = tree_map_only(Tensor, self._view, (tuple(args), kwargs))
+        for view in tree_leaves((kept, named)):
+            if isinstance(view, View) and not view.cell.own:
                 self._reads[view] = None
                 if function._schema.is_mutable:
                     self._writes[view] = None
@@ -178,14 +182,6 @@ class Graph:
             nbytes = sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in (*given, *made))
             self.seconds += seconds if kind else prices.moved(nbytes, over_link=False)
         return out
-
-    def _keep_number(self, name: str, x: Tensor) -> None:
-        """Numbers of the host are arguments of kernels, which a graph keeps as they are."""
-        if self._gpu.on_device(x):
-            return
-        if x.dim():
-            raise RuntimeError(f"{name}: memory of the host is read by a graph, once for all replays")
-        self._numbers.append((x, x.detach().clone()))
 
     def _view(self, x: Tensor, *, made: bool = False) -> View:
         storage = x.untyped_storage()
@@ -217,8 +213,7 @@ class Graph:
                     cell.keep(self._address)
 
     def _again(self, function: Any, name: str, args: Any, kwargs: Any, outs: list[View]) -> None:
-        given = [_mapped(values, View, self._tensor) for values in (args, kwargs)]
-        made = Computed()(function, name, given[0], given[1], there=True)
+        made = Computed()(function, name, *tree_map_only(View, self._tensor, (args, kwargs)), there=True)
         for view, value in zip(outs, tensors_in(made), strict=True):
             target = self._tensor(view)
             if name not in ALLOCATE and value.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
@@ -237,20 +232,3 @@ class Capture(TorchDispatchMode):
     ) -> Any:
         named = kwargs or {}
         return self._graph.record(function, args, named, lambda: function(*args, **named))
-
-
-def _mapped(values: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Nested arguments, with what is of this kind changed."""
-    if isinstance(values, kind):
-        return change(values)
-    if isinstance(values, (list, tuple)):
-        return type(values)(_mapped(value, kind, change) for value in values)
-    if isinstance(values, dict):
-        return {key: _mapped(value, kind, change) for key, value in values.items()}
-    return values
-
-
-def _found(values: Any) -> list[View]:
-    found: list[View] = []
-    _mapped(values, View, found.append)
-    return found

@@ -17,12 +17,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
 from megalite.comm import Axis, World, all_gather_json
 from megalite.config import VOCABULARIES, Config, DataConfig, config_problems, read_unjudged
 from megalite.errors import ConfigError
-from megalite.rehearsal.device import watched_gpu
+from megalite.rehearsal.device import aside, watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import shown
 from megalite.rehearsal.pieces import Piece, pieces_of
@@ -30,7 +29,7 @@ from megalite.rehearsal.record import Communicators, RankRecord
 from megalite.rehearsal.short import WHOLE, once_for_all_ranks, shortened, shortest
 from megalite.rehearsal.stand_ins import compiled_attention, compiled_blocks, fused
 from megalite.rehearsal.streams import DEVICE, Gpu
-from megalite.train import OpenRun, open_run
+from megalite.train import open_run
 
 OWN_VOCABULARY = 32000
 UNTIL_CAPTURED = 3
@@ -103,7 +102,9 @@ def rehearse_rank(run: Rehearsed, rank: int) -> RankRecord:
 
     def trains(gpu: Gpu, world: World) -> list[Piece]:
         with open_run(run.config, world) as opened:
-            _name_communicators(opened)
+            for (name, apart), axis in opened.trainer.mesh._axes.items():
+                if axis.group is not None:
+                    axis.group.name = axis.group.name or (f"{name} {apart}" if apart else name)
             programs = opened.trainer.program
             graphs = run.config.parallel.hardware.cuda_graph_impl != "none"
             if run.full.num_microbatches(run.size) > WHOLE and not graphs:  # which are made for all in flight
@@ -132,7 +133,10 @@ def record_rank(
             raise
         except Exception as error:  # whatever the product or torch raises is what the rank comes to
             said = str(error).partition("\n")[0]
-            record.problem = f"{type(error).__name__}: {said} (at {_product_line(error)})"
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [f"{name}:{frame.lineno}" for frame in frames if (name := shown(frame.filename))]
+            at = lines[-1] if lines else "no line of the product"
+            record.problem = f"{type(error).__name__}: {said} (at {at})"
         # What the last iteration has started, the next one would wait for.
         last = next((e[4] for e in reversed(record.log) if e[0] == "phase" and e[4].startswith("iteration")), "")
         record.unwaited = [work.call for work in gpu.unwaited.values() if work.call.phase != last]
@@ -147,7 +151,7 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
     with ExitStack() as stack:
         kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
         for module, name, value in (
-            ("megalite.train.build", "fill", _not_drawn),
+            ("megalite.train.build", "fill", lambda name, parameter, *, seed: parameter.data.zero_()),
             ("megalite.train.samples", "read_prompts", lambda *_: ["1 2 3"] * min(groups.world.size(), MOST_PROMPTS)),
             ("megalite.generation.engine", "all_gather_json", _of_all_prompts),
             ("megalite.comm.patience", "VOTE_SECONDS", PATIENT),
@@ -168,37 +172,10 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # parameters that move stay the objects they are
         gpu = stack.enter_context(watched_gpu(groups))
         layers = importlib.import_module("megalite.library.traced_layer")
-        traced = layers.trace
-
-        def trace(*args: Any) -> Any:
-            """torch.export has fake tensors of its own."""
-            with gpu.state(quiet=True, true_device=True):
-                return traced(*args)
-
-        stack.enter_context(patch.object(layers, "trace", trace))
+        stack.enter_context(patch.object(layers, "trace", aside(gpu, layers.trace, true_device=True)))
         yield gpu
-
-
-def _product_line(error: BaseException) -> str:
-    """The innermost line of the product, or of a test, that an error came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [f"{name}:{frame.lineno}" for frame in frames if (name := shown(frame.filename))]
-    return lines[-1] if lines else "no line of the product"
-
-
-def _not_drawn(name: str, parameter: Tensor, *, seed: int) -> None:
-    """In the place of initial values."""
-    with torch.no_grad():
-        parameter.zero_()
 
 
 def _of_all_prompts(mine: Any, axis: Axis) -> list[Any]:
     """Other replicas have continued theirs, too."""
     return [{str(place): [] for place in range(MOST_PROMPTS)}, *all_gather_json(mine, axis)]
-
-
-def _name_communicators(opened: OpenRun) -> None:
-    """Gives each the name of its axis."""
-    for (name, apart), axis in opened.trainer.mesh._axes.items():
-        if axis.group is not None:
-            axis.group.name = axis.group.name or (f"{name} {apart}" if apart else name)

@@ -134,7 +134,13 @@ class Watch(TorchDispatchMode):
         if not (there or goes_there):
             self._ledger.work(self._ledger.host, name, *_ends(name, given, written, fresh), place=at)
             return out
-        self._record(name, args, kwargs, _ends(name, given, written, fresh), fresh, at, everywhere=everywhere)
+        if name in ("copy_", "_to_copy"):
+            source, target = (args[1], args[0]) if name == "copy_" else (args[0], fresh[0] if fresh else args[0])
+            free = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+            self._copy(name, target, source, free=free)
+        else:
+            waits = waits_for_values(name, args, kwargs)
+            self._kernel(name, _ends(name, given, written, fresh), at, waits=waits, everywhere=everywhere)
         self._gpu.kernels.follow(function, name, args, real, given, outs, written)
         return out
 
@@ -151,21 +157,9 @@ class Watch(TorchDispatchMode):
             pinned = True
         return goes_there, pinned
 
-    def _record(
-        self, name: str, args: Sequence[Any], kwargs: dict[str, Any], ends: Ends, fresh: list[Tensor], at: str, *,
-        everywhere: bool,
-    ) -> None:  # fmt: skip
-        """Of the device. everywhere: whether all of its ends are there, if that is known."""
-        if name in ("copy_", "_to_copy"):
-            source, target = (args[1], args[0]) if name == "copy_" else (args[0], fresh[0] if fresh else args[0])
-            free = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-            self._copy(name, target, source, free=free)
-        else:
-            waits = waits_for_values(name, args, kwargs)
-            self._kernel(name, ends, at, waits=waits, everywhere=everywhere)
-
     def _kernel(self, name: str, ends: Ends, at: str, *, waits: bool, everywhere: bool) -> None:
-        """Numbers that are on the host are read when it is launched."""
+        """Numbers that are on the host are read when it is launched. everywhere: whether all ends are on the device, if
+        that is known."""
         there, (reads, writes) = self._gpu.on_device, ends
         at_launch = [] if everywhere else [x for x in reads if not there(x)]
         if any(x.dim() for x in at_launch) and name not in MAY_MIX:

@@ -123,18 +123,18 @@ class BatchReader:
         `[2 P]`; the mean loss of each further token, `[D]`, by the micro-batch's share of the batch's."""
         own, _ = self.get(microbatch)
         further = share.new_zeros(0) if own.further_losses is None else own.further_losses * share
-        return torch.cat((self._part_sums(own), further.double()) if self.part_names else (further.double(),))
+        if not self.part_names:
+            return further.double()
+        assert own.token_losses is not None and own.blend_parts is not None
+        sums = torch.stack((own.token_losses * own.loss_mask, own.loss_mask)).sum(2, dtype=torch.float64)
+        by_part = sums.new_zeros(2, len(self.part_names)).index_add_(1, own.blend_parts, sums)
+        return torch.cat((by_part.flatten(), further.double()))
 
     def named(self, sums: Tensor) -> dict[str, Any]:
         """The same of all ranks, as fields of `StepStats`."""
         parts, further = sums.split((2 * len(self.part_names), self.more - 2 * len(self.part_names)))
         found = {"by_part": (self.part_names, parts.view(2, -1))} if self.part_names else {}
         return found | {"further": tuple(further.unbind())}
-
-    def _part_sums(self, own: Microbatch) -> Tensor:
-        assert own.token_losses is not None and own.blend_parts is not None
-        sums = torch.stack((own.token_losses * own.loss_mask, own.loss_mask)).sum(2, dtype=torch.float64)
-        return sums.new_zeros(2, len(self.part_names)).index_add_(1, own.blend_parts, sums).flatten()
 
     def batch(self, number: int) -> GlobalBatch:
         """The batch with this number, fetched in order."""

@@ -132,7 +132,10 @@ def build_model(
         if isinstance(state, QueryKeyClip):
             state.attach(weights.optimizer)
     if config.model.cpu_offloading_num_layers and foreign is None:
-        _offload_activations(config, built, SavedTensors(mover))
+        saved = SavedTensors(mover)
+        for module in (module for _, modules in built.values() for module in modules):
+            blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
+            ActivationOffload(blocks[: config.model.cpu_offloading_num_layers], saved)
     return Model(**vars(weights), foreign=foreign, rows=rows, plan=plan, passed=passed)
 
 
@@ -149,13 +152,6 @@ def _states(
     if config.model.clip.qk_clip:
         found.append(QueryKeyClip(stages, config.model.clip, mesh.over("cp", "dp"), copies))
     return found
-
-
-def _offload_activations(config: Config, built: BuiltStages, memory: SavedTensors) -> None:
-    for _, modules in built.values():
-        for module in modules:
-            blocks = [module.get_submodule(name) for name in module.names if name.startswith("layers.")]
-            ActivationOffload(blocks[: config.model.cpu_offloading_num_layers], memory)
 
 
 def _ties(config: Config, mesh: ParallelMesh, placement: StagePlacement, cuts: list[range]) -> Ties:

@@ -96,7 +96,13 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
     with without_gc():  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
         programs.prove(world_size, Axis.single("world"))
     program = programs.full(world_size)
-    foreign = look_at_module(config, program) if config.model.is_foreign else None
+    foreign = None
+    if config.model.is_foreign:  # without values where its factory allows it
+        context = config.parallel.context
+        sizes = {"tp": config.parallel.tensor_model_parallel_size, "cp_heads": context.traders, "cp_ring": context.ring}
+        tp, *cp = (Axis(name, size, 0, tuple(range(size))) for name, size in sizes.items())  # that connect nobody
+        device, dtype = torch.device("meta"), parameter_dtype(config)
+        foreign = ForeignModel(config, tp, program, device, dtype, cp=ContextAxes(cp[0], cp[1]), look=True)
     planned = PlannedRun.of(config, world_size, program, plan, foreign, on_cpu=True)
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
@@ -211,18 +217,6 @@ def drawn(program: Program, shown: Program, short: list[int] | None) -> list[str
     return lines
 
 
-def look_at_module(config: Config, program: Program) -> ForeignModel:
-    """The module of `--model-module`, without values where its factory allows it. Raises ConfigError."""
-    tp = config.parallel.tensor_model_parallel_size
-    axis, context = _unconnected("tp", tp), config.parallel.context
-    cp = ContextAxes(_unconnected("cp_heads", context.traders), _unconnected("cp_ring", context.ring))
-    return ForeignModel(config, axis, program, torch.device("meta"), parameter_dtype(config), cp=cp, look=True)
-
-
-def _unconnected(name: str, size: int) -> Axis:
-    return Axis(name, size, 0, tuple(range(size)))
-
-
 def check_local_memory(run: PlannedRun) -> None:
     """What `check_memory` asks, of ranks that would all start on this host. Raises HostTooSmall."""
     gpus = torch.cuda.device_count()
@@ -293,17 +287,19 @@ def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
     """The data of the run, with the order of one sample each. Nothing is kept but the tokens of a text, where the run
     looks for them."""
     training = config.training
-    one = int(training.evaluates)
+    one, data = int(training.evaluates), config.data
+    # A start turns a text into tokens: a file, or the standard library's where nothing is named.
+    named = data_words(config) or data.data_args_path or data.data_schedule or data.mock_data
     with tempfile.TemporaryDirectory(prefix="megalite-") as passing:
         return build_datasets(
-            config.data,
+            data,
             seq_length=config.model.seq_length,
             train_samples=0 if training.skip_train else 1,
             valid_samples=one,
             test_samples=one,
             seed=training.seed,
             tokenizer=tokenizer,
-            cache_dir=cache_of(config) if is_tokenised(config) else Path(passing),
+            cache_dir=cache_of(config) if any(raw_texts(config)) or not named else Path(passing),
             vocab_size=config.model.vocab_size,
         )
 
@@ -319,13 +315,6 @@ def raw_texts(config: Config) -> Iterator[Path]:
     for word in data_words(config):
         if os.path.isfile(word) and not word.endswith((".bin", ".idx")) and not is_indexed(word):
             yield Path(word)
-
-
-def is_tokenised(config: Config) -> bool:
-    """Whether a start turns a text into tokens: a file, or the standard library's where nothing is named."""
-    data = config.data
-    named = data_words(config) or data.data_args_path or data.data_schedule
-    return any(raw_texts(config)) or not (named or data.mock_data)
 
 
 def check_writable(name: str, folder: str) -> None:

@@ -87,7 +87,7 @@ class ExitPolicy:
         self._previous: dict[signal.Signals, Any] = {}
         # Only these can be seen differently by different ranks; without them no message is exchanged.
         self._votes = config.exit_signal_handler or config.exit_duration_in_mins is not None
-        self._ballot = _DeferredBallot(world, device) if device.type == "cuda" else _Ballot(world)
+        self._ballot = _Ballot(world, device)
 
     def __enter__(self) -> ExitPolicy:
         # Python delivers signals to the main thread only and refuses handlers elsewhere.
@@ -181,28 +181,19 @@ _REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED
 
 
 class _Ballot:
-    """A vote whose result is there at once. delay: iterations between a vote and what it decides."""
-
-    def __init__(self, world: Axis) -> None:
-        self._world, self.delay = world, 0
-
-    def vote(self, wish: ExitReason | None) -> ExitReason | None:
-        return _REASONS[int(agree_max(_REASONS.index(wish), self._world))]
-
-
-class _DeferredBallot(_Ballot):
-    """A vote whose result is read at the next one: the reduction and its copy to the host have then long happened."""
+    """A vote whose result is there at once, or between GPUs read at the next one: the reduction and its copy to the
+    host have then long happened. delay: iterations between a vote and what it decides."""
 
     def __init__(self, world: Axis, device: torch.device) -> None:
-        super().__init__(world)
-        self._device, self.delay = device, int(world.size > 1)
+        self._world, self._device = world, device
+        self.delay = int(device.type == "cuda" and world.size > 1)
         # Of its own: the stream that computes would otherwise wait here for the slowest rank, once an iteration.
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if self.delay else None
         self._reading: LateReading | None = None
 
     def vote(self, wish: ExitReason | None) -> ExitReason | None:
-        if self._world.size == 1:
-            return wish
+        if self._stream is None:
+            return _REASONS[int(agree_max(_REASONS.index(wish), self._world))]
         result = 0 if self._reading is None else int(self._reading.read()[0])
         with torch.cuda.stream(self._stream):
             ballot = torch.full((1,), _REASONS.index(wish), dtype=torch.int32, device=self._device)

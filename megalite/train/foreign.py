@@ -25,7 +25,7 @@ from megalite.comm import Axis, ContextAxes, ParallelMesh, TensorShard
 from megalite.config import Config
 from megalite.engine import BuiltStages
 from megalite.errors import ConfigError
-from megalite.inventory import ParameterPlacement, Shape, given_plan, placement_of, recompute_ranges
+from megalite.inventory import given_plan, placement_of, recompute_ranges
 from megalite.library import (
     Parts,
     Sample,
@@ -76,14 +76,6 @@ class TokenStage(StageModule):
             places = sample.microbatch.places
             own = "" if places is None else f" {int(places[0])}"
             torch.manual_seed(xxhash.xxh3_64_intdigest(f"{self.seed} {layer} {sample.number}{own}".encode()) >> 1)
-
-    def compile_layers(self) -> None:
-        """`torch.compile` for every layer by itself. Linear layers stay eager, as in our own blocks: they compute
-        weight gradients when the schedule says so. Their graphs are code of their own, so none counts as another
-        compilation of the same."""
-        for layer in self.layers:
-            if isinstance(layer, TracedLayer):
-                layer.body.compile()
 
 
 def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -140,7 +132,11 @@ class ForeignModel:
                 "stages of `model_module` share it; use 2bw"
             )
         self.still: list[TensorShard] = []
-        self.held = [self._learning(items) for items in self.parts.cuts]
+        learn = [
+            dict.fromkeys(p for i in items for p in self.parts.layers[i].parameters() if p.requires_grad)
+            for items in self.parts.cuts
+        ]
+        self.held = [[(self.parts.names.of(p), tuple(p.shape), placement_of(p)) for p in own] for own in learn]
         samples = config.training.micro_batch_size
         ranks = size * sequences.cp.size
         self.flops_per_sample = (1 + BACKWARD) * ranks * sum(layer.flops for layer in self.parts.found) / samples
@@ -172,18 +168,15 @@ class ForeignModel:
             random = any(draws(layer) for layer in found[0].layers)
             for module in found:
                 module.seed = self._config.training.seed if random else None
-                if self._config.training.compile:
-                    module.compile_layers()
+                # Every layer by itself. Linear layers stay eager, as in our own blocks: they compute weight gradients
+                # when the schedule says so. Graphs are code of their own, none counts as another compilation of one.
+                for layer in module.layers if self._config.training.compile else ():
+                    if isinstance(layer, TracedLayer):
+                        layer.body.compile()
             built[key] = stage, found
         self.parts.layers.clear()
         self.still = list(still_shards(self.parts, mesh))
         return built
-
-    def _learning(self, items: range) -> list[tuple[str, Shape, ParameterPlacement]]:
-        names, found = self.parts.names, dict[str, nn.Parameter]()
-        for index in items:
-            found |= {names.of(p): p for p in self.parts.layers[index].parameters() if p.requires_grad}
-        return [(name, tuple(p.shape), placement_of(p)) for name, p in found.items()]
 
     def _check_logits(self, wanted: tuple[int, ...]) -> None:
         spec = self.parts.found[-1].boundary.specs[0]

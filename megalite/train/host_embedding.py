@@ -120,22 +120,17 @@ def watch_of(
     def watch(first: int, microbatches: Sequence[Microbatch], loader: BatchLoader) -> None:
         known = [*microbatches, *map(cut, loader.peek(config.optimizer.offload.embedding_lookahead))]
         ids = [held.own(mb.tokens.numpy()) for mb in known]
-        size = len(microbatches)
-        held.announce(uses_of_batch(config, size, rank, key), size, first, ids)
+        size, forwards = len(microbatches), {FORWARD, RECOMPUTE}
+        program = computations(config, size)
+        uses = [  # of the rows in this batch, in the order of the rank's program
+            Access(part.microbatch, part.kind in forwards)
+            for action in program.order(rank, program.batch(0, start=0, size=size))
+            for part in action.computations()
+            if part.stage_key == key and part.kind in forwards | GRADIENT_KINDS
+        ]
+        held.announce(uses, size, first, ids)
 
     return watch
-
-
-def uses_of_batch(config: Config, size: int, rank: int, key: tuple[int, int | None]) -> list[Access]:
-    """The uses of the rows in a batch of `size` micro-batches, in the order of the rank's program."""
-    program, forwards = computations(config, size), {FORWARD, RECOMPUTE}
-    actions = program.order(rank, program.batch(0, start=0, size=size))
-    return [
-        Access(part.microbatch, part.kind in forwards)
-        for action in actions
-        for part in action.computations()
-        if part.stage_key == key and part.kind in forwards | GRADIENT_KINDS
-    ]
 
 
 class TrafficHook(Hook):

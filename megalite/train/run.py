@@ -169,14 +169,9 @@ def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
 
 
 def assemble_trainer(
-    world: World,
-    data: RunData,
-    programs: ProgramCache,
-    state: RunState,
-    progress: TrainingProgress,
-    start_facts: Record | None,
-    measures: Measures | None = None,
-) -> Trainer:
+    world: World, data: RunData, programs: ProgramCache, state: RunState, progress: TrainingProgress,
+    start_facts: Record, measures: Measures | None,
+) -> Trainer:  # fmt: skip
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
     config, model, mesh = state.config, state.model, data.mesh
     reader = BatchReader(
@@ -196,15 +191,7 @@ def assemble_trainer(
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
     executor = make_executor(programs, model, mesh, updater, world)
-    exits = ExitPolicy(
-        config.training,
-        mesh.world,
-        device=world.device,
-        save_has_failed=lambda: state.checkpointer.failure is not None,
-        saves=config.checkpoint.save is not None,
-        hasten=state.checkpointer.hasten,
-    )
-    # the hooks that add to records what the others write: traffic of host rows, uploads to a store
+    exits = make_exits(state, mesh, world.device)
     extra = [*traffic_hooks(config, model.rows), UploadsHook(state.checkpointer)]
     model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
     flops = None if model.foreign is None else model.foreign.flops_per_sample
@@ -236,6 +223,18 @@ def assemble_trainer(
         passed=model.passed,
         roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
+    )
+
+
+def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
+    """When the run ends early."""
+    return ExitPolicy(
+        state.config.training,
+        mesh.world,
+        device=device,
+        save_has_failed=lambda: state.checkpointer.failure is not None,
+        saves=state.config.checkpoint.save is not None,
+        hasten=state.checkpointer.hasten,
     )
 
 

@@ -29,7 +29,7 @@ from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.engine import OLDER, SpikeGuard, complete_older, older_shards, quantize_base
+from megalite.engine import SpikeGuard, complete_older, older_shards, quantize_base
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -37,7 +37,7 @@ from megalite.train import matmul_precision, param_schedules
 from megalite.train.build import Model
 from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ParamSchedules
-from megalite.train.starting_point import StartingPoint, TensorsOfRun, load_base, load_weights
+from megalite.train.starting_point import StartingPoint, load_base, load_weights
 from megalite.train.trainer import TrainingProgress
 
 logger = logging.getLogger(__name__)
@@ -143,17 +143,19 @@ class RunState:
         if not start.weights_only:
             self.model.passed.take_up(meta, PASSED_OVER)
         self._take_up_delay(progress, meta if with_state else None)
-        stored = self._stored_older(start, version) if with_state else []
+        # A layout with fewer stages has saved fewer older versions.
+        older = older_shards(model, version) if with_state and model.num_versions > 1 else []
+        stored = [shard for shard in older if shard.name in start.tensors]
         shards += stored
         if self.base is not None and self.base.path is not None:
             load_base(self.base, [*frozen_shards(model.optimizer.buffers)], self.checkpointer.world)
             self._base_is_there()
         if self.base is not None and self.base.path == start.path.resolve():
             pass  # the model alone: its adapters begin as they are
-        elif start.run is not None:
-            load_weights(TensorsOfRun(start.run, start.path), shards, self.checkpointer.world)
+        elif start.run is not None:  # masters and the optimizer's state
+            load_weights(start.run.stored, start.path, shards, self.checkpointer.world)
         elif start.source is not None:
-            load_weights(start.source, shards, self.checkpointer.world)
+            load_weights(start.source.read, start.source.directory, shards, self.checkpointer.world)
         else:
             self.checkpointer.load(start.path, shards, cast=not with_state)
         if anew:
@@ -199,13 +201,6 @@ class RunState:
 
     def _states(self, version: int) -> list[TensorShard]:
         return [shard for state in self.model.states for shard in state.shards(version)]
-
-    def _stored_older(self, start: StartingPoint, version: int) -> list[TensorShard]:
-        """The older versions that a checkpoint holds; a layout with fewer stages has saved fewer."""
-        if self.model.num_versions == 1:
-            return []
-        stored = {name for name in start.tensors if name.startswith(OLDER)}
-        return [shard for shard in older_shards(self.model, version) if shard.name in stored]
 
     def _take_up_delay(self, progress: TrainingProgress, meta: Meta | None) -> None:
         """What the compute weights of the newest version are made with. Without it they are the masters."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -216,17 +216,13 @@ def offer_of(
     may be in torch's distributed format; vocab_size: its tokens without padding, where given. Raises MegaliteError."""
     try:
         if is_distributed(load) and trust_pickle:
-            return _distributed_offer(Path(load), ckpt_step, vocab_size)
+            found = open_distributed(Path(load), ckpt_step, vocab_size)
+            kind = found.tokenizer.kind
+            tokenizer = {} if kind == NullTokenizer.kind else _tokenizer_flags(kind, found.home)
+            return Offer(str(found.directory), found.model, tokenizer)
         return _offer_of(place(load), ckpt_step)
     finally:
         close_stores()  # ranks may be forked from this process
-
-
-def _distributed_offer(root: Path, ckpt_step: int | None, vocab_size: int | None) -> Offer:
-    found = open_distributed(root, ckpt_step, vocab_size)
-    kind = found.tokenizer.kind
-    tokenizer = {} if kind == NullTokenizer.kind else _tokenizer_flags(kind, found.home)
-    return Offer(str(found.directory), found.model, tokenizer)
 
 
 def _offer_of(root: Place, ckpt_step: int | None) -> Offer | None:
@@ -312,7 +308,7 @@ def load_base(base: BaseModel, shards: Sequence[TensorShard], world: Axis) -> No
     """Fills the shards with the weights of a frozen model, cast to their dtype. Collective. Raises CheckpointError."""
     source = base.open()
     if isinstance(source, HuggingFaceSource):
-        load_weights(source, shards, world)
+        load_weights(source.read, source.directory, shards, world)
     elif isinstance(source, CheckpointSource):
         Checkpointer(".", world=world).load(source.path, shards, cast=True)
 
@@ -328,32 +324,13 @@ def load_model(path: Place, use_ema: bool, elsewhere: Path | None, shards: Seque
         load_base(base, [shard for shard in shards if shard.name not in manifest.tensors], world)
     if use_ema:
         reader = CheckpointReader(path, use_ema=True)
-        load_weights(reader, [shard for shard in own if shard.name in reader.averaged], world)
+        averaged = [shard for shard in own if shard.name in reader.averaged]
+        load_weights(reader.read, reader.directory, averaged, world)
 
 
-class Readable(Protocol):
-    """Tensors by name, from `directory`."""
-
-    @property
-    def directory(self) -> Place: ...
-    def read(self, name: str) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class TensorsOfRun:
-    """What `load_weights` reads of a run in another format: masters and the optimizer's state."""
-
-    run: TrainedRun
-    directory: Place
-
-    def read(self, name: str) -> Tensor:
-        """One of `TrainedRun.names`."""
-        return self.run.stored(name)
-
-
-def load_weights(source: Readable, shards: Sequence[TensorShard], world: Axis) -> None:
+def load_weights(read: Callable[[str], Tensor], directory: Place, shards: Sequence[TensorShard], world: Axis) -> None:
     """Fills the shards with what a model or a run in another format has, or with averages, cast to their dtype.
-    Collective over `world`.
+    Collective over `world`. read: name -> the whole tensor, which `directory` has.
 
     One logical tensor is in memory at a time; a rank reads those of which it holds a part. Raises CheckpointError, on
     all ranks, where one of them cannot read its part.
@@ -364,7 +341,7 @@ def load_weights(source: Readable, shards: Sequence[TensorShard], world: Axis) -
         wanted.setdefault(shard.name, []).append(shard)
     try:
         for name, places in wanted.items():
-            values = source.read(name)
+            values = read(name)
             nbytes += values.nbytes
             for shard in places:
                 inside = tuple(slice(a, a + n) for a, n in zip(shard.offset, shard.local.shape, strict=True))
@@ -375,4 +352,4 @@ def load_weights(source: Readable, shards: Sequence[TensorShard], world: Axis) -
     if agreed:
         raise CheckpointError(agreed)
     seconds = time.perf_counter() - started
-    logger.info("loaded %s (%s on this rank in %.2f s)", source.directory, amount(nbytes, "B"), seconds)
+    logger.info("loaded %s (%s on this rank in %.2f s)", directory, amount(nbytes, "B"), seconds)
