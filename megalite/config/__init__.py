@@ -6,15 +6,15 @@ Picture::
                                     |
                          parse(argv) -> Config(model, parallel, training, optimizer, data, checkpoint, logging)
 
-Rooms: one file a section (`model`, `parallel`, `training`, `optimizer`, `data`, `checkpoint`, `logging`), made of
-`schema.option`; `root` puts them together; `reader`, `yaml_file`, `names`, `megatron_flags` and `values` read what
-users type, `cli` merges it, `worked_out` turns names that are no field into fields; `legal` judges it by `rules/`,
-`files` looks whether files exist; `saved` writes and reads it back; `batch_size` has what changes with the tokens
-consumed: batch size, sequence length; `sampling` is how generation chooses.
+Rooms: one file a section (`model` and its `model_parts`, `parallel`, `training`, `optimizer`, `data`, `checkpoint`,
+`logging`), made of `schema.option`; `root` puts them together; `reader`, `yaml_file`, `names`, `megatron_flags` and
+`values` read what users type, `cli` merges it, `worked_out` turns names that are no field into fields; `legal` judges
+it by `rules/`, `files` looks whether files exist; `saved` writes and reads it back; `batch_size` has what changes with
+the tokens consumed: batch size, sequence length; `sampling` is how generation chooses.
 
 Names are Megatron-LM's flag names with underscores; a field that several flags spell is a small dataclass of them
-(`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with
-`dataclasses.replace`. Derived numbers are properties, so they cannot go stale.
+(`schema.Spelled`, `OneOf`). Sections are frozen; a changed copy is made with `dataclasses.replace`. Derived numbers are
+properties, so they cannot go stale.
 
 A new flag: one field with its help and bounds; a rule if it is tied to others; a row in `test_flags_take_effect.py`;
 `python tools/make_flag_table.py`.
@@ -37,9 +37,7 @@ from megalite.config.data import (
     VOCABULARIES,
     DataConfig,
 )
-from megalite.config.delta import Delta
 from megalite.config.embedding_cache import cache_problem, cache_rows, own_rows
-from megalite.config.experts import Experts
 from megalite.config.files import (
     as_it_is_there,
     ids_of_files,
@@ -50,20 +48,25 @@ from megalite.config.files import (
     missing_trackers,
     schedule_file,
 )
-from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems
 from megalite.config.logging import LoggingConfig
 from megalite.config.lora import Lora
 from megalite.config.megatron_flags import MegatronFlag, megatron_flags
 from megalite.config.model import OWN_PATTERNS, ModelConfig
-from megalite.config.mtp import FurtherTokens
+from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent, QKClip, RopeScaling
 from megalite.config.mup import Mup, Rates, depth_ratio, hidden_std, rates_of, residual_std, width_ratio
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
-from megalite.config.parallel import ContextParallelism, DeviceOptions, ParallelConfig, StageLayout
-from megalite.config.qk_clip import QKClip
+from megalite.config.parallel import (
+    ContextParallelism,
+    DeviceOptions,
+    GridShape,
+    ParallelConfig,
+    StageLayout,
+    TensorGrid,
+    ZeroPlusPlus,
+)
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
-from megalite.config.rope import RopeScaling
 from megalite.config.rules.shape import model_shape
 from megalite.config.rules.text import divisors
 from megalite.config.sampling import Sampling
@@ -71,9 +74,7 @@ from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.stage_meshes import StageMesh, parse_meshes, stage_sizes
 from megalite.config.staleness import Correction, StalenessCorrection, completed, correction_of, has_delay
-from megalite.config.tensor_grid import GridShape, TensorGrid
 from megalite.config.training import BatchRamp, Float8, Precision, Spikes, TrainingConfig, TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.usage import accepted_spellings, listing
 from megalite.config.values import bounds_problem, show
-from megalite.config.zero_plus_plus import ZeroPlusPlus

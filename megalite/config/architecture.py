@@ -10,14 +10,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.config.delta import Delta
-from megalite.config.latent import Latent
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.model import LAYER_PATTERNS, ModelConfig
+from megalite.config.model_parts import Delta, Latent, RopeScaling
 from megalite.config.mup import Mup
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
-from megalite.config.rope import RopeScaling
 from megalite.config.schema import flat
 from megalite.config.values import show
 from megalite.errors import ConfigError

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megalite.config.schema import OneOf, Spelled, option
+from megalite.config.schema import OneOf, Section, Spelled, option
 from megalite.files import served_url, staging_folder
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhoseSchedules(OneOf):
+class WhoseSchedules(OneOf, saved=False):
     """Which schedules hold where those of --load are not those of the flags."""
 
-    override_opt_param_scheduler: bool = option(False, "take those of the flags", saved=False)
-    use_checkpoint_opt_param_scheduler: bool = option(False, "take those of `load`", saved=False)
+    override_opt_param_scheduler: bool = option(False, "take those of the flags")
+    use_checkpoint_opt_param_scheduler: bool = option(False, "take those of `load`")
 
 
-@dataclass(frozen=True, kw_only=True)
 class LocalSaveConfig(Spelled):
     """Saves on the hosts themselves, between those in `save`."""
 
@@ -61,8 +57,7 @@ class LocalSaveConfig(Spelled):
         return self.replication_factor if self.replication else 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """A run directory (`save`) holds config.yaml, metrics.jsonl and checkpoints `iter_0000100/`."""
 
     save: str | None = option(

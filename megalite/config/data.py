@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megalite.config.batch_size import parse_words
-from megalite.config.schema import option
+from megalite.config.schema import Section, option
 
 TOKENIZERS = (
     "ByteTokenizer",
@@ -52,8 +50,7 @@ SOURCE = {"one_of": "source of the data"}
 OF_A_SPLIT = {**SOURCE, "way": "by split", "stores": True}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Data come from `.bin/.idx` prefixes, from a raw text or JSONL file, or from a generator (`mock_data`)."""
 
     data_path: tuple[str, ...] = option(

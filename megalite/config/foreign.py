@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megalite.config.schema import Spelled, option
 
 KINDS = ("col", "row", "vocab")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ForeignModule(Spelled):
     """A model of your own in place of gpt and llama. Its sizes, names and initial values are its own."""
 

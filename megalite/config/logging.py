@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from megalite.config.schema import Spelled, option
+from megalite.config.schema import Section, Spelled, option
 
 
-@dataclass(frozen=True, kw_only=True)
-class WandB(Spelled):
+class WandB(Spelled, needs="wandb_project"):
     """Weights & Biases."""
 
     wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
-    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of `save`", needs="wandb_project")
-    wandb_entity: str | None = option(None, "account or team there", needs="wandb_project")
-    wandb_save_dir: str | None = option(
-        None, "folder of its local files; unset: `save`", metavar="DIR", needs="wandb_project"
-    )
+    wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of `save`")
+    wandb_entity: str | None = option(None, "account or team there")
+    wandb_save_dir: str | None = option(None, "folder of its local files; unset: `save`", metavar="DIR")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profiling(Spelled):
+class Profiling(Spelled, only_with="profile"):
     """torch's profiler over some iterations."""
 
     profile: bool = option(False, "write a Chrome trace of some iterations with torch's profiler")
-    profile_step_start: int = option(10, "first iteration profiled", ge=0, only_with="profile")
-    profile_step_end: int = option(12, "iteration before which the profile ends", ge=1, only_with="profile")
-    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0, only_with="profile")
+    profile_step_start: int = option(10, "first iteration profiled", ge=0)
+    profile_step_end: int = option(12, "iteration before which the profile ends", ge=1)
+    profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Samples(Spelled):
     """Texts that the model writes during the training."""
 
@@ -45,20 +38,16 @@ class Samples(Spelled):
     sample_tokens: int = option(64, "new tokens of each", ge=1, only_with="sample_interval")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalTasks(Spelled):
+class EvalTasks(Spelled, needs="eval_task_files"):
     """Tasks of lm-evaluation-harness on the way."""
 
     eval_task_files: tuple[str, ...] = option(
         (), "task files (YAML) of lm-evaluation-harness that the model is measured by", metavar="FILE"
     )
-    eval_tasks_interval: int | None = option(
-        None, "iterations between two times; unset: only at the end", ge=1, needs="eval_task_files"
-    )
-    eval_tasks_limit: int | None = option(None, "questions of each task; unset: all", ge=1, needs="eval_task_files")
+    eval_tasks_interval: int | None = option(None, "iterations between two times; unset: only at the end", ge=1)
+    eval_tasks_limit: int | None = option(None, "questions of each task; unset: all", ge=1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Prometheus(Spelled):
     """Numbers for Prometheus."""
 
@@ -68,8 +57,7 @@ class Prometheus(Spelled):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     """Trackers are optional packages and never stop a training."""
 
     log_interval: int = option(10, "iterations between log lines", ge=1)

@@ -11,7 +11,6 @@ those of Hugging Face's models, which `peft` takes:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megalite.config.schema import Spelled, option
 
@@ -46,8 +45,7 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "fc1": ("gate
 """One adapter for a whole layer, and those of its parts, which exclude it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lora(Spelled):
+class Lora(Spelled, needs="lora_rank"):
     """Adapters, which are trained in place of the model; they are saved apart."""
 
     lora_rank: int | None = option(
@@ -61,26 +59,21 @@ class Lora(Spelled):
         "what adapters are: products beside matrices (lora), layers behind attention and MLP (bottleneck), keys and "
         "values in front of the text (prefix)",
         choices=("lora", "bottleneck", "prefix"),
-        needs="lora_rank",
     )
-    lora_alpha: float | None = option(
-        None, "what an adapter computes is multiplied by this / R; unset: R", gt=0, needs="lora_rank"
-    )
+    lora_alpha: float | None = option(None, "what an adapter computes is multiplied by this / R; unset: R", gt=0)
     lora_targets: tuple[str, ...] = option(
         (ALL_LINEAR,),
         "layers with adapters, named as in Megatron (linear_qkv, linear_proj, linear_fc1, linear_fc2) or as peft takes "
         "them (q_proj, v_proj, ...; c_attn, ...); all-linear: every one of the blocks",
         metavar="NAME",
-        needs="lora_rank",
     )
     lora_shared_a: bool = option(
-        False, "experts of a layer share the matrix A of their adapters, and each has its own B", needs="lora_rank"
+        False, "experts of a layer share the matrix A of their adapters, and each has its own B"
     )
 
     frozen_weights_int8: bool = option(
         False,
         "frozen matrices of blocks are held in 8 bits, a scale for each row, and dequantised where they are multiplied",
-        needs="lora_rank",
     )
 
     @property

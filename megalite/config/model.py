@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from megalite.config.delta import Delta
-from megalite.config.experts import Experts
 from megalite.config.foreign import ForeignModule
-from megalite.config.latent import Latent
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
-from megalite.config.mtp import FurtherTokens
+from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent, QKClip, RopeScaling
 from megalite.config.mup import Mup, usual_scale
-from megalite.config.qk_clip import QKClip
-from megalite.config.rope import RopeScaling
-from megalite.config.schema import option, required
+from megalite.config.schema import Section, option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh", "quick-geglu", "squared-relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-tanh", "quick-geglu")
@@ -44,8 +39,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """Shape of a decoder-only transformer. Fields left at None are derived; the properties below give the numbers."""
 
     model_type: str = option(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.config.schema import Spelled, option
@@ -33,22 +32,17 @@ DECOUPLED = ("embedding.word_embeddings.weight", "head.output.weight")
 """What Megatron-LM's decoupled learning rate is of; positions are not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mup(Spelled):
+class Mup(Spelled, needs="use_mup"):
     """The model that was tuned."""
 
     use_mup: bool = option(
         False, "muP: initial weights, learning rates, scores and logits scale with the width, so that a learning rate "
         "that was found for a narrow model holds"
     )  # fmt: skip
-    mup_base_hidden_size: int | None = option(
-        None, "width of the model that was tuned; unset: this one's", ge=1, needs="use_mup"
-    )
-    mup_base_num_layers: int | None = option(
-        None, "its layers: with them depth scales, too (CompleteP)", ge=1, needs="use_mup"
-    )
+    mup_base_hidden_size: int | None = option(None, "width of the model that was tuned; unset: this one's", ge=1)
+    mup_base_num_layers: int | None = option(None, "its layers: with them depth scales, too (CompleteP)", ge=1)
     mup_base_head_dim: int | None = option(
-        None, "channels of its heads: scores are sqrt(this) / d in place of 1 / d", ge=1, needs="use_mup"
+        None, "channels of its heads: scores are sqrt(this) / d in place of 1 / d", ge=1
     )
 
 

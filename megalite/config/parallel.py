@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megalite import schedule as schedules
-from megalite.config.restarts import Restarts
-from megalite.config.schema import OneOf, Spelled, option
+from megalite.config.schema import OneOf, Section, Spelled, option
 from megalite.config.stage_meshes import StageMesh, parse_meshes
-from megalite.config.tensor_grid import GridShape, TensorGrid
-from megalite.config.zero_plus_plus import ZeroPlusPlus
 
 SCHEDULES = tuple(schedules.SCHEDULES)
 SCHEDULE_ALIASES: Mapping[str, str] = schedules.ALIASES
 
 
-@dataclass(frozen=True, kw_only=True)
 class StageLayout(OneOf):
     """Layers of each pipeline stage, balanced where unset."""
 
@@ -35,7 +31,6 @@ class StageLayout(OneOf):
 CP_COMM_TYPES = ("p2p", "a2a", "all_gather", "a2a+p2p")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ContextParallelism(Spelled):
     """Context parallelism: ranks that share each sequence, and how attention sees the whole of it."""
 
@@ -64,7 +59,6 @@ class ContextParallelism(Spelled):
         return self.context_parallel_size // self.traders
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExpertParallelism(Spelled):
     """Expert parallelism: how the ranks of a pipeline stage share the experts."""
 
@@ -80,7 +74,6 @@ class ExpertParallelism(Spelled):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class DeviceOptions(Spelled):
     """Devices, their memory, and the library by which ranks talk."""
 
@@ -116,8 +109,111 @@ class DeviceOptions(Spelled):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+GridShape = tuple[int, int, int]
+
+
+class TensorGrid(Spelled):
+    """How `tensor_model_parallel_size` ranks share a layer."""
+
+    tensor_parallel_mode: str = option(
+        "1d",
+        "1d: each matrix is cut along one side; else ranks form a grid of inner x outer x token sides: 2d 1 x q x q, "
+        "2.5d 1 x q x dq, 3d q x q x q, 4d as `tensor_parallel_grid` says",
+        choices=("1d", "2d", "2.5d", "3d", "4d"),
+    )
+    tensor_parallel_grid: tuple[int, ...] | None = option(
+        None, "of 4d: ranks that share the inputs, the outputs and the tokens of a layer", ge=1
+    )
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether ranks form a grid."""
+        return self.tensor_parallel_mode != "1d"
+
+    def shape(self, ranks: int) -> GridShape | None:
+        """X, Y, Z of so many ranks; None where they make no such grid, or none is asked for."""
+        found, given = grids_of(self.tensor_parallel_mode, ranks), self.tensor_parallel_grid or ()
+        if self.tensor_parallel_mode == "4d" and len(given) == 3:
+            found = [(given[0], given[1], given[2])]
+        return next((shape for shape in found if math.prod(shape) == ranks), None)
+
+
+def grids_of(mode: str, most: int) -> list[GridShape]:
+    """The grids of a mode with at most so many ranks, those with the largest q first; of 2.5d 1 < d <= q."""
+    sides = range(int(most**0.5) + 1, 1, -1)
+    shapes: dict[str, list[GridShape]] = {
+        "2d": [(1, q, q) for q in sides],
+        "2.5d": [(1, q, d * q) for q in sides for d in range(2, q + 1)],
+        "3d": [(q, q, q) for q in sides],
+    }
+    return [shape for shape in shapes.get(mode, []) if math.prod(shape) <= most]
+
+
+class ZeroPlusPlus(Spelled):
+    """What ZeRO-3 sends less of (arXiv:2306.10209)."""
+
+    zero_quantized_weights: bool = option(
+        False, "weights travel in 8 bits, blocks of 64 between their least and largest: what computes is rounded"
+    )
+    zero_quantized_gradients: bool = option(
+        False, "gradients travel in 4 bits, blocks of 64 by their largest: within a partition, then between partitions"
+    )
+    zero_hpz_partition_size: int = option(
+        1,
+        "neighbours among the ranks that ZeRO shards over (those of a node) that keep all weights from a step's "
+        "first gather on, so that later ones stay among them",
+        ge=1,
+    )
+
+    def __str__(self) -> str:
+        """As the table of a start has it: `weights in 8 bits, partitions of 8`."""
+        parts = {
+            "weights in 8 bits": self.zero_quantized_weights,
+            "gradients in 4 bits": self.zero_quantized_gradients,
+            f"partitions of {self.zero_hpz_partition_size}": self.zero_hpz_partition_size > 1,
+        }
+        return ", ".join(part for part, on in parts.items() if on)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether numbers are other ones than those of plain ZeRO-3."""
+        return self.zero_quantized_weights or self.zero_quantized_gradients
+
+    @property
+    def changes_gathers(self) -> bool:
+        """Whether weights are gathered otherwise."""
+        return self.zero_quantized_weights or self.zero_hpz_partition_size > 1
+
+    @property
+    def on(self) -> bool:
+        """Whether any of it is asked for."""
+        return self != ZeroPlusPlus()
+
+
+class Restarts(Spelled, saved=False):
+    """Failures: restarts, spare ranks and a test of the hosts. None of it changes what is trained, so checkpoints do
+    not keep it."""
+
+    max_restarts: int = option(
+        0,
+        "start the ranks of `nprocs` so often again after a failure, from the newest checkpoint; not after status 2",
+        ge=0,
+    )
+    elastic: int | None = option(
+        None,
+        "train with as many data-parallel ranks as the started ones are enough for, but at least with N; the others "
+        "wait as spares until a failed rank is replaced",
+        metavar="N",
+        ge=1,
+    )
+    check_hosts: bool = option(
+        False,
+        "before the ranks meet, one rank a host tests its devices by products that are known; a host that fails is "
+        "left out, and listed in `save`",
+    )
+
+
+class ParallelConfig(Section):
     """World = tensor x context x data x pipeline, or what `stage_meshes` says; tensor-parallel ranks are neighbours,
     then those that share a sequence, then data-parallel ones, then the pipeline's."""
 

@@ -1,11 +1,11 @@
 """What a field of the configuration carries besides its type and default: help, choices and bounds.
 
 One schema serves the command line, YAML files, the saved `config.yaml` and the flag table of the documentation.
-A section is a frozen dataclass whose fields are made by `option` (with a default) or `required` (without)::
+A section is a frozen dataclass (`Section`) whose fields are made by `option` (with a default) or `required` (without)::
 
     micro_batch_size: int = required("samples of one forward pass of one replica", ge=1)
 
-A field that several flags spell is a small frozen dataclass of them (`Spelled`, or `OneOf` where a run gives one)::
+A field that several flags spell is a small section of them (`Spelled`, or `OneOf` where a run gives one)::
 
     length: TrainingLength = TrainingLength()        # --train-iters, --train-samples or --train-tokens
 """
@@ -43,8 +43,21 @@ def required(help: str, **facts: Any) -> Any:
     return dataclasses.field(metadata={"help": help, "required": True, **facts})
 
 
-class Spelled:
-    """Base of the value of a field that several flags spell: a frozen dataclass whose attributes are these flags."""
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True)
+class Section:
+    """Base of the sections: frozen dataclasses that are made by keywords. facts: of all fields that say nothing else,
+    but not of the field that they name."""
+
+    def __init_subclass__(cls, **facts: Any) -> None:
+        for name, declared in vars(cls).items():
+            if isinstance(declared, dataclasses.Field):
+                shared = {key: value for key, value in facts.items() if value != name}
+                declared.metadata = types.MappingProxyType({**shared, **declared.metadata})
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Spelled(Section):
+    """Base of the value of a field that several flags spell: its attributes are these flags."""
 
 
 class OneOf(Spelled):

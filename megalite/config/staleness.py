@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megalite.config.root import Config
 
 
-@dataclass(frozen=True, kw_only=True)
 class StalenessCorrection(Spelled):
     """Corrections of gradients that are late. As the user gives it; `correction_of` fills in what is left open."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
-from megalite.config.schema import OneOf, Spelled, option, required
+from megalite.config.schema import OneOf, Section, Spelled, option, required
 
 USUAL_EVAL_ITERS = 100  # Megatron-LM's
 
 
-@dataclass(frozen=True, kw_only=True)
 class BatchRamp(OneOf):
     """A global batch that grows."""
 
@@ -37,7 +34,6 @@ class BatchRamp(OneOf):
         return BatchSizeSchedule.constant(full)
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrainingLength(OneOf):
     """Length of the whole training."""
 
@@ -53,7 +49,6 @@ class TrainingLength(OneOf):
         return sizes.iterations_for(self.train_samples or -(-tokens // seq_length))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Precision(OneOf):
     """Number format, fp32 where unset."""
 
@@ -72,8 +67,7 @@ class Precision(OneOf):
         return self.bf16 or self.fp16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8(Spelled):
+class Float8(Spelled, only_with="fp8_format"):
     """Products of linear layers inside of blocks in 8 bits."""
 
     fp8_format: str | None = option(
@@ -86,17 +80,13 @@ class Float8(Spelled):
         "what shares a scale: a tensor, a row, a block of 128 (of weights 128 x 128), or of 32 (mxfp8, emulated only); "
         "delayed: a tensor, by what it was in updates before",
         choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"),
-        only_with="fp8_format",
     )
-    fp8_amax_history_len: int = option(
-        1024, "updates that a delayed scale is the largest of", ge=1, only_with="fp8_format"
-    )
+    fp8_amax_history_len: int = option(1024, "updates that a delayed scale is the largest of", ge=1)
     fp8_param_gather: bool = option(
-        False, "`zero_stage` 3 gathers the weights of these layers in float8: half the bytes", only_with="fp8_format"
+        False, "`zero_stage` 3 gathers the weights of these layers in float8: half the bytes"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class LossScaling(Spelled):
     """Loss scaling of --fp16, and how many updates may be skipped."""
 
@@ -110,7 +100,6 @@ class LossScaling(Spelled):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Spikes(Spelled):
     """Spikes of the gradient norm."""
 
@@ -135,8 +124,7 @@ class Spikes(Spelled):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """One iteration consumes one global batch = micro-batch x data-parallel size x micro-batches."""
 
     micro_batch_size: int = required("samples of one forward pass of one replica", ge=1)

@@ -11,7 +11,7 @@ import torch
 
 from megalite.comm import World
 from megalite.config import ContextParallelism, Delta, Latent, Lora, ModelConfig, ParallelConfig, RopeScaling
-from megalite.config.experts import Experts
+from megalite.config.model_parts import Experts
 from megalite.config.parallel import ExpertParallelism
 from megalite.errors import ConfigError
 from megalite.generation import Request, Sampling

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from megalite.config.root import Config
 from megalite.config.rules.beside import cuda_graphs, message_driven, partial_backprop, tapped_products, zero_plus_plus
 from megalite.config.rules.context import context_parallel, sequence_lengths
-from megalite.config.rules.embedding import embedding_offload
 from megalite.config.rules.experts import expert_parallel, experts
 from megalite.config.rules.foreign import foreign_module
 from megalite.config.rules.inputs import checkpoint, data, from_checkpoint, local_saves, tracking
@@ -29,7 +28,8 @@ from megalite.config.rules.layout import (
     world,
 )
 from megalite.config.rules.lora import lora, prefix_layout
-from megalite.config.rules.offload import param_offload
+from megalite.config.rules.meshes import stage_meshes, tensor_grid, training_stage_meshes
+from megalite.config.rules.offload import embedding_offload, param_offload
 from megalite.config.rules.run import (
     float8,
     learning_rate,
@@ -43,8 +43,6 @@ from megalite.config.rules.run import (
     weight_decay,
 )
 from megalite.config.rules.shape import model_shape, recompute
-from megalite.config.rules.stage_meshes import stage_meshes, training_stage_meshes
-from megalite.config.rules.tensor_grid import tensor_grid
 
 __all__ = ["LAYOUT_RULES", "RULES", "foreign_module", "warnings"]
 

@@ -20,9 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint import verify_checkpoint
-from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
-from megalite.config.rope import RopeScaling
+from megalite.config.model_parts import Experts, RopeScaling
 from megalite.convert import CheckpointSource, HuggingFaceSource, hf_files, write_checkpoint, write_huggingface
 from megalite.convert.megatron_args import write_args
 from megalite.convert.registry import family_of, read_model

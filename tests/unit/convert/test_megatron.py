@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalite import strangers
 from megalite.config.model import ModelConfig
-from megalite.config.rope import RopeScaling
+from megalite.config.model_parts import RopeScaling
 from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,

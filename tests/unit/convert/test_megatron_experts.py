@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite import strangers
-from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import Experts
 from megalite.convert import CheckpointSource, MegatronSource, write_checkpoint, write_megatron
 from megalite.convert.source import stored_shapes
 from megalite.data import NullTokenizer

@@ -15,12 +15,9 @@ from equivalence.layouts import TINY
 from megalite.comm.axis import ExpertAxes
 from megalite.comm.mesh import Axis
 from megalite.config.cli import parse
-from megalite.config.delta import Delta
-from megalite.config.experts import Experts
-from megalite.config.latent import Latent
 from megalite.config.lora import Lora
 from megalite.config.model import FAMILY_DEFAULTS, ModelConfig
-from megalite.config.mtp import FurtherTokens
+from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent
 from megalite.inventory import activation_bytes, mixers, placement_of
 from megalite.inventory.layers import (
     Layer,

@@ -10,8 +10,8 @@ import torch
 import torch._dynamo.testing
 
 from megalite.config import Experts
-from megalite.config.latent import Latent
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import Latent
 from megalite.gradient import GradSink, attach_sink
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs

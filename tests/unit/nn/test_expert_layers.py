@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import Experts
 from megalite.errors import ConfigError
 from megalite.gradient import GradSink, WeightGradQueue, attach_sink
 from megalite.microbatch import Microbatch

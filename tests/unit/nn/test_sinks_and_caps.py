@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config import ModelConfig
-from megalite.config.latent import Latent
+from megalite.config.model_parts import Latent
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn import LayerStack

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import Experts
 from megalite.inventory import placement_of
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs

@@ -12,8 +12,8 @@ from torch import Tensor
 from megalite.comm.mesh import ParallelMesh
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World
-from megalite.config.experts import Experts
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import Experts
 from megalite.microbatch import Microbatch
 from megalite.nn.experts import MoE
 from megalite.parallel.expert import Dispatched, Returning, expert_axes, plan, plan_dispatch
