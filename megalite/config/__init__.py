@@ -56,7 +56,7 @@ from megalite.config.megatron_flags import MegatronFlag, megatron_flags
 from megalite.config.model import OWN_PATTERNS, ModelConfig
 from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent, QKClip, RopeScaling
 from megalite.config.mup import Mup, Rates, depth_ratio, hidden_std, rates_of, residual_std, width_ratio
-from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup
+from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup, readers_of
 from megalite.config.parallel import (
     ContextParallelism,
     DeviceOptions,

@@ -13,6 +13,7 @@ from typing import Any
 from megalite.config import rules
 from megalite.config.foreign import OF_MODULES
 from megalite.config.model import ModelConfig
+from megalite.config.optimizer import readers_of
 from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.values import as_typed, bounds_problem, show
@@ -77,7 +78,7 @@ def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: st
 def _of_another_optimizer(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
     """Numbers that this optimizer does not read."""
     for option in options:
-        readers = option.facts.get("only_for")
+        readers = readers_of(option)
         if readers is not None and values[option.name] != option.default and values["optimizer"] not in readers:
             typed = as_typed(option.marked, values[option.name])
             yield f"{typed}: has no effect with `optimizer`={values['optimizer']}; drop it"

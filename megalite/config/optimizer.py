@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from megalite.config.schema import OneOf, Section, Spelled, option, required
+from megalite.config.schema import OneOf, Option, Section, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
-
-# Numbers that these read alone.
-_adam = partial(option, only_for=("adam", "muon", "soap", "shampoo", "kfac"))  # four leave what is no matrix to it
-_sgd, _lion, _muon, _soap, _shampoo, _kfac, _adafactor = (
-    partial(option, only_for=(name,)) for name in ("sgd", "lion", "muon", "soap", "shampoo", "kfac", "adafactor")
-)
 
 
 class Decay(OneOf):
@@ -69,55 +61,64 @@ class WeightDecayRamp(Spelled):
 class OptimizerArgs(Spelled):
     """Settings of single optimizers; all of them also by --optimizer-args."""
 
-    adam_beta1: float = _adam(0.9, "decay of Adam's first moment", ge=0, lt=1)
-    adam_beta2: float = _adam(0.999, "decay of Adam's second moment", ge=0, lt=1)
-    adam_eps: float = _adam(1e-8, "Adam's epsilon", gt=0)
-    sgd_momentum: float = _sgd(0.9, "momentum of sgd", ge=0, lt=1)
-    lion_beta1: float = _lion(0.95, "Lion's weight of the moment in an update", ge=0, lt=1)
-    lion_beta2: float = _lion(0.98, "decay of Lion's moment", ge=0, lt=1)
-    muon_momentum: float = _muon(0.95, "momentum of muon", ge=0, lt=1)
-    muon_scale_mode: str = _muon(
+    adam_beta1: float = option(0.9, "decay of Adam's first moment", ge=0, lt=1)
+    adam_beta2: float = option(0.999, "decay of Adam's second moment", ge=0, lt=1)
+    adam_eps: float = option(1e-8, "Adam's epsilon", gt=0)
+    sgd_momentum: float = option(0.9, "momentum of sgd", ge=0, lt=1)
+    lion_beta1: float = option(0.95, "Lion's weight of the moment in an update", ge=0, lt=1)
+    lion_beta2: float = option(0.98, "decay of Lion's moment", ge=0, lt=1)
+    muon_momentum: float = option(0.95, "momentum of muon", ge=0, lt=1)
+    muon_scale_mode: str = option(
         "spectral",
         "size of an orthogonal update [rows, columns]: sqrt(max(rows, columns)), sqrt(max(1, rows / columns)) or "
         "sqrt(rows / columns)",
         choices=("spectral", "shape_scaling", "unit_rms_norm"),
     )
-    muon_extra_scale_factor: float = _muon(
+    muon_extra_scale_factor: float = option(
         0.2, "times this; 0.2 with spectral gives AdamW's usual size, so that its learning rate carries over", gt=0
     )
-    soap_beta1: float = _soap(0.95, "decay of soap's first moment", ge=0, lt=1)
-    soap_beta2: float = _soap(0.95, "decay of soap's second moment and of its preconditioners", ge=0, lt=1)
-    soap_eps: float = _soap(1e-8, "soap's epsilon", gt=0)
-    soap_precondition_frequency: int = _soap(10, "steps between two changes of soap's bases", ge=1)
-    soap_max_precond_dim: int = _soap(
+    soap_beta1: float = option(0.95, "decay of soap's first moment", ge=0, lt=1)
+    soap_beta2: float = option(0.95, "decay of soap's second moment and of its preconditioners", ge=0, lt=1)
+    soap_eps: float = option(1e-8, "soap's epsilon", gt=0)
+    soap_precondition_frequency: int = option(10, "steps between two changes of soap's bases", ge=1)
+    soap_max_precond_dim: int = option(
         10000, "a side of a matrix that is longer keeps its own coordinates under soap", ge=0
     )
-    shampoo_beta1: float = _shampoo(0.95, "decay of shampoo's first moment", ge=0, lt=1)
-    shampoo_beta2: float = _shampoo(0.95, "decay of shampoo's second moment and of its preconditioners", ge=0, lt=1)
-    shampoo_eps: float = _shampoo(1e-8, "epsilon of the Adam step whose length shampoo takes", gt=0)
-    shampoo_matrix_eps: float = _shampoo(1e-6, "added to shampoo's eigenvalues, relative to the largest", gt=0, le=1)
-    shampoo_precondition_frequency: int = _shampoo(10, "steps between two roots of shampoo's preconditioners", ge=1)
-    shampoo_max_precond_dim: int = _shampoo(
+    shampoo_beta1: float = option(0.95, "decay of shampoo's first moment", ge=0, lt=1)
+    shampoo_beta2: float = option(0.95, "decay of shampoo's second moment and of its preconditioners", ge=0, lt=1)
+    shampoo_eps: float = option(1e-8, "epsilon of the Adam step whose length shampoo takes", gt=0)
+    shampoo_matrix_eps: float = option(1e-6, "added to shampoo's eigenvalues, relative to the largest", gt=0, le=1)
+    shampoo_precondition_frequency: int = option(10, "steps between two roots of shampoo's preconditioners", ge=1)
+    shampoo_max_precond_dim: int = option(
         1024, "a side of a matrix that is longer has blocks of this size under shampoo", ge=1
     )
-    kfac_momentum: float = _kfac(0.9, "momentum of kfac", ge=0, lt=1)
-    kfac_decay: float = _kfac(0.95, "decay of kfac's factors", ge=0, lt=1)
-    kfac_damping: float = _kfac(1e-2, "added to the product of kfac's factors, by halves", gt=0)
-    kfac_kl_clip: float = _kfac(
+    kfac_momentum: float = option(0.9, "momentum of kfac", ge=0, lt=1)
+    kfac_decay: float = option(0.95, "decay of kfac's factors", ge=0, lt=1)
+    kfac_damping: float = option(1e-2, "added to the product of kfac's factors, by halves", gt=0)
+    kfac_kl_clip: float = option(
         1e-3, "bound of a matrix's lr^2 <step, gradient>, beyond which kfac shortens the step", gt=0
     )
-    kfac_scale: float = _kfac(0.3, "kfac's learning rate of matrices, times `lr`", gt=0)
-    kfac_inverse_frequency: int = _kfac(10, "steps between two inverses of kfac's factors", ge=1)
-    kfac_factors: str = _kfac(
+    kfac_scale: float = option(0.3, "kfac's learning rate of matrices, times `lr`", gt=0)
+    kfac_inverse_frequency: int = option(10, "steps between two inverses of kfac's factors", ge=1)
+    kfac_factors: str = option(
         "all",
         "kfac's factors are of all tokens, summed over replicas, or of the own ones of the rank that owns a matrix",
         choices=("all", "own"),
     )
-    adafactor_scale_parameter: bool = _adafactor(
+    adafactor_scale_parameter: bool = option(
         False,
         "adafactor's learning rate, and with it weight decay, is relative to the root mean square of each parameter "
         "(its paper's default)",
     )
+
+
+def readers_of(number: Option) -> tuple[str, ...] | None:
+    """The choices of `--optimizer` that read it, which its name begins with; None: it is none of `OptimizerArgs`."""
+    if number.name not in OptimizerArgs.__annotations__:
+        return None
+    reader = number.name.partition("_")[0]
+    left_to_adam = ("muon", "soap", "shampoo", "kfac")  # what is no matrix
+    return (reader, *left_to_adam) if reader == "adam" else (reader,)
 
 
 class HostOffload(Spelled):

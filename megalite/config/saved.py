@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from megalite.config.foreign import OF_MODULES
+from megalite.config.optimizer import readers_of
 from megalite.config.root import SECTIONS, Config
 from megalite.config.schema import Option, build_section, flat, options_of, rivals_of
 from megalite.config.values import bounds_problem, show
@@ -92,7 +93,7 @@ def _saved(section: str, cls: type, values: Mapping[str, Any]) -> list[str]:
     """
     options, rivals, written = options_of(section, cls), rivals_of(section, cls), set[str]()
     for option in sorted(options, key=lambda option: values[option.name] == option.default):
-        readers = option.facts.get("only_for")
+        readers = readers_of(option)
         if readers is not None and values["optimizer"] not in readers and values[option.name] == option.default:
             continue
         if option.facts.get("saved", True) and written.isdisjoint(rivals[option.name]):

@@ -32,7 +32,7 @@ def option(default: Any, help: str, **facts: Any) -> Any:
         flags of one way go together, one of none with all), `one_of` (a word: fields that share it are ways of one
         thing, as those of a `OneOf`), `rival` (a field that cannot stand beside this one, whatever their ways), `needs`
         (a flag of the same section without which this one is refused), `only_with` (one without which it has no effect,
-        a warning), `only_for` (the choices of `--optimizer` that read it), `stores` (a path that
+        a warning), `stores` (a path that
         may be a URL of a store), `units` (an integer that may end in K, M, G, B or T).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config.megatron_flags import megatron_flags
+from megalite.config.optimizer import readers_of
 from megalite.config.reader import COMMAND_LINE, GivenOption
 from megalite.config.root import Config, all_options
 from megalite.config.stage_meshes import stage_sizes
@@ -210,7 +211,7 @@ def other_defaults(config: Config, origins: Mapping[str, str], typed: Iterable[s
         left.append("`activation` gelu, exact (there fused with the bias: gelu-tanh)")
     left += _float8_left(config, origins)
     factor = all_options()["muon_extra_scale_factor"]
-    if origins[factor.name] == "default" and config.optimizer.optimizer in factor.facts["only_for"]:
+    if origins[factor.name] == "default" and config.optimizer.optimizer in (readers_of(factor) or ()):
         left.append(f"{factor.marked} {show(factor.default)} (there 1)")
     return [f"not given, and otherwise in Megatron-LM: {', '.join(left)}"] if left and not model.is_foreign else []
 

@@ -24,6 +24,7 @@ from megalite.config import (
     bounds_problem,
     completed,
     options_of,
+    readers_of,
 )
 from megalite.engine import (
     BufferOptions,
@@ -319,7 +320,7 @@ class ShardedOptimizer:
 
 def _check_settings(rule: str, name: str, settings: Mapping[str, float | str]) -> None:
     """Raises ConfigError for a setting that the optimizer does not have, which the user calls `name`."""
-    own = {o.name: o for o in options_of("optimizer", OptimizerArgs) if rule in o.facts["only_for"]}
+    own = {o.name: o for o in options_of("optimizer", OptimizerArgs) if rule in (readers_of(o) or ())}
     for setting, value in settings.items():
         if setting not in own:
             raise ConfigError(f"{setting}: {name} has no such setting; it has {', '.join(own)}")
