@@ -26,14 +26,14 @@ from megalite.data.chat import ChatTemplate, Messages, parse_messages, preproces
 from megalite.data.conversations import Conversations
 from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_json, read_jsonl, read_text, stdlib_corpus
 from megalite.data.file_chunks import input_units, read_unit, utf8_length
-from megalite.data.gpt_dataset import GPTDataset, SampleSource, marks_of
+from megalite.data.gpt_dataset import GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import MARKS, IndexedDataset, IndexedWriter, is_indexed, strip_suffix
-from megalite.data.mock import MockStore
 from megalite.data.preprocess import preprocess
 from megalite.data.splits import UnusableSplit
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
 from megalite.data.survey import Survey, begun_phases, phase_differences, survey_differences, surveys_to_meta
+from megalite.data.token_store import MockStore
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 from megalite.data.tokenizer_io import (
     DESCRIPTION_FILE,

@@ -16,14 +16,13 @@ from megalite.data.blend import BlendedDataset, BlendParts, PhasedDataset, norma
 from megalite.data.cache import cache_directory, cached_folder, digest_of
 from megalite.data.corpus import SplitRange, TextCorpus, file_corpus, stdlib_corpus
 from megalite.data.file_chunks import document_units, utf8_length
-from megalite.data.gpt_dataset import GPTDataset, marks_of
+from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, is_indexed, strip_suffix
-from megalite.data.mock import MockStore
 from megalite.data.preprocess import Totals, UnitJob, write_units
 from megalite.data.remote_tokens import AT_ONCE, RemoteIndexedDataset
 from megalite.data.splits import SPLIT_NAMES, Source, UnusableSplit, apart, bounds_of, parse_split, sources_of, without
 from megalite.data.survey import WHOLE, Phase, Survey, check_answers, check_vocabulary, survey, unanswered
-from megalite.data.token_store import TokenStore
+from megalite.data.token_store import MockStore, TokenStore
 from megalite.data.tokenizer import NullTokenizer, Tokenizer, tokenizer_fingerprint
 from megalite.data.tokenizer_io import tokenizer_from_config
 from megalite.data.written_by import check_tokenizer
@@ -298,7 +297,7 @@ class _Opener:
                 vocab_size=self.vocab_size,
                 tokenizer=self.tokenizer.kind,
             )
-            if split == "train" and marks_of(store) is not None:
+            if split == "train" and store.marks is not None:
                 cut, number = made.documents_cut()
                 self.talks = self.talks[0] + cut, self.talks[1] + number
             return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megalite.data.gpt_dataset import Cut, GPTDataset, SampleSource, locate, marks_of
+from megalite.data.gpt_dataset import Cut, GPTDataset, SampleSource, locate
 
 
 class Conversations(SampleSource):
@@ -18,7 +18,7 @@ class Conversations(SampleSource):
     """
 
     def __init__(self, part: GPTDataset, *, window: int, unit: int = 1) -> None:
-        assert marks_of(part.store) is not None, "text has no marks"
+        assert part.store.marks is not None, "text has no marks"
         labels = np.maximum(part.store.lengths[part.begin : part.end].astype(np.int64) - 1, 0)
         self.number, self.number_cut = len(labels), int((labels > window).sum())
         self.seq_length = min(window, max(1, -(-int(labels.max(initial=1)) // unit)) * unit)

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, digest_of
 from megalite.data.gpt_index import SampleOrder, build_order, build_sample_index
-from megalite.data.indexed import IndexedDataset
-from megalite.data.remote_tokens import RemoteIndexedDataset
 from megalite.data.splits import without
 from megalite.data.token_store import TokenStore
 from megalite.errors import DataError
@@ -66,8 +64,7 @@ class SampleSource:
     def expect(self, samples: Sequence[int]) -> None:
         """Says which samples will be read soon: those in a store are fetched."""
         for part, cuts in groupby(map(self.cut, samples), key=lambda cut: cut.part):
-            if isinstance(part.store, RemoteIndexedDataset):
-                part.store.expect([piece for cut in cuts for piece in cut.pieces()])
+            part.store.expect(piece for cut in cuts for piece in cut.pieces())
 
     def read(self, sample: int, out: NDArray[np.int64], marks: NDArray[np.integer] | None = None) -> tuple[int, bool]:
         """Writes a sample into `out`, `[S + 1]`, and the marks of its tokens (`indexed.ANSWER`, `END`) into `marks`.
@@ -77,10 +74,10 @@ class SampleSource:
         cut = self.cut(sample)
         count = cut.copy(cut.part.store, out)
         check_ids(out[:count], cut)
-        marked = marks_of(cut.part.store)
-        if marked is not None and marks is not None:
-            cut.copy(marked, marks)
-        return count, marked is not None
+        own = cut.part.store.marks
+        if own is not None and marks is not None:
+            cut.copy(own, marks)
+        return count, own is not None
 
 
 class GPTDataset(SampleSource):
@@ -213,11 +210,6 @@ def locate(stops: Sequence[int], sample: int) -> tuple[int, int]:
     return number, sample - (stops[number - 1] if number else 0)
 
 
-def marks_of(store: TokenStore) -> IndexedDataset | None:
-    """The marks of its tokens; None where it has none."""
-    return store.marks if isinstance(store, IndexedDataset) else None
-
-
 def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:
     flag = f"`data_path`={name}"
     if tokens == 0:
@@ -244,8 +236,7 @@ def check_ids(ids: NDArray[np.int64], cut: Cut) -> None:
     at = int(np.argmax((ids < 0) | (ids >= part.vocab_size)))
     ends = np.cumsum(part.store.lengths[list(sequences)], dtype=np.int64)
     sequence = sequences[int(np.searchsorted(ends, at + cut.offset, "right"))]
-    document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
     raise DataError(
-        f"`data_path`={part.store.name}: document {document} holds token id {int(ids[at])}, outside of the vocabulary "
-        f"of {part.tokenizer} (0..{part.vocab_size - 1}); name the tokenizer that wrote it"
+        f"`data_path`={part.store.name}: document {part.store.document_of(sequence)} holds token id {int(ids[at])}, "
+        f"outside of the vocabulary of {part.tokenizer} (0..{part.vocab_size - 1}); name the tokenizer that wrote it"
     )

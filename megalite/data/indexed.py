@@ -24,12 +24,12 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megalite.data.token_store import WRITTEN_BY, Tokens
+from megalite.data.token_store import WRITTEN_BY, TokenStore
 from megalite.data.tokenizer import token_dtype
 from megalite.errors import DataError
 from megalite.files import served_url
@@ -65,20 +65,27 @@ def is_indexed(prefix: str) -> bool:
     return served_url(prefix) is not None or os.path.isfile(prefix + ".bin") and os.path.isfile(prefix + ".idx")
 
 
-class IndexedDataset:
+class Tokens(Protocol):
+    """An array of tokens `[T]`, mapped or fetched."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.integer]: ...
+
+
+class IndexedDataset(TokenStore):
     """A `.bin/.idx` pair, memory-mapped: opening it reads the index only.
 
     prefix: path without `.bin` / `.idx`.
-    lengths: tokens of every sequence, int32 `[N]`.
     document_indices: sequence at which every document begins, `[documents + 1]`, the last entry N.
     dtype: of the stored ids.
-    marks: for each token its marks (`megalite.data.chat`), None where there are none.
     Raises DataError where a file is missing, is not such an index, or contradicts the other one; `flag` named them.
     """
 
+    marks: IndexedDataset | None = None
+
     def __init__(self, prefix: str | Path, *, flag: str = "`data_path`") -> None:
-        self.prefix = str(prefix)
-        self.name = self.prefix
+        self.prefix = self.name = str(prefix)
         try:
             index, bin_bytes = self._files(flag)
             empty = not os.path.getsize(index)
@@ -87,7 +94,6 @@ class IndexedDataset:
             self._tokens = self._open_tokens(bin_bytes)
         except OSError as error:
             raise DataError(f"{flag}={self.prefix}: cannot be read ({error.strerror})") from None
-        self.marks: IndexedDataset | None = None
         if self._marked:
             self.marks = self._pair(self.prefix + MARKS, flag)
             if not np.array_equal(self.marks.lengths, self.lengths):
@@ -97,7 +103,14 @@ class IndexedDataset:
 
     def _files(self, flag: str) -> tuple[str, int]:
         """Where the index lies on this host's disk, and the bytes of the `.bin`. Raises DataError, OSError."""
-        self._check_files(flag)
+        if self.prefix.endswith((".bin", ".idx")) and os.path.isfile(self.prefix):
+            raise DataError(f"{flag}={self.prefix}: give the prefix, '{strip_suffix(self.prefix)}'")
+        for suffix in (".idx", ".bin"):
+            if not os.path.isfile(self.prefix + suffix):
+                raise DataError(
+                    f"{flag}={self.prefix}: {self.prefix}{suffix} not found; run tools/preprocess_data.py or name "
+                    "a text file"
+                )
         return self.prefix + ".idx", os.path.getsize(self.prefix + ".bin")
 
     def _open_tokens(self, nbytes: int) -> Tokens:
@@ -108,16 +121,6 @@ class IndexedDataset:
     def _pair(self, prefix: str, flag: str) -> IndexedDataset:
         """Another pair in the same place."""
         return IndexedDataset(prefix, flag=flag)
-
-    def _check_files(self, flag: str) -> None:
-        if self.prefix.endswith((".bin", ".idx")) and os.path.isfile(self.prefix):
-            raise DataError(f"{flag}={self.prefix}: give the prefix, '{strip_suffix(self.prefix)}'")
-        for suffix in (".idx", ".bin"):
-            if not os.path.isfile(self.prefix + suffix):
-                raise DataError(
-                    f"{flag}={self.prefix}: {self.prefix}{suffix} not found; run tools/preprocess_data.py or name "
-                    "a text file"
-                )
 
     def _parse(self, raw: NDArray[np.uint8], path: str, bin_bytes: int) -> None:
         head = raw[: HEADER.size].tobytes()
@@ -202,7 +205,6 @@ class IndexedDataset:
         return len(self.lengths)
 
     def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
-        """Tokens `start:stop` of a sequence as a view of the file (read-only)."""
         length = int(self.lengths[sequence])
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
@@ -228,10 +230,10 @@ class IndexedDataset:
         """Tokens `start:stop` of all sequences back to back."""
         if self._back_to_back:
             return self._tokens[start:stop]
-        ends = self._ends
         parts = []
-        for sequence in range(int(np.searchsorted(ends, start, "right")), int(np.searchsorted(ends, stop)) + 1):
-            begin = int(ends[sequence]) - int(self.lengths[sequence])
+        first, last = int(np.searchsorted(self._ends, start, "right")), int(np.searchsorted(self._ends, stop))
+        for sequence in range(first, last + 1):
+            begin = int(self._ends[sequence]) - int(self.lengths[sequence])
             parts.append(self.get(sequence)[max(0, start - begin) : stop - begin])
         return np.concatenate(parts)
 
@@ -388,9 +390,7 @@ class IndexedWriter:
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:

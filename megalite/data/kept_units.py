@@ -17,7 +17,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
@@ -139,9 +138,7 @@ class KeptUnits:
             return None
         return result if holds else None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self.tokens:
             if self._advises:
                 logger.warning("%s: what was tokenised is kept; the same command continues from it", self._paths[0])

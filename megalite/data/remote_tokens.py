@@ -90,9 +90,9 @@ class RemoteIndexedDataset(IndexedDataset):
         return url
 
     def expect(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Announces tokens `start:stop` of sequences, as (sequence, start, stop)."""
         size = self.dtype.itemsize
+        pieces = list(pieces)
         begins = [(int(self._pointers[sequence]), start, stop) for sequence, start, stop in pieces]
         self._remote.ahead.expect(((at + start * size, at + stop * size) for at, start, stop in begins), GAP_BYTES)
-        if isinstance(self.marks, RemoteIndexedDataset):
+        if self.marks is not None:
             self.marks.expect(pieces)

@@ -35,7 +35,6 @@ from megalite.data import (
     UnusableSplit,
     build_datasets,
     cache_directory,
-    marks_of,
     strip_suffix,
     utf8_length,
 )
@@ -245,7 +244,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
     dataset: GPTDataset | None = getattr(datasets, name)
     if dataset is None:
         raise DataError(unusable)
-    if marks_of(dataset.store) is not None:
+    if dataset.store.marks is not None:
         return Conversations(dataset, window=config.model.seq_length, unit=loaded.parts.unit)
     return dataset.sequential()
 

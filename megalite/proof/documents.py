@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import all_gather_json
-from megalite.data import IndexedDataset
 from megalite.microbatch import PIECE, Microbatch
 from megalite.nn import Head
 from megalite.proof.outliers import Sample, outliers
@@ -81,7 +80,7 @@ class TokenLosses:
         cut = dataset.cut(sample)
         part, at = cut.part, 0
         for sequence, begin, end in cut.pieces():
-            document = part.store.document_of(sequence) if isinstance(part.store, IndexedDataset) else sequence
+            document = part.store.document_of(sequence)
             # label i is token i + 1; what a document begins with follows from nothing, and is not counted
             first, last = at if begin == 0 else max(0, at - 1), at + end - begin - 1
             if last > first:
