@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 TOKENS_VERSION = 1
 """Changes when cached tokens of the same text and tokenizer would differ."""
-NO_ANSWER = "%s: conversations without an answer of the assistant, of which nothing is learnt: %s of %s"
 
 Dataset = GPTDataset | BlendedDataset
 
@@ -211,7 +210,10 @@ class _Opener:
         ]:
             small = int(store.lengths.sum(dtype=np.int64)) <= WHOLE
             if small and (count := unanswered(store)):
-                logger.warning(NO_ANSWER, source, f"{count:,}", f"{len(store.lengths):,}")
+                logger.warning(
+                    "%s: conversations without an answer of the assistant, of which nothing is learnt: %s of %s",
+                    source, f"{count:,}", f"{len(store.lengths):,}",
+                )  # fmt: skip
             longer = int((store.lengths > self.seq_length).sum())
             if longer and self.cfg.reset_attention_mask:
                 logger.warning(
@@ -325,15 +327,14 @@ class _Opener:
     def _indexed(self, path: str, flag: str) -> IndexedDataset:
         if os.path.isdir(path) and not is_indexed(path):
             raise DataError(f"{flag}={path}: is a folder; name a text file in it, or the prefix of a .bin/.idx pair")
-        store = self._remote(path, flag) if served_url(path) is not None else IndexedDataset(path, flag=flag)
+        if served_url(path) is None:
+            store = IndexedDataset(path, flag=flag)
+        else:
+            cache = (self.cache_dir or cache_directory(None, None)) / "objects"
+            store = RemoteIndexedDataset(path, cache, max(1, AT_ONCE // self.ranks_here), flag=flag)
         check_tokenizer(store, self.tokenizer, f"{flag}={path}")
         check_vocabulary(store, self.vocab_size, self.tokenizer.kind, f"{flag}={path}")
         return store
-
-    def _remote(self, path: str, flag: str) -> RemoteIndexedDataset:
-        """Opens a pair under a URL."""
-        cache = (self.cache_dir or cache_directory(None, None)) / "objects"
-        return RemoteIndexedDataset(path, cache, max(1, AT_ONCE // self.ranks_here), flag=flag)
 
     def _tokens(self, path: str, part: SplitRange | None, split: str, flag: str) -> IndexedDataset:
         """Tokens of raw text; path "" is the default corpus."""

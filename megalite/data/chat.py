@@ -100,15 +100,9 @@ class ChatTemplate:
             renderer.close()
         return found
 
-    def encode(self, messages: Messages) -> tuple[list[int], list[bool]]:
-        """Tokens of a conversation, and which are answers. Raises DataError where the template does not take it."""
-        (found,) = self.encode_all([messages])
-        if isinstance(found, DataError):
-            raise found
-        return found
-
-    def encode_all(self, talks: Sequence[Messages]) -> Iterator[tuple[list[int], list[bool]] | DataError]:
-        """`encode` of each. Raises TemplateLimit in the turn of the one that needs more than a template may."""
+    def encode(self, talks: Sequence[Messages]) -> Iterator[tuple[list[int], list[bool]] | DataError]:
+        """Of each conversation its tokens, and which are answers; DataError where the template does not take it. Raises
+        TemplateLimit in the turn of the one that needs more than a template may."""
         renderer = self._renderer
         if renderer is None or renderer.owner != os.getpid():  # forked workers have one each
             renderer = self._renderer = ChatRenderer(self.text, self.variables, self._limits)
@@ -179,8 +173,10 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     """The conversation in field `keys[0]` of one JSONL line; `where` is its place, for the error."""
     record = parse_json(line, where)
     messages = record.get(keys[0]) if isinstance(record, dict) else None
-    if messages is None and keys[0] == "messages" and isinstance(record, dict) and _is_sharegpt(record):
-        messages = record["conversations"]
+    if messages is None and keys[0] == "messages" and isinstance(record, dict):
+        talk = record.get("conversations")
+        if isinstance(talk, list) and talk and isinstance(talk[0], dict) and {"from", "value"} <= talk[0].keys():
+            messages = talk  # of ShareGPT
     if messages == []:
         raise DataError(f"{where}: the list in field '{keys[0]}' is empty; drop the line, or `skip_bad_lines` does")
     if not isinstance(messages, list):
@@ -194,16 +190,20 @@ def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[A
     return [messages]
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(given: Any, where: str) -> dict[str, Any]:
     """A message with a role and a text: of ShareGPT's form, or with a list of texts, made one of ours. What calls tools
     needs no text."""
-    if isinstance(message, dict) and "role" not in message and {"from", "value"} <= message.keys():
+    wrong = f"{where} is not an object with a role and a content that are texts"
+    if not isinstance(given, dict):
+        raise DataError(wrong)
+    message: dict[str, Any] = given
+    if "role" not in message and {"from", "value"} <= message.keys():
         speaker = message["from"]
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise DataError(f"{where} is from {str(speaker)[:40]!r}; of ShareGPT's form {', '.join(SPEAKERS)} are read")
         rest = {name: value for name, value in message.items() if name not in ("from", "value")}
         message = {**rest, "role": SPEAKERS[speaker], "content": message["value"]}
-    content = message.get("content") if isinstance(message, dict) else None
+    content = message.get("content")
     if isinstance(content, list) and content:
         parts = [part if isinstance(part, dict) else {} for part in content]
         other = [part for part in parts if part.get("type") != "text" or not isinstance(part.get("text"), str)]
@@ -213,16 +213,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
                 f"{where} has a part of type {kind}; parts of its content must be of type text, with a text"
             )
         message = {**message, "content": "".join(part["text"] for part in parts)}
-    if content is None and isinstance(message, dict) and message.get("role") == "assistant" and _calls(message):
-        return message
-    if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in ("role", "content")):
-        raise DataError(f"{where} is not an object with a role and a content that are texts")
+    called = content is None and message.get("role") == "assistant" and _calls(message)
+    if not called and not all(isinstance(message.get(name), str) for name in ("role", "content")):
+        raise DataError(wrong)
     return message
-
-
-def _is_sharegpt(record: dict[str, Any]) -> bool:
-    talk = record.get("conversations")
-    return isinstance(talk, list) and bool(talk) and isinstance(talk[0], dict) and {"from", "value"} <= talk[0].keys()
 
 
 def _other_form(record: Any, key: str) -> str:
@@ -243,7 +237,7 @@ def _other_form(record: Any, key: str) -> str:
 class ChatJob(UnitJob):
     """Turns units of conversations into tokens and marks."""
 
-    template: ChatTemplate | None = None
+    template: ChatTemplate
     marked: ClassVar[bool] = True
 
     @property
@@ -252,11 +246,9 @@ class ChatJob(UnitJob):
 
     @property
     def settings(self) -> str:
-        assert self.template is not None
         return digest_of("chat 3", super().settings, self.template.text)
 
     def run(self, unit: InputUnit) -> UnitTokens:
-        assert self.template is not None
         rows: list[int] = []  # of each conversation, its number among the lines that are not empty
         asked = itertools.count()
 
@@ -268,7 +260,7 @@ class ChatJob(UnitJob):
 
         (column,), skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse)
         ids, marks, total, roles, lost = [], [], 0, set[str](), 0
-        answers = self.template.encode_all(column)
+        answers = self.template.encode(column)
         for row, messages in zip(rows, column, strict=True):
             try:
                 found = next(answers)

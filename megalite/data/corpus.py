@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -87,10 +88,7 @@ def stdlib_corpus(root: str | None = None) -> TextCorpus:
                         yield text
 
     def digest() -> str:
-        state = xxhash.xxh3_128()
-        for file in files:
-            state.update(file.read_bytes())
-        return state.hexdigest()
+        return xxhash.xxh3_128_hexdigest(b"".join(file.read_bytes() for file in files))
 
     return TextCorpus("the Python standard library", digest, documents, ends_documents=True)
 
@@ -112,18 +110,11 @@ def file_corpus(path: str, flag: str = "`data_path`") -> TextCorpus:
             if end > begin:
                 yield text[begin:end]
 
-    return TextCorpus(path, lambda: _file_digest(path, flag), documents, ends_documents=jsonl)
+    def digest() -> str:
+        with open_bytes(path, flag) as file:
+            return hashlib.file_digest(file, lambda: xxhash.xxh3_128(b"jsonl" if jsonl else b"text")).hexdigest()
 
-
-def _file_digest(path: str, flag: str) -> str:
-    state = xxhash.xxh3_128(b"jsonl" if path.endswith(JSONL_SUFFIXES) else b"text")
-    try:
-        with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                state.update(block)
-    except OSError as error:
-        raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
-    return state.hexdigest()
+    return TextCorpus(path, digest, documents, ends_documents=jsonl)
 
 
 def read_text(path: str, where: str, advice: str = "convert it") -> str:
@@ -139,7 +130,7 @@ def read_text(path: str, where: str, advice: str = "convert it") -> str:
         raise DataError(f"{where}: cannot be read ({error.strerror})") from None
 
 
-def open_bytes(path: str, flag: str) -> BinaryIO:
+def open_bytes(path: str, flag: str) -> io.BufferedReader:
     """Open a file that `flag` names for reading. Raises DataError."""
     try:
         return open(path, "rb")

@@ -45,6 +45,12 @@ class InputUnit:
     columns: list[list[str]] | None = None
     goes_on: bool = False
 
+    def content(self) -> bytes:
+        """The bytes of its range."""
+        with open(self.place, "rb") as file:
+            file.seek(self.start)
+            return file.read(self.stop - self.start)
+
 
 def utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
@@ -176,8 +182,7 @@ def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
         raise DataError(f"`input`={path}: is a folder without a saved data set; name its files")
     data = open_dataset(path, "`input`")
-    parts = data.values() if isinstance(data, dict) else [data]
-    for part in parts:
+    for part in data.values() if isinstance(data, dict) else [data]:
         yield from _dataset_units(path, part, keys)
 
 
@@ -213,12 +218,7 @@ def _texts(path: str, key: str, values: list[Any]) -> list[str]:
 
 def unit_digest(unit: InputUnit) -> str:
     """Hex digest of what a unit reads."""
-    content = b""
-    if unit.stop:
-        with open(unit.place, "rb") as file:
-            file.seek(unit.start)
-            content = file.read(unit.stop - unit.start)
-    return digest_of(content, unit.lines, unit.columns, unit.goes_on)
+    return digest_of(unit.content() if unit.stop else b"", unit.lines, unit.columns, unit.goes_on)
 
 
 def read_unit(
@@ -232,45 +232,34 @@ def read_unit(
     with its place (empty beyond the first `REASONS`)."""
     if unit.columns is not None:
         return unit.columns, []
-    lines = _lines(unit)
     rows: list[list[Any]] = []
     skipped: list[str] = []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_lines(unit)):
         if not line.strip():
             continue
         try:
             rows.append(parse(line, keys, ""))
         except DataError as error:
-            if skip_bad_lines and len(skipped) >= REASONS:
-                skipped.append("")
-                continue
-            first = unit.first_line or _lines_before(unit) + 1
-            if skip_bad_lines:
-                skipped.append(f"{unit.place}:{first + number}{error}")
-                continue
-            # Once more, now that its number is worth counting.
-            parse(line, keys, f"{unit.place}:{first + number}")
+            if not skip_bad_lines:
+                parse(line, keys, _where(unit, number))  # once more, now that its number is worth counting
+            skipped.append(f"{_where(unit, number)}{error}" if len(skipped) < REASONS else "")
     return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped
 
 
 def place_of(unit: InputUnit, row: int) -> str:
     """File and line of the line `row` (from 0) of those that are not empty."""
-    number = [number for number, line in enumerate(_lines(unit)) if line.strip()][row]
-    return f"{unit.place}:{(unit.first_line or _lines_before(unit) + 1) + number}"
+    return _where(unit, [number for number, line in enumerate(_lines(unit)) if line.strip()][row])
 
 
 def _lines(unit: InputUnit) -> Sequence[str | bytes]:
-    if not unit.stop:
-        return unit.lines
-    with open(unit.place, "rb") as file:
-        file.seek(unit.start)
-        return file.read(unit.stop - unit.start).split(b"\n")
+    return unit.content().split(b"\n") if unit.stop else unit.lines
 
 
-def _lines_before(unit: InputUnit) -> int:
-    count, left = 0, unit.start
+def _where(unit: InputUnit, number: int) -> str:
+    """File and line of the line `number` (from 0) of a unit."""
+    first, left = unit.first_line or 1, unit.start
     with open(unit.place, "rb") as file, contextlib.suppress(OSError):
         while left > 0 and (block := file.read(min(left, 1 << 22))):
-            count += block.count(b"\n")
+            first += block.count(b"\n")
             left -= len(block)
-    return count
+    return f"{unit.place}:{first + number}"

@@ -32,6 +32,7 @@ from megalite.microbatch import Microbatch
 
 # Micro-batches that each thread keeps ready.
 DEPTH = 2
+MASKS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 # Micro-batches ahead that a source in a store begins to fetch, at least.
 ANNOUNCED = 16
 
@@ -51,20 +52,14 @@ class DocumentMasks:
     @classmethod
     def of(cls, data: DataConfig, eod_id: int | None) -> DocumentMasks:
         """The flags of a data section."""
-        return cls(
-            eod_id=eod_id,
-            reset_position_ids=data.reset_position_ids,
-            reset_attention_mask=data.reset_attention_mask,
-            eod_mask_loss=data.eod_mask_loss,
-        )
+        return cls(eod_id=eod_id, **{name: getattr(data, name) for name in MASKS})
 
     def __post_init__(self) -> None:
-        if self.eod_id is not None:
-            return
-        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        for name in MASKS if self.eod_id is None else ():
             if getattr(self, name):
-                flag = f"`{name}`"
-                raise DataError(f"{flag}: the tokenizer has no end-of-document token; drop it or use another tokenizer")
+                raise DataError(
+                    f"`{name}`: the tokenizer has no end-of-document token; drop it or use another tokenizer"
+                )
 
 
 NO_MASKS = DocumentMasks()

@@ -190,16 +190,13 @@ class UnitJob:
         dtype = token_dtype(self.tokenizer.vocab_size)
         ids, lengths, total = [], [], 0
         for column in texts:
-            arrays = self.tokenizer.encode_batch(column)
-            ends = [bool(len(array)) and self.append_eod for array in arrays]
-            if unit.goes_on and arrays:
-                ends[-1] = False
-            eod = np.array([self.tokenizer.eod_id], dtype) if self.append_eod else np.empty(0, dtype)
-            pieces = [
-                piece for array, end in zip(arrays, ends, strict=True) for piece in ((array, eod) if end else (array,))
-            ]
-            ids.append(np.concatenate([np.empty(0, dtype), *(piece.astype(dtype, copy=False) for piece in pieces)]))
-            lengths.append(np.array([len(a) + end for a, end in zip(arrays, ends, strict=True)], np.int32))
+            arrays = [array.astype(dtype, copy=False) for array in self.tokenizer.encode_batch(column)]
+            if self.append_eod:
+                eod = np.array([self.tokenizer.eod_id], dtype)
+                complete = len(arrays) - unit.goes_on
+                arrays[:complete] = [np.append(array, eod) if len(array) else array for array in arrays[:complete]]
+            ids.append(np.concatenate([np.empty(0, dtype), *arrays]))
+            lengths.append(np.array([len(array) for array in arrays], np.int32))
             total += sum(map(utf8_length, column))
         reasons = tuple(skipped[:REASONS])
         return UnitTokens(ids, lengths, total, len(skipped), unit_digest(unit), reasons)

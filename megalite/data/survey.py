@@ -158,17 +158,15 @@ def surveys_to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
 
 def _parse(meta: Any) -> dict[str, list[Survey]]:
     try:
-        parsed = {str(split): [Survey(**one) for one in stores] for split, stores in dict(meta).items()}
-        if all(_is_survey(one) for stores in parsed.values() for one in stores):
-            return parsed
+        return {str(split): [_survey(**one) for one in stores] for split, stores in dict(meta).items()}
     except (TypeError, ValueError):
-        pass
-    raise DataError("`load`: the checkpoint's account of its data is damaged; load an older one")
+        raise DataError("`load`: the checkpoint's account of its data is damaged; load an older one") from None
 
 
-def _is_survey(one: Survey) -> bool:
-    texts = (one.source, one.lengths, one.content)
-    return type(one.sequences) is type(one.tokens) is int and all(isinstance(text, str) for text in texts)
+def _survey(source: str, sequences: int, tokens: int, lengths: str, content: str) -> Survey:
+    if not (type(sequences) is type(tokens) is int and type(source) is type(lengths) is type(content) is str):
+        raise ValueError
+    return Survey(source, sequences, tokens, lengths, content)
 
 
 @dataclass(frozen=True)
@@ -199,7 +197,7 @@ def begun_phases(meta: Mapping[str, Any]) -> list[Phase]:
 def _phase(first: int, name: str, weights: list[float], requests: list[int], surveys: list[dict[str, Any]]) -> Phase:
     if not all(type(number) is int and number >= 0 for number in (first, *requests)) or type(name) is not str:
         raise ValueError
-    return Phase(first, name, tuple(map(float, weights)), tuple(requests), tuple(Survey(**one) for one in surveys))
+    return Phase(first, name, tuple(map(float, weights)), tuple(requests), tuple(_survey(**one) for one in surveys))
 
 
 def phase_differences(meta: Mapping[str, Any], now: Sequence[Phase]) -> list[str]:

@@ -43,27 +43,26 @@ def make_tokenizer(
         return NullTokenizer(vocab_size)
     if kind == "CharTokenizer":
         return _char_tokenizer(tokenizer_model, texts)
-    if kind == "GPT2BPETokenizer":
-        return _with_files_beside(_gpt2_tokenizer(tokenizer_model, vocab_file, merge_file), tokenizer_model)
     needs = {
+        "GPT2BPETokenizer": "",
         "HuggingFaceTokenizer": "a tokenizer.json or its directory",
         "SentencePieceTokenizer": "a sentencepiece .model file",
     }
     if kind not in needs:
         raise DataError(f"`tokenizer_type`={kind}: unknown; choose {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
-    if tokenizer_model is None:
+    made: Tokenizer
+    if kind == "GPT2BPETokenizer":
+        made = _gpt2_tokenizer(tokenizer_model, vocab_file, merge_file)
+    elif tokenizer_model is None:
         raise DataError(f"`tokenizer_type`={kind}: no file given; name {needs[kind]} by `tokenizer_model`")
-    if kind == "HuggingFaceTokenizer":
-        return _with_files_beside(HuggingFaceTokenizer.from_path(tokenizer_model), tokenizer_model)
-    return _with_files_beside(SentencePieceTokenizer.from_path(tokenizer_model, flag), tokenizer_model)
-
-
-def _with_files_beside(tokenizer: Tokenizer, tokenizer_model: str | None) -> Tokenizer:
-    """Of a tokenizer that is named by its folder, or by the name that its file has in such a folder."""
+    elif kind == "HuggingFaceTokenizer":
+        made = HuggingFaceTokenizer.from_path(tokenizer_model)
+    else:
+        made = SentencePieceTokenizer.from_path(tokenizer_model, flag)
     path = Path(tokenizer_model) if tokenizer_model is not None else None
-    if path is not None and (path.is_dir() or path.name in tokenizer.files()):
-        tokenizer.beside = files_beside(path if path.is_dir() else path.parent, but=tokenizer.files())
-    return tokenizer
+    if path is not None and (path.is_dir() or path.name in made.files()):  # a folder, or a file's usual name in one
+        made.beside = files_beside(path if path.is_dir() else path.parent, but=made.files())
+    return made
 
 
 def _char_tokenizer(tokenizer_model: str | None, texts: Callable[[], Iterable[str]] | None) -> CharTokenizer:
@@ -135,8 +134,8 @@ def resolve_vocab_size(tokenizer: Tokenizer, vocab_size: int | None) -> int:
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Files for a checkpoint: the tokenizer's own, those beside it, and one that says what they are, for
     `load_tokenizer`."""
-    own = {**tokenizer.beside, **tokenizer.files()}
-    return {DESCRIPTION_FILE: (json.dumps(description_of(tokenizer), indent=1) + "\n").encode(), **own}
+    said = json.dumps(description_of(tokenizer), indent=1) + "\n"
+    return {DESCRIPTION_FILE: said.encode(), **tokenizer.beside, **tokenizer.files()}
 
 
 def description_of(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -157,8 +156,7 @@ def load_tokenizer(directory: str | Path, flag: str | None = None) -> Tokenizer:
             f"{folder}: holds no tokenizer ({DESCRIPTION_FILE} not found); give `tokenizer_type` and its files"
         )
     kind, vocab_size = read_description(file.read_bytes(), str(file))
-    needs_files = kind not in ("ByteTokenizer", "NullTokenizer")
-    model = str(folder) if needs_files else None
+    model = None if kind in ("ByteTokenizer", "NullTokenizer") else str(folder)
     tokenizer = make_tokenizer(kind, tokenizer_model=model, vocab_size=vocab_size, flag=flag)
     if tokenizer.vocab_size != vocab_size:
         raise DataError(f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, its description says {vocab_size}")

@@ -82,7 +82,7 @@ def test_ids_and_answers_are_those_of_transformers(template: str, tmp_path: Path
         expected = theirs.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        ids, answers = chat.encode(messages)
+        [(ids, answers)] = chat.encode([messages])
         assert ids == list(expected["input_ids"])
         assert [int(answer) for answer in answers] == list(expected["assistant_masks"])
         assert any(answers) and not all(answers)
@@ -358,6 +358,7 @@ def test_an_answer_that_is_the_first_token_alone_is_no_more_than_that(tmp_path: 
     template = "{% generation %}x{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer_with(template, tmp_path)
     tokenizer: Any = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    ids, answers = ChatTemplate(tokenizer, str(tmp_path)).encode([{"role": "user", "content": " and much more"}])
+    talk = [{"role": "user", "content": " and much more"}]
+    [(ids, answers)] = ChatTemplate(tokenizer, str(tmp_path)).encode([talk])
     begins = tokenizer.backend.encode("x and much more", add_special_tokens=False).offsets
     assert ids and answers == [begin == 0 for begin, _ in begins] and begins[0] == (0, 1)
