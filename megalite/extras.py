@@ -17,37 +17,23 @@ from urllib.parse import unquote, urlparse
 
 from megalite.errors import ConfigError
 
-#: Package, as it is imported -> extra of pyproject.toml.
-EXTRA_OF = {
-    "transformers": "hf",
-    "jinja2": "hf",
-    "peft": "hf",
-    "datasets": "data",
-    "pyarrow": "data",
-    "sentencepiece": "data",
-    "zstandard": "data",
-    "tensorboard": "track",
-    "wandb": "track",
-    "prometheus_client": "track",
-    "matplotlib": "plot",
-    "lm_eval": "eval",
-    "fsspec": "cloud",
-    "s3fs": "cloud",
-    "gcsfs": "gcs",
+#: Extra of pyproject.toml -> packages, as they are imported.
+EXTRAS = {
+    "hf": ("transformers", "jinja2", "peft"),
+    "data": ("datasets", "pyarrow", "sentencepiece", "zstandard"),
+    "track": ("tensorboard", "wandb", "prometheus_client"),
+    "plot": ("matplotlib",),
+    "eval": ("lm_eval",),
+    "cloud": ("fsspec", "s3fs"),
+    "gcs": ("gcsfs",),
 }
+EXTRA_OF = {package: extra for extra, packages in EXTRAS.items() for package in packages}
 
 #: Package that no index has -> where it comes from, and what does without it.
 ELSEWHERE = {"deep_ep": "https://github.com/deepseek-ai/DeepEP, or leave the flag out"}
 
 #: Module -> package, without which nothing runs.
-CORE = {
-    "numpy": "numpy",
-    "safetensors": "safetensors",
-    "tokenizers": "tokenizers",
-    "torch": "torch",
-    "xxhash": "xxhash",
-    "yaml": "pyyaml",
-}
+CORE = {name: name for name in ("numpy", "safetensors", "tokenizers", "torch", "xxhash")} | {"yaml": "pyyaml"}
 
 
 def install_command(extra: str) -> str:

@@ -27,7 +27,7 @@ from megalite.convert.origin import ORIGIN_META, Origin, hub_id_of, is_hub_id
 from megalite.convert.source import ModelSource, stored_shapes
 from megalite.data import Tokenizer
 from megalite.errors import CheckpointError, ConfigError, MegaliteError
-from megalite.inventory import Adapter, Parameter, adapters_of, block_models, held_in_8_bits, stage_parameters
+from megalite.inventory import Adapter, adapters_of, block_models, held_in_8_bits, stage_parameters
 from megalite.parallel.tensor import dequantised, in_8_bits
 
 LONGEST_PATH = 4096  # characters; systems allow no more
@@ -148,16 +148,14 @@ class AdaptedSource:
         self.origin: Origin = replace(self._base.origin, hub_id=self.base_model.hub_id or self._base.origin.hub_id)
         self.tokenizer: Tokenizer = CheckpointSource.tokenizer_of(self._reader)
         self._blocks = block_models(self.adapted)
-        self._shapes = {name: p.shape for name, p in self._parameters() if not p.frozen}
+        parameters = stage_parameters(self.adapted, range(self.adapted.num_layers + 2))
+        self._shapes = {name: p.shape for name, p in parameters if not p.frozen}
         layers = [name.removesuffix(".weight") for name in stored_shapes(self.model) if name.endswith(".weight")]
         merged = {name for layer in layers for adapter in self._known(layer) for name in names_of(layer, adapter)}
         self._beside_none, self._left = sorted(self._shapes.keys() - merged), set(self._shapes)
         for name in self._reader.manifest.tensors:
             if name.startswith("layers.") and name not in self._shapes:
                 raise CheckpointError(f"{where}: {name} is no adapter of its lora_targets; it is damaged")
-
-    def _parameters(self) -> Iterator[tuple[str, Parameter]]:
-        return stage_parameters(self.adapted, range(self.adapted.num_layers + 2))
 
     def adapters(self, layer: str) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
         """The adapters of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""

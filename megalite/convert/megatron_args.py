@@ -221,7 +221,10 @@ def write_args(model: ModelConfig, implementation: str) -> dict[str, Any]:
         **write_experts(model, implementation),
     }
     rows = model.padded_vocab_size(1)
-    lost = list(lost_settings(model, lambda: read_args(args, "args", legacy=legacy, rows=rows, vocab_size=None)))
+    try:
+        lost = list(lost_settings(model, read_args(args, "args", legacy=legacy, rows=rows, vocab_size=None)))
+    except ConfigError as error:
+        lost = [str(error)]
     if lost:
         raise ConfigError(f"not written for Megatron-LM ({implementation}): a model with {', '.join(lost)}")
     return args

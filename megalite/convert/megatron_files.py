@@ -9,8 +9,7 @@ iter_0000100/mp_rank_00/model_optim_rng.pt        tensor-parallel rank; of a pip
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,15 +38,6 @@ RELEASE, VERSION = "release", 3.0
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,4}))?(?:_(\d{3,4}))?", re.ASCII)
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "head.output.weight"
-
-
-@dataclass(frozen=True)
-class RankGrid:
-    """The files. stages: of each stage, tensor rank by tensor rank (whole tensors and cut ones are the same in all of
-    its expert ranks); experts: of each stage, expert rank by expert rank, the files that share its experts."""
-
-    stages: list[list[Path]]
-    experts: list[list[list[Path]]]
 
 
 class MegatronParts(ForeignModel):
@@ -207,8 +197,10 @@ def _directories(directory: Path) -> dict[tuple[int, ...], Path]:
 
 def _grid(
     directory: Path, directories: Mapping[tuple[int, ...], Path], args: Mapping[str, Any], where: str
-) -> RankGrid:
-    """Raises CheckpointError where a file is missing, or `args` name other sizes."""
+) -> list[tuple[list[Path], list[list[Path]]]]:
+    """Of each stage its files tensor rank by tensor rank (whole tensors and cut ones are the same in all of its expert
+    ranks), and expert rank by expert rank those that share its experts. Raises CheckpointError where a file is missing,
+    or `args` name other sizes."""
     # mp_rank_TT_NNN: of a pipeline, unless there is none and experts are dealt out
     experts_only = args.get("pipeline_model_parallel_size", 2) == 1 and _expert_ranks(args) > 1
     grid: dict[tuple[int, int, int], Path] = {}  # stage, tensor rank, expert rank
@@ -228,15 +220,13 @@ def _grid(
     within = ranks if within is None else within
     if within not in (1, ranks):
         raise CheckpointError(f"{directory}: expert_tensor_parallel_size {within} not supported (1 or {ranks})")
-    sharing = []
+    found = []
     for stage in range(stages):
-        sharing.append(
-            [[grid[stage, t, e] for t in range(ranks) if (stage, t, e) in grid][:within] for e in range(experts)]
-        )
-        short = [e for e, files in enumerate(sharing[-1]) if len(files) < within]
-        if short:
+        sharing = [[grid[stage, t, e] for t in range(ranks) if (stage, t, e) in grid][:within] for e in range(experts)]
+        if short := [e for e, files in enumerate(sharing) if len(files) < within]:
             raise CheckpointError(f"{directory}: files of expert rank {short[0]} of stage {stage} are missing")
-    return RankGrid([[dense[p, t] for t in range(ranks)] for p in range(stages)], sharing)
+        found.append(([dense[stage, t] for t in range(ranks)], sharing))
+    return found
 
 
 def _expert_ranks(args: Mapping[str, Any]) -> int:
@@ -263,12 +253,14 @@ def _check_sizes(args: Mapping[str, Any], there: tuple[int, int, int], where: st
     raise CheckpointError(f"{where}: say {sizes[0]} ranks ({' x '.join(kinds)}), {sizes[1]} are there")
 
 
-def _parts(grid: RankGrid, listings: Mapping[Path, Listing]) -> Iterator[tuple[str, Parts]]:
+def _parts(
+    grid: Iterable[tuple[list[Path], list[list[Path]]]], listings: Mapping[Path, Listing]
+) -> Iterator[tuple[str, Parts]]:
     """Logical name -> its parts, layers counted through all stages."""
     known = megatron_names()
     before = 0
     for virtual in range(max(len(listing.models) for listing in listings.values())):
-        for ranks, sharing in zip(grid.stages, grid.experts, strict=True):
+        for ranks, sharing in grid:
             own = set()
             for name in _names(listings[ranks[0]], virtual, ranks[0]):
                 plain = plain_name(name)

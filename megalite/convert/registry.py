@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,37 +94,23 @@ def family_of(model: ModelConfig, preferred: str | None = None) -> HuggingFaceFa
 
     Raises ConfigError naming what keeps the nearest family from it.
     """
-    preferred = WITH_IMAGES.get(preferred or "", preferred)
-    order = sorted(FAMILIES.values(), key=lambda family: family.name != preferred)
-    nearest: tuple[int, HuggingFaceFamily, list[str]] | None = None
-    for family in order:
-        read = partial(family.read, Fields(family.write(model), "config.json"))
-        lost = list(lost_settings(model, read))
+    preferred, others = WITH_IMAGES.get(preferred or "", preferred), []
+    for family in sorted(FAMILIES.values(), key=lambda family: family.name != preferred):
+        try:
+            lost = list(lost_settings(model, family.read(Fields(family.write(model), "config.json"))))
+        except ConfigError as error:  # it has no such model; what else it does not say is no setting that is lost
+            others.append((len(effective(model)), family.name, [str(error)]))
+            continue
         if not lost:
             return family
-        distance = len(lost) if _reads(read) else len(effective(model))
-        if nearest is None or distance < nearest[0]:
-            nearest = (distance, family, lost)
-    assert nearest is not None
-    raise ConfigError(f"no Hugging Face family has this model; nearest is {nearest[1].name}: {', '.join(nearest[2])}")
+        others.append((len(lost), family.name, lost))
+    _, nearest, lost = min(others, key=lambda other: other[0])
+    raise ConfigError(f"no Hugging Face family has this model; nearest is {nearest}: {', '.join(lost)}")
 
 
-def _reads(read: Callable[[], ModelConfig]) -> bool:
-    """Whether the family has any such model: what its own description does not say is no setting that is lost."""
-    try:
-        read()
-    except ConfigError:
-        return False
-    return True
-
-
-def lost_settings(model: ModelConfig, back: Callable[[], ModelConfig]) -> Iterator[str]:
-    """Settings in which a model differs from what `back` reads of its description elsewhere."""
-    try:
-        there = effective(back())
-    except ConfigError as error:
-        yield str(error)
-        return
+def lost_settings(model: ModelConfig, back: ModelConfig) -> Iterator[str]:
+    """Settings in which a model differs from what its description elsewhere says."""
+    there = effective(back)
     for name, value in effective(model).items():
         if there[name] != value:
             yield f"`{name}`={value} (there {there[name]})"
