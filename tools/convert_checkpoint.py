@@ -296,15 +296,11 @@ def _open(flags: argparse.Namespace, load: Path) -> ModelSource:
 
 def _run_of(flags: argparse.Namespace, source: ModelSource) -> TrainedRun | None:
     """The run whose moments are taken along, if any."""
-    from megalite.convert import DcpSource, MegatronDistSource, state_of, state_of_dcp
+    from megalite.convert import state_of
 
     if flags.target != "megalite" or flags.no_load_optim:
         return None
-    run: TrainedRun | None = None
-    if isinstance(source, DcpSource):
-        run = state_of_dcp(source)
-    elif isinstance(source, MegatronDistSource):
-        run = state_of(source)
+    run = state_of(source)
     if run is not None and flags.dtype not in (None, "fp32"):
         raise ConfigError(f"--dtype={flags.dtype}: a run's masters are fp32; drop it, or add --no-load-optim")
     return run

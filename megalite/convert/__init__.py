@@ -32,7 +32,7 @@ by tests/unit/convert/ against transformers.
 """
 
 from megalite.convert.adapters import AdaptedSource, BaseModel, open_checkpoint
-from megalite.convert.dcp_model import CONTINUED, DcpSource, state_of_dcp, write_dcp
+from megalite.convert.dcp_model import CONTINUED, DcpSource, DcpState, write_dcp
 from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingface
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import BASE_META, CheckpointSource, MergedSource, write_checkpoint

@@ -136,11 +136,6 @@ class DcpSource(ForeignModel):
         return self.files.read(stored).reshape(shape)
 
 
-def state_of_dcp(source: DcpSource) -> DcpState | None:
-    """The state of a run; None where the weights alone were saved. Raises CheckpointError where a part is missing."""
-    return DcpState(source) if any(name.startswith("optimizer.") for name in source.files.names) else None
-
-
 class DcpState(AdamRun):
     """A `TrainedRun`. Raises CheckpointError where the optimizer is not Adam, or a tensor has another shape."""
 

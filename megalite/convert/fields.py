@@ -145,12 +145,14 @@ def read_rotary(fields: Fields) -> dict[str, Any]:
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     scaling = new if new.raw else old
     kind = scaling.choice("rope_type" if "rope_type" in scaling.raw else "type", KINDS, "default")
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": _base(new, fields)}
+    places = ((new, "rope_theta"), (fields, "rope_theta"), (fields, "rotary_emb_base"))
+    # the first that is there, be it 0, which is refused
+    base = next((place.number(key) for place, key in places if place.get(key) is not None), 10000.0)
+    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base}
     if kind == "linear":
         found["rope_scaling"] = RopeScaling(rotary_seq_len_interpolation_factor=scaling.number("factor"))
     if kind == "llama3":
-        for key, value in LLAMA3.items():
-            scaling.only(key, value)
+        scaling.fixed(LLAMA3)
         found["rope_scaling"] = RopeScaling(
             use_rope_scaling=True,
             rope_scaling_factor=scaling.number("factor"),
@@ -214,14 +216,6 @@ def read_rotaries(fields: Fields, base: float, window_base: float | None, *, hav
     return found | {"window_rotary_base": there if any(having) and not alike else None}
 
 
-def _base(new: Fields, fields: Fields) -> float:
-    """The first that is there, be it 0, which is refused."""
-    for where, key in ((new, "rope_theta"), (fields, "rope_theta"), (fields, "rotary_emb_base")):
-        if where.get(key) is not None:
-            return where.number(key)
-    return 10000.0
-
-
 def read_rotary_share(fields: Fields, usual: float, key: str = "partial_rotary_factor") -> float:
     """The part of a head's channels that is rotated. usual, key: a part and a place where `rope_parameters` have
     none."""
@@ -238,7 +232,14 @@ def with_rotary_share(model: ModelConfig, written: Mapping[str, Any]) -> dict[st
 
 def write_rotary(model: ModelConfig) -> Mapping[str, Any]:
     """The entries for both generations of transformers."""
-    scaling = _scaling(model)
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    ours = model.rope_scaling
+    if ours.use_rope_scaling:
+        more = LLAMA3 if ours.rope_scaling_type == "llama3" else _write_yarn(ours)
+        scaling = {"rope_type": ours.rope_scaling_type, "factor": ours.rope_scaling_factor, **more}
+        scaling[LENGTH] = ours.rope_scaling_original_length
+    elif ours.rotary_seq_len_interpolation_factor != 1.0:
+        scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
     return {
         "rope_theta": model.rotary_base,
         "rope_parameters": {"rope_theta": model.rotary_base, **scaling},
@@ -254,15 +255,3 @@ def write_rotaries(model: ModelConfig, window_base: float | None) -> Mapping[str
     kinds = {"full_attention": full["rope_parameters"]}
     kinds["sliding_attention"] = {"rope_theta": own, "rope_type": "default"}
     return {**full, "rope_parameters": kinds}
-
-
-def _scaling(model: ModelConfig) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": "default"}
-    ours = model.rope_scaling
-    if ours.use_rope_scaling:
-        length = {LENGTH: ours.rope_scaling_original_length}
-        more = LLAMA3 if ours.rope_scaling_type == "llama3" else _write_yarn(ours)
-        scaling = {"rope_type": ours.rope_scaling_type, "factor": ours.rope_scaling_factor, **more, **length}
-    elif ours.rotary_seq_len_interpolation_factor != 1.0:
-        scaling = {"rope_type": "linear", "factor": ours.rotary_seq_len_interpolation_factor}
-    return scaling

@@ -149,15 +149,15 @@ def write_checkpoint(
     name = directory_name(step)
 
     def meta(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        origin = {ORIGIN_META: source.origin.to_meta()}
-        if run is not None:
-            samples = run.meta.get("progress", {}).get("consumed_samples", 0)
-            return {
-                "iteration": step, "consumed_samples": samples, "config": to_dict(run.config), **run.meta, **origin
-            }  # fmt: skip
+        said = {} if run is None else run.meta
         stored = tensors["embedding.word_embeddings.weight"].torch_dtype
-        config = config_of_weights(source.model, stored)
-        return {"iteration": 0, "consumed_samples": 0, "config": to_dict(config), **origin}
+        return {
+            "iteration": step,
+            "consumed_samples": said.get("progress", {}).get("consumed_samples", 0),
+            "config": to_dict(config_of_weights(source.model, stored) if run is None else run.config),
+            **said,
+            ORIGIN_META: source.origin.to_meta(),
+        }
 
     with staged(directory, name, model=source.model, dtype=dtype) as staging:
         write_whole(staging, _layers(source, dtype, run), tokenizer_files(source.tokenizer), meta, step)

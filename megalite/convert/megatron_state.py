@@ -20,17 +20,18 @@ from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, Meta
 from megalite.config import Config, OptimizerConfig, build_section, effective, flat, from_dict
+from megalite.convert.dcp_files import STATE
+from megalite.convert.dcp_model import DcpSource, DcpState
 from megalite.convert.fields import Fields
 from megalite.convert.megalite_files import CheckpointSource
 from megalite.convert.megatron_dist import OPTIMIZER, MegatronDistSource
 from megalite.convert.megatron_names import Parts
 from megalite.convert.registry import config_around
-from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun
+from megalite.convert.source import MOMENTS, WEIGHTS_ALONE, AdamRun, ModelSource
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes
 from megalite.optim import LearningRateSchedule, WeightDecaySchedule
 
-STATE = "optimizer.state."
 MASTERS = ("param", "fp32_param")
 KINDS = (MASTERS[0], *MOMENTS)
 """What is written of every parameter."""
@@ -52,11 +53,15 @@ OF_OPTIMIZER = (
 )  # fmt: skip
 
 
-def state_of(source: MegatronDistSource) -> MegatronState | None:
-    """The state of a run; None where it was saved without. Raises CheckpointError where its form is not supported."""
-    if not any(name.startswith(OPTIMIZER) or ".optimizer." in name for name in source.files.tensors):
+def state_of(source: ModelSource) -> MegatronState | DcpState | None:
+    """The run that a checkpoint in torch's distributed format holds; None where it was saved without, or of any other
+    source. Raises CheckpointError where its form is not supported, or a part is missing."""
+    if isinstance(source, DcpSource):
+        return DcpState(source) if any(name.startswith(OPTIMIZER) for name in source.files.names) else None
+    if not isinstance(source, MegatronDistSource):
         return None
-    return MegatronState(source)
+    there = any(name.startswith(OPTIMIZER) or ".optimizer." in name for name in source.files.tensors)
+    return MegatronState(source) if there else None
 
 
 class MegatronState(AdamRun):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalite.checkpoint import TRACKER, directory_name, fsync_directory
 from megalite.config import ModelConfig
-from megalite.convert.dcp_files import Rectangle
+from megalite.convert.dcp_files import STATE, Rectangle
 from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import check_cut, write_args
 from megalite.convert.megatron_dist import COMMON
@@ -33,7 +33,7 @@ from megalite.convert.megatron_names import (
     stateful_layers,
     written_experts,
 )
-from megalite.convert.megatron_state import KINDS, STATE, KeptState
+from megalite.convert.megatron_state import KINDS, KeptState
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.errors import CheckpointError
 from megalite.inventory import parameter_shapes

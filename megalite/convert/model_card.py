@@ -66,10 +66,7 @@ def _rows(
     if base is None and origin.model_type is None:
         yield "began with", f"random weights (seed {facts.config.training.seed})"
     lora = facts.config.model.lora
-    if lora.lora_rank is not None:
-        yield "trained", lora.words(lora.lora_targets)
-    else:
-        yield "trained", "all weights"
+    yield "trained", "all weights" if lora.lora_rank is None else lora.words(lora.lora_targets)
     length, samples = facts.config.model.seq_length, facts.samples
     yield "iterations", f"{facts.iteration:,}"
     yield "samples", f"{samples:,} of at most {length:,} tokens"

@@ -45,18 +45,13 @@ OUTER = "base_model.model."
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIGEST = "megalite_base_digest"
 """In the weights' metadata: the checksum of the Hugging Face folder that they were trained beside."""
-UNSET: tuple[Any, ...] = (None, False, [], {})
+UNSET = (
+    "use_dora", "lora_bias", "modules_to_save", "alpha_pattern", "layer_replication", "target_parameters",
+    "alora_invocation_tokens",
+)  # fmt: skip
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": UNSET,
-    "lora_bias": UNSET,
-    "modules_to_save": UNSET,
-    "alpha_pattern": UNSET,
-    "layer_replication": UNSET,
-    "target_parameters": UNSET,
-    "alora_invocation_tokens": UNSET,
-}
+    "peft_type": ("LORA",), "bias": ("none",), **{name: (None, False, [], {}) for name in UNSET},
+}  # fmt: skip
 """Setting -> its values that are plain LoRA; one that is not given is."""
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config import Delta, Experts, ModelConfig, pattern_text
+from megalite.config import Delta, ModelConfig, pattern_text
 from megalite.convert.family import STACKED, HuggingFaceFamily, LayerRule, Renamed, TensorForm
 from megalite.convert.fields import Fields, read_rotary_share, with_rotary_share
 from megalite.convert.llama import (
@@ -115,6 +115,10 @@ def _read(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelConfig:
     model = read(fields.but(layer_types=None, partial_rotary_factor=None, head_dim=width))
     sizes = {name: fields.integer(name, usual) for name, usual in SIZES.items()}
     pattern = None if all(linear) else pattern_text(linear)
+    experts = model.experts
+    if experts.num_experts is not None:  # beside them is one that all tokens take
+        beside = fields.integer("shared_expert_intermediate_size", 512)
+        experts = dataclasses.replace(experts, moe_shared_expert_intermediate_size=beside, moe_shared_expert_gate=True)
     given = Delta(experimental_attention_variant="gdn", linear_attention_freq=pattern, **sizes)
     return dataclasses.replace(
         model,
@@ -122,14 +126,8 @@ def _read(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelConfig:
         rotary_percent=read_rotary_share(fields, 0.25),
         apply_layernorm_1p=True,
         attention_output_gate=True,
-        experts=model.experts if model.experts.num_experts is None else _beside(model.experts, fields),
+        experts=experts,
     )
-
-
-def _beside(experts: Experts, fields: Fields) -> Experts:
-    """With the one that all tokens take."""
-    width = fields.integer("shared_expert_intermediate_size", 512)
-    return dataclasses.replace(experts, moe_shared_expert_intermediate_size=width, moe_shared_expert_gate=True)
 
 
 def _write(model: ModelConfig, write: Callable[[ModelConfig], Mapping[str, Any]]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from megalite.convert import (
     BaseModel,
     CheckpointSource,
     DcpSource,
+    DcpState,
     HuggingFaceSource,
     MegatronDistSource,
     Origin,
@@ -53,7 +54,6 @@ from megalite.convert import (
     is_peft,
     open_distributed,
     state_of,
-    state_of_dcp,
 )
 from megalite.data import DESCRIPTION_FILE, ByteTokenizer, NullTokenizer, Tokenizer, read_description, same_ids
 from megalite.errors import CheckpointError, DataError, MegaliteError
@@ -142,13 +142,10 @@ def _distributed_start(
     """A run of Megatron-LM's, or one in torch's distributed format. Raises CheckpointError, ConfigError."""
     kind = "torch.distributed.checkpoint" if isinstance(source, DcpSource) else "Megatron-LM's torch_dist"
     start = StartingPoint(path, source.model, {}, weights_only=True, source=source, kind=kind)
-    if weights_only:
+    if weights_only or (run := state_of(source)) is None:
         return start
-    if isinstance(source, DcpSource):
-        state = state_of_dcp(source)
-        return start if state is None else replace(_as_flags_say(start, state.meta, samples_after), run=state)
-    if (run := state_of(source)) is None:
-        return start
+    if isinstance(run, DcpState):
+        return replace(_as_flags_say(start, run.meta, samples_after), run=run)
     return replace(start, meta=run.meta, weights_only=False, saved=run.config, told=run.told, run=run)
 
 

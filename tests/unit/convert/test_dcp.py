@@ -16,7 +16,7 @@ from megalite.convert import (
     CheckpointSource,
     DcpSource,
     HuggingFaceSource,
-    state_of_dcp,
+    state_of,
     write_checkpoint,
     write_dcp,
     write_huggingface,
@@ -156,7 +156,7 @@ def test_moments_are_converted(tmp_path: Path) -> None:
     written_by_torch(tmp_path / "step-7", state | more)
     model.config.save_pretrained(tmp_path / "step-7")
     source = DcpSource(tmp_path / "step-7")
-    reader = CheckpointReader(write_checkpoint(source, tmp_path / "ours", run=state_of_dcp(source)))
+    reader = CheckpointReader(write_checkpoint(source, tmp_path / "ours", run=state_of(source)))
     model.save_pretrained(tmp_path / "hf")
     plain = HuggingFaceSource(tmp_path / "hf")
     names = [name for name in reader.names if "/" not in name]

@@ -19,7 +19,7 @@ from torch import Tensor
 from megalite import strangers
 from megalite.checkpoint import CheckpointReader, read_manifest
 from megalite.comm import World
-from megalite.convert import DcpSource, HuggingFaceSource, state_of_dcp, write_checkpoint
+from megalite.convert import DcpSource, HuggingFaceSource, state_of, write_checkpoint
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
 from tests.unit.convert.continued import loaded_and_trained
@@ -81,7 +81,7 @@ def test_a_run_of_deepspeed_continues_at_any_layout(form: str, tmp_path: Path) -
     folder = universal(tmp_path, model, flat=form == "flat")
     run_ranks(loaded_and_trained, 4, [*COMMON, *LAYOUT, "--load", str(folder), "--trust-pickle"], str(tmp_path / "a"))
     source = DcpSource(folder)
-    path = write_checkpoint(source, tmp_path / "ours", run=state_of_dcp(source))
+    path = write_checkpoint(source, tmp_path / "ours", run=state_of(source))
     loaded_and_trained(World(), [*COMMON, "--load", str(path)], str(tmp_path / "b"))
     for name in ("a", "b"):
         check_tensors(saved_tensors(tmp_path / name / "iter_0000005"), model, tmp_path / name)
@@ -103,7 +103,7 @@ def test_moments_of_experts_and_sinks_come_along(tmp_path: Path) -> None:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     source = DcpSource(universal(tmp_path, model))
-    run = state_of_dcp(source)
+    run = state_of(source)
     assert run is not None and any(name.endswith("softmax_offset") for name in run.names)
     assert sum(".experts." in name for name in run.names) == 3 * 4 * 2  # masters and two moments of four tensors
     check_tensors({name: run.stored(name) for name in run.names if name != "optimizer/step"}, model, tmp_path / "hf")
@@ -127,7 +127,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         kept = (folder / name).read_bytes()
         torch.save(content, folder / name) if not isinstance(content, bytes) else (folder / name).write_bytes(content)
         with pytest.raises(CheckpointError) as caught:
-            write_checkpoint(fresh := DcpSource(folder), tmp_path / "ours", run=state_of_dcp(fresh))
+            write_checkpoint(fresh := DcpSource(folder), tmp_path / "ours", run=state_of(fresh))
         (folder / name).write_bytes(kept)
         assert not (tmp_path / "executed").exists()
         return str(caught.value)
@@ -147,7 +147,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "not a whole file of torch.save" in line(name + "fp32.pt", whole[:100])
     (at / "exp_avg.pt").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer.state.model.norm.weight.exp_avg is missing; .*--finetune"):
-        state_of_dcp(DcpSource(folder))
+        state_of(DcpSource(folder))
     assert torch.equal(source.read("head.final_norm.weight"), model.state_dict()["model.norm.weight"].float())
 
 
@@ -188,7 +188,7 @@ def test_deepspeeds_own_files_are_read(stage: int, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     folder = tmp_path / "run" / "universal"
     source = DcpSource(folder, tmp_path / "hf" / "config.json")
-    run = state_of_dcp(source)
+    run = state_of(source)
     assert run is not None and (run.iteration, run.steps, run.samples) == (3, 3, 3)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     for ours, theirs in (("head.final_norm.weight", "model.norm.weight"), ("head.output.weight", "lm_head.weight")):
