@@ -68,7 +68,6 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
         fields.only(key, *allowed)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     activation = _activation(fields, legacy)
-    llama = activation == "swiglu"
     positions = fields.integer("max_position_embeddings")
     size = (_stated_vocab_size(fields) or rows) if vocab_size is None else vocab_size
     if not 0 < size <= rows:
@@ -76,7 +75,7 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
     switches: dict[str, Any] = {name: fields.flag(name, False) for name in SWITCHES}
     biases = fields.flag("add_bias_linear", not fields.flag("disable_bias_linear", False))
     model = ModelConfig(
-        model_type="llama" if llama else "gpt",
+        model_type="llama" if activation == "swiglu" else "gpt",
         num_layers=fields.integer("num_layers"),
         hidden_size=hidden,
         ffn_hidden_size=fields.integer("ffn_hidden_size", 4 * hidden),

@@ -24,15 +24,7 @@ from megalite.convert.hf_tokenizer import write_tokenizer
 from megalite.convert.megatron_args import check_cut, write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import EMBEDDING, FILES, RELEASE, VERSION
-from megalite.convert.megatron_names import (
-    COPY,
-    CORE,
-    cut_of,
-    is_expert,
-    name_of,
-    stateful_layers,
-    written_experts,
-)
+from megalite.convert.megatron_names import COPY, CORE, cut_of, is_expert, name_of, stateful_layers, written_experts
 from megalite.convert.megatron_state import KINDS, KeptState
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
 from megalite.errors import CheckpointError

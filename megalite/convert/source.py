@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import stat
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,17 +126,6 @@ def converted(name: str, values: Tensor, dtype: torch.dtype | None) -> Tensor:
     return values if dtype is None or name.endswith(EXPERT_BIAS) else values.to(dtype)
 
 
-def _give_usual_mode(folder: Path) -> None:
-    """Lets others read what any new file lets them read: safetensors makes files for their owner alone."""
-    probe = folder / ".mode"
-    probe.touch(exist_ok=False)
-    mode = stat.S_IMODE(probe.stat().st_mode)
-    probe.unlink()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
-
-
 @contextmanager
 def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.dtype | None) -> Iterator[Path]:
     """A new directory to write a model into, which becomes `directory` (or `name` in it) when the body has ended well.
@@ -160,7 +148,10 @@ def staged(directory: Path, name: str = "", *, model: ModelConfig, dtype: torch.
         raise CheckpointError(f"`save`={directory}: cannot write there ({error.strerror})") from None
     try:
         yield staging
-        _give_usual_mode(staging)
+        readable = staging.stat().st_mode & 0o666  # as of any new file: safetensors makes files for their owner alone
+        for path in staging.rglob("*"):
+            if path.is_file():
+                path.chmod(readable)
         fsync_directory(staging)
         if final.exists():
             final.rmdir()
