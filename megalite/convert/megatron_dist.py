@@ -52,7 +52,7 @@ class MegatronDistSource(MegatronParts):
         self.parts = self.parts_of("")
         self.check()
 
-    def part(self, ours: str, place: Location) -> Tensor:
+    def part(self, place: Location) -> Tensor:
         return self.files.read(place.name, place.at)
 
     def _read_common(self) -> tuple[Mapping[str, Any], str]:

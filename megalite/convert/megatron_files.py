@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +46,7 @@ class MegatronParts(ForeignModel):
     """
 
     parts: Mapping[str, Parts]
+    version: float = VERSION
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.home = directory, directory.parent  # no checkpoint holds a tokenizer; it lies beside
@@ -54,21 +54,25 @@ class MegatronParts(ForeignModel):
     def read(self, name: str) -> Tensor:
         return self.join(self.parts[name])
 
-    def join(self, parts: Parts) -> Tensor:
-        """The logical tensor."""
-        return parts.join(self.model, partial(self.part, parts.ours))
+    def join(self, parts: Parts, *, meta: bool = False) -> Tensor:
+        """The logical tensor. meta: on the meta device, where it costs nothing. Raises what `Parts.join` does."""
 
-    def part(self, ours: str, place: Location) -> Tensor:
-        """A part of the logical tensor `ours`."""
+        def values(place: Location) -> Tensor:
+            found = torch.empty(place.entry[1], device="meta") if meta else self.part(place)
+            return untangle(self.model, found, self.version) if ".attention.qkv." in parts.ours else found
+
+        return parts.join(self.model, values)
+
+    def part(self, place: Location) -> Tensor:
+        """What lies there."""
         raise NotImplementedError
 
     def shape_of(self, parts: Parts) -> tuple[int, ...]:
         """Of the logical tensor; () where the parts do not fit."""
         try:
-            like = parts.join(self.model, lambda place: torch.empty(place.entry[1], device="meta"))
+            return tuple(self.join(parts, meta=True).shape)
         except (IndexError, RuntimeError, ValueError):
             return ()
-        return tuple(like.shape)
 
     def check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
@@ -123,7 +127,7 @@ class MegatronSource(MegatronParts):
                     f"{other}: iteration {listing.iteration}, version {listing.version}; {path.parent.name} has "
                     f"{first.iteration} and {first.version}: files of two checkpoints"
                 )
-        self._version = first.version
+        self.version = first.version
         self.parts = found = {}
         for name, parts in _parts(grid, listings):
             if name in found:
@@ -135,9 +139,8 @@ class MegatronSource(MegatronParts):
         self.model = read_args(first.args, where, legacy=legacy, rows=max(1, rows), vocab_size=true_vocab_size)
         self.check()
 
-    def part(self, ours: str, place: Location) -> Tensor:
-        values = self._unpickler.read(place.path, place.at[0], place.name, place.entry)
-        return untangle(self.model, values, self._version) if ".attention.qkv." in ours else values
+    def part(self, place: Location) -> Tensor:
+        return self._unpickler.read(place.path, place.at[0], place.name, place.entry)
 
 
 def find_iteration(directory: Path, ckpt_step: int | None) -> Path:
