@@ -231,15 +231,12 @@ class KeptState:
     experts_apart: ranks of Megatron's share the experts, which then have an optimizer of their own there.
     """
 
-    def __init__(self, source: CheckpointSource, experts_apart: bool = False) -> None:
-        self._apart = experts_apart
-        self._reader = CheckpointReader(source.path)
-        self._meta = Meta(self._reader.manifest.meta, str(source.path))
-        self.config = from_dict(self._meta.raw["config"], str(source.path))
-        self.iteration, self._where = self._reader.manifest.step, str(source.path)
-        if self.config.optimizer.optimizer != OptimizerConfig.optimizer:
-            what = f"the state of {self.config.optimizer.optimizer} has no form in torch_dist"
-            raise CheckpointError(f"{self._where}: {what}; {WEIGHTS_ALONE}")
+    def __init__(self, reader: CheckpointReader, experts_apart: bool) -> None:
+        self._reader, self._apart, where = reader, experts_apart, str(reader.path)
+        self._meta = Meta(reader.manifest.meta, where)
+        self.config, self.iteration = from_dict(self._meta.raw["config"], where), reader.manifest.step
+        if (kind := self.config.optimizer.optimizer) != OptimizerConfig.optimizer:
+            raise CheckpointError(f"{where}: the state of {kind} has no form in torch_dist; {WEIGHTS_ALONE}")
 
     @classmethod
     def of(cls, source: CheckpointSource, experts_apart: bool = False) -> KeptState | None:
@@ -249,7 +246,7 @@ class KeptState:
             return None
         if "progress" not in reader.manifest.meta:  # of torchtitan's or DeepSpeed's
             raise CheckpointError(f"{source.path}: its schedules are not known before it trains here; {WEIGHTS_ALONE}")
-        return cls(source, experts_apart)
+        return cls(reader, experts_apart)
 
     @property
     def dtype(self) -> torch.dtype:

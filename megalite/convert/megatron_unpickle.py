@@ -256,13 +256,18 @@ def member(owner: object, name: object) -> StandIn:
 
 
 def _names(path: str | io.BytesIO, archive: bool) -> Iterator[str]:
-    """The classes and functions that a file's pickles name, read as text."""
+    """The classes and functions that a file's pickles name, read as text. Raises Refused."""
     if archive:
-        yield from _names_of(io.BytesIO(_pickle_in(path)))
-        return
-    with open(path, "rb") if isinstance(path, str) else io.BytesIO(path.getvalue()) as file:
-        for _ in range(PICKLES_OF_OLD_FILES):
-            yield from _names_of(file)
+        opened: IO[bytes] = io.BytesIO(_pickle_in(path))
+    else:
+        opened = open(path, "rb") if isinstance(path, str) else io.BytesIO(path.getvalue())
+    with opened as file:
+        for _ in range(1 if archive else PICKLES_OF_OLD_FILES):
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name in ("GLOBAL", "INST"):
+                    yield str(argument).replace(" ", ".")
+                elif opcode.name == "STACK_GLOBAL":
+                    raise Refused("not a pickle as torch.save writes it")
 
 
 def _check_sums(path: str | io.BytesIO) -> None:
@@ -277,14 +282,6 @@ def _pickle_in(path: str | io.BytesIO) -> bytes:
         if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
             raise Refused("not a file of torch.save")
         return opened.read(pickles[0])
-
-
-def _names_of(file: IO[bytes]) -> Iterator[str]:
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name in ("GLOBAL", "INST"):
-            yield str(argument).replace(" ", ".")
-        elif opcode.name == "STACK_GLOBAL":
-            raise Refused("not a pickle as torch.save writes it")
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -313,11 +310,6 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return f"<{type(value).__name__}>"
-
-
-def content(path: str, at: Sequence[int] | None) -> Any:
-    """The object of a file of torch.save, or of the part `at` (offset, length) of one, as plain values."""
-    return _plain(_loaded(path if at is None else io.BytesIO(_bytes_at(path, at))))
 
 
 def _loaded(source: str | io.BytesIO) -> Any:
@@ -364,7 +356,8 @@ def answer(request: Mapping[str, Any], files: dict[str, OpenedFile]) -> tuple[di
     if "metadata" in request:
         return _metadata(request["metadata"]), None
     if "content" in request:
-        return {"content": content(request["content"], request["at"])}, None
+        path, at = request["content"], request["at"]
+        return {"content": _plain(_loaded(path if at is None else io.BytesIO(_bytes_at(path, at))))}, None
     if "item" in request:
         return {}, _raw(item(request["item"], request["at"], request["entry"]))
     path = request["open"]
