@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 from types import MappingProxyType
+from typing import Any
 
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
 from megalite.config.checkpoint import CheckpointConfig
@@ -15,7 +17,7 @@ from megalite.config.logging import LoggingConfig
 from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
-from megalite.config.schema import Option, options_of
+from megalite.config.schema import Option, flat, options_of
 from megalite.config.staleness import Correction, correction_of
 from megalite.config.training import BatchRamp, TrainingConfig
 
@@ -41,6 +43,13 @@ class Config:
     data: DataConfig = DataConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @functools.cached_property
+    def given(self) -> Mapping[str, Any]:
+        """Flag -> value, of those that are not their defaults; without required ones."""
+        values = {name: value for section in SECTIONS for name, value in flat(getattr(self, section)).items()}
+        options = [option for option in all_options().values() if not option.required]
+        return {each.name: values[each.name] for each in options if values[each.name] != each.default}
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
@@ -157,7 +166,8 @@ def with_vocab_size(config: Config, vocab_size: int) -> Config:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
 
 
-def all_options() -> dict[str, Option]:
+@functools.cache
+def all_options() -> Mapping[str, Option]:
     """Every flag of every section by name, in the order of the documentation."""
     options: dict[str, Option] = {}
     for section, cls in SECTIONS.items():

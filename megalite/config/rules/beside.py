@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 
-from megalite.config.root import Config, all_options
-from megalite.config.schema import flat
+from megalite.config.root import Config
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.schedule import find_schedule
 
@@ -30,11 +29,8 @@ ON: Mapping[str, Callable[[Config], object]] = {
 
 def excluded(config: Config, flag: str, reasons: Mapping[str, str], fix: str = "drop one") -> Iterator[str]:
     """A line for each setting that is on and does not go with `flag`. reasons: name -> why."""
-    options = all_options()
     for name, why in reasons.items():
-        option = options[name]
-        given = flat(getattr(config, option.section))[name] != option.default
-        if ON[name](config) if name in ON else given:
+        if ON[name](config) if name in ON else name in config.given:
             yield f"{flag}: not with `{name}`, {why}; {fix}"
 
 
