@@ -16,25 +16,39 @@ import itertools
 import re
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Self
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _STEP = re.compile(r"(\d+(?:\.\d+)?)([KMGBT]?):(.+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class BatchSizeSchedule:
-    """Batch sizes by the sample count from which each holds.
+class Steps:
+    """Numbers by the sample count from which each holds.
 
-    An iteration takes the size that holds at its first sample, so a change waits for the end of the iteration.
+    An iteration has the number that holds at its first sample, so a change waits for the end of the iteration.
 
-    steps: `(first sample, global batch size)`, first samples rising from 0.
+    steps: `(first sample, number)`, first samples rising from 0.
     """
 
     steps: tuple[tuple[int, int], ...]
 
     @classmethod
-    def constant(cls, global_batch_size: int) -> BatchSizeSchedule:
-        return cls(((0, global_batch_size),))
+    def constant(cls, number: int) -> Self:
+        return cls(((0, number),))
+
+    def at(self, consumed_samples: int) -> int:
+        """The number of the iteration that begins after `consumed_samples`."""
+        return next(number for first, number in reversed(self.steps) if first <= consumed_samples)
+
+
+class BatchSizeSchedule(Steps):
+    """Samples of a global batch (`--step-batch-size-schedule "0:768 250B:1536"`: from 0 tokens on 768, then 1536)."""
+
+    @classmethod
+    def parse(cls, text: str, seq_length: int) -> BatchSizeSchedule:
+        """Raises ValueError as `parse_steps`."""
+        return cls(parse_steps(text, seq_length, "SIZE"))
 
     @classmethod
     def ramp(cls, start: int, increment: int, ramp_samples: int, global_batch_size: int) -> BatchSizeSchedule:
@@ -57,10 +71,6 @@ class BatchSizeSchedule:
     @property
     def final(self) -> int:
         return self.steps[-1][1]
-
-    def at(self, consumed_samples: int) -> int:
-        """Samples of the iteration that begins after `consumed_samples`."""
-        return next(size for first, size in reversed(self.steps) if first <= consumed_samples)
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
         """Samples consumed when `iterations` more iterations have run."""
@@ -93,42 +103,25 @@ class BatchSizeSchedule:
         return [*runs, (self.final, None)]
 
 
-@dataclass(frozen=True)
-class LengthSchedule:
-    """Tokens of a sequence by the sample count from which each length holds (`--seq-length-schedule`).
+class LengthSchedule(Steps):
+    """Tokens of a sequence (`--seq-length-schedule`).
 
     Everything else counts samples of `--seq-length` tokens, the longest; what is shorter is cut out of them, so a batch
     has as many tokens at every length, and the tokens of step k do not depend on the schedule::
 
         0:4096 500B:32768     |____|____|____|____|____|____|____|____|     8 sequences of each sample
                               |_______________________________________|     from 500 billion tokens on the sample whole
-
-    An iteration has the length that holds at its first sample. steps: `(first sample, length)`, rising from 0.
     """
 
-    steps: tuple[tuple[int, int], ...]
-
     @classmethod
-    def parse(cls, text: str | None, seq_length: int) -> LengthSchedule:
-        """Raises ValueError as `parse_steps`. text: None: one length."""
-        return cls(((0, seq_length),) if text is None else parse_steps(text, seq_length, "LENGTH"))
-
-    def at(self, consumed_samples: int) -> int:
-        """Tokens of the sequences of the iteration that begins after `consumed_samples`."""
-        return next(length for first, length in reversed(self.steps) if first <= consumed_samples)
+    def parse(cls, text: str, seq_length: int) -> LengthSchedule:
+        """Raises ValueError as `parse_steps`."""
+        return cls(parse_steps(text, seq_length, "LENGTH"))
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """All that occur, the first first."""
         return tuple(dict.fromkeys(length for _, length in self.steps))
-
-
-def parse_step_schedule(text: str, seq_length: int) -> BatchSizeSchedule:
-    """Read `"0:768 250B:1536"`: from 0 tokens on 768 samples a batch, from 250 billion tokens on 1536.
-
-    Raises ValueError as `parse_steps`.
-    """
-    return BatchSizeSchedule(parse_steps(text, seq_length, "SIZE"))
 
 
 def parse_steps(text: str, seq_length: int, what: str) -> tuple[tuple[int, int], ...]:

@@ -16,11 +16,14 @@ from megalite.config.schema import Section, option, required
 
 ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh", "quick-geglu", "squared-relu")
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu-tanh", "quick-geglu")
-#: Pattern of layers -> what those layers do without.
-SKIPPED: Mapping[str, str] = {
-    "window_attn_skip_freq": "window_size",
-    "softmax_type_skip_freq": "softmax_type",
-    "attn_logit_softcapping_skip_freq": "attn_logit_softcapping",
+#: Pattern of layers -> what those layers do without, and its value there.
+WITHOUT: Mapping[str, tuple[str, str | None]] = {
+    "window_attn_skip_freq": ("window_size", None),
+    "softmax_type_skip_freq": ("softmax_type", "vanilla"),
+    "attn_logit_softcapping_skip_freq": ("attn_logit_softcapping", None),
+}
+SKIPPED = {
+    **{pattern: name for pattern, (name, _) in WITHOUT.items()},
     "linear_attention_freq": "experimental_attention_variant",
 }
 LAYER_PATTERNS = (*SKIPPED, "no_rope_freq")
@@ -345,14 +348,6 @@ class ModelConfig(Section):
         ConfigError for a malformed pattern, as of the next ones."""
         return self.window_size is not None and self.listed("window_attn_skip_freq", index)
 
-    def has_sinks(self, index: int) -> bool:
-        """Whether the softmax of block `index` has a logit more a head, `--softmax-type-skip-freq`."""
-        return self.softmax_type != "vanilla" and self.listed("softmax_type_skip_freq", index)
-
-    def has_softcap(self, index: int) -> bool:
-        """Whether block `index` caps its attention scores, `--attn-logit-softcapping-skip-freq`."""
-        return self.attn_logit_softcapping is not None and self.listed("attn_logit_softcapping_skip_freq", index)
-
     def has_rope(self, index: int) -> bool:
         """Whether block `index` rotates queries and keys. `--no-rope-freq N` leaves out layers N, 2N, ... (from 1)."""
         return self.position_embedding_type == "rope" and not self.listed("no_rope_freq", index)
@@ -377,15 +372,12 @@ class ModelConfig(Section):
             return self
         if self.window_rotary_base is not None and self.has_window(index):
             patterns |= {"rotary_base": self.window_rotary_base, "rope_scaling": RopeScaling()}
-        kind = self.position_embedding_type
-        return replace(
-            self,
-            window_size=self.window_size if self.has_window(index) else None,
-            softmax_type=self.softmax_type if self.has_sinks(index) else "vanilla",
-            attn_logit_softcapping=self.attn_logit_softcapping if self.has_softcap(index) else None,
-            position_embedding_type="none" if kind == "rope" and not self.has_rope(index) else kind,
-            **patterns,
-        )
+        for pattern, (name, off) in WITHOUT.items():
+            if getattr(self, name) != off and not self.listed(pattern, index):
+                patterns[name] = off
+        if self.position_embedding_type == "rope" and not self.has_rope(index):
+            patterns["position_embedding_type"] = "none"
+        return replace(self, **patterns)
 
     def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
         """Rows of the embedding in memory: the vocabulary rounded up to the divisor times the tensor-parallel size."""

@@ -116,7 +116,8 @@ class Config:
     @property
     def length_schedule(self) -> LengthSchedule:
         """Tokens of a sequence by samples consumed. ValueError for a malformed flag (validation reports it)."""
-        return LengthSchedule.parse(self.training.seq_length_schedule, self.model.seq_length)
+        text, longest = self.training.seq_length_schedule, self.model.seq_length
+        return LengthSchedule.constant(longest) if text is None else LengthSchedule.parse(text, longest)
 
     def phases(self, world_size: int) -> list[tuple[int, int]]:
         """(Length of sequences, iterations with it), one after the other, as far as the training goes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
+from megalite.config.batch_size import BatchSizeSchedule
 from megalite.config.schema import OneOf, Section, Spelled, option, required
 
 USUAL_EVAL_ITERS = 100  # Megatron-LM's
@@ -27,7 +27,7 @@ class BatchRamp(OneOf):
     def sizes(self, full: int, seq_length: int) -> BatchSizeSchedule:
         """Global batch size by samples consumed; `full` is --global-batch-size. ValueError for malformed ones."""
         if self.step_batch_size_schedule is not None:
-            return parse_step_schedule(self.step_batch_size_schedule, seq_length)
+            return BatchSizeSchedule.parse(self.step_batch_size_schedule, seq_length)
         if self.rampup_batch_size is not None:
             start, increment, samples = self.rampup_batch_size
             return BatchSizeSchedule.ramp(start, increment, samples, full)

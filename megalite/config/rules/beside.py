@@ -27,10 +27,14 @@ ON: Mapping[str, Callable[[Config], object]] = {
 """Settings that are on by one of their values, or by others'; all else is where it has not its default."""
 
 
+def is_on(config: Config, name: str) -> object:
+    return ON[name](config) if name in ON else name in config.given
+
+
 def excluded(config: Config, flag: str, reasons: Mapping[str, str], fix: str = "drop one") -> Iterator[str]:
     """A line for each setting that is on and does not go with `flag`. reasons: name -> why."""
     for name, why in reasons.items():
-        if ON[name](config) if name in ON else name in config.given:
+        if is_on(config, name):
             yield f"{flag}: not with `{name}`, {why}; {fix}"
 
 

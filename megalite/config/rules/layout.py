@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megalite import schedule as schedules
-from megalite.config.batch_size import parse_step_schedule
+from megalite.config.batch_size import BatchSizeSchedule
 from megalite.config.parallel import ParallelConfig
 from megalite.config.root import Config
 from megalite.config.rules.context import context_warnings
@@ -267,7 +267,7 @@ def _step_schedule(config: Config, text: str, unit: int, rule: str) -> Iterator[
     if size is not None:
         yield f"`global_batch_size`={size}: excludes `step_batch_size_schedule`; give one of them"
     try:
-        sizes = parse_step_schedule(text, config.model.seq_length).sizes
+        sizes = BatchSizeSchedule.parse(text, config.model.seq_length).sizes
     except ValueError as error:
         yield f"{flag}: {error}; write it like '0:768 250B:1536'"
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megalite.config.parallel import grids_of
 from megalite.config.root import Config
-from megalite.config.rules.beside import excluded
+from megalite.config.rules.beside import excluded, is_on
 from megalite.config.rules.layout import meshes_near
 from megalite.config.rules.text import CP, EP, TP, VPP, divisors, listed, multiples_around
 from megalite.config.stage_meshes import parse_meshes
@@ -27,37 +27,24 @@ def stage_meshes(config: Config, world_size: int) -> Iterator[str]:
         legal = meshes_near(config, meshes, world_size)
         near = f", or one of {legal}" if legal else ""
         yield f"{flag}: {total} ranks in all, the world has {world_size}; use `nprocs` {total}{near}"
-    sizes = {
-        CP: parallel.context.context_parallel_size,
-        EP: parallel.experts.expert_model_parallel_size,
-        VPP: parallel.virtual_pipeline_model_parallel_size or 1,
-        "`num_distributed_optimizer_instances`": parallel.num_distributed_optimizer_instances,
-    }
-    for name, size in sizes.items() if parallel.meshes else ():
-        if size > 1:
+    sizes = (CP, EP, VPP, "`num_distributed_optimizer_instances`")
+    for name in sizes if parallel.meshes else ():
+        if (size := config.given.get(name.strip("`"), 1)) > 1:
             yield f"{flag}: not with {name}={size}; {ALIKE}"
 
 
 def training_stage_meshes(config: Config, world_size: int) -> Iterator[str]:
     """Does the training allow stages that differ?"""
-    parallel, log, offload = config.parallel, config.logging, config.optimizer.offload
     fix = "drop it, and let tools/{} checkpoints"
-    excluded = {
-        "`expert_tensor_parallel_size`": (parallel.experts.expert_tensor_parallel_size, ALIKE),
-        "`pipeline_schedule_file`": (parallel.pipeline_schedule_file, ALIKE),
-        "`tp_comm_overlap`": (parallel.tp_comm_overlap, ALIKE),
-        "`model_module`": (config.model.is_foreign, ALIKE),
-        "`seq_length_schedule`": (config.training.seq_length_schedule, ALIKE),
-        "`param_offload`": (offload.param_offload == "cpu", ALIKE),
-        "`mtp_num_layers`": (config.model.further.depth, ALIKE),
-        "`embedding_offload`": (offload.embedding_offload, ALIKE),
-        "`device_memory_budget_gb`": (parallel.hardware.device_memory_budget_gb, ALIKE),
-        "`sample_interval`": (log.samples.sample_interval, fix.format("generate_text.py continue texts from")),
-        "`eval_task_files`": (log.eval_tasks.eval_task_files, fix.format("evaluate_harness.py measure")),
+    alike = "expert_tensor_parallel_size pipeline_schedule_file tp_comm_overlap model_module seq_length_schedule"
+    alike += " param_offload mtp_num_layers embedding_offload device_memory_budget_gb"
+    instead_of = dict.fromkeys(alike.split(), ALIKE) | {
+        "sample_interval": fix.format("generate_text.py continue texts from"),
+        "eval_task_files": fix.format("evaluate_harness.py measure"),
     }
-    for name, (value, instead) in excluded.items() if parallel.meshes else ():
-        if value:
-            yield f"`stage_meshes`={parallel.stage_meshes}: not with {name}; {instead}"
+    for name, instead in instead_of.items() if config.parallel.meshes else ():
+        if is_on(config, name):
+            yield f"`stage_meshes`={config.parallel.stage_meshes}: not with `{name}`; {instead}"
 
 
 def tensor_grid(config: Config, world_size: int) -> Iterator[str]:

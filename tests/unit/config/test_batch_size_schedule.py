@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from megalite.config.batch_size import BatchSizeSchedule, parse_step_schedule
+from megalite.config.batch_size import BatchSizeSchedule
 
 
 def walk(schedule: BatchSizeSchedule, iterations: int, consumed: int = 0) -> int:
@@ -35,7 +35,7 @@ def test_ramp_from_the_full_size_is_constant() -> None:
 
 
 def test_step_schedule_counts_tokens() -> None:
-    schedule = parse_step_schedule("0:768 250B:1536 0.5T:3072", seq_length=2048)
+    schedule = BatchSizeSchedule.parse("0:768 250B:1536 0.5T:3072", seq_length=2048)
     assert schedule.steps == ((0, 768), (122_070_313, 1536), (244_140_625, 3072))
     assert schedule.final == 3072
 
@@ -43,7 +43,7 @@ def test_step_schedule_counts_tokens() -> None:
 @pytest.mark.parametrize("text", ["", "768", "1K:8", "0:8 0:9", "0:8 5K:0", "0:8 9K:4 8K:5", "0:8;9:9", "-1:8"])
 def test_malformed_step_schedules_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        parse_step_schedule(text, 8)
+        BatchSizeSchedule.parse(text, 8)
 
 
 @pytest.mark.parametrize("seed", range(20))
