@@ -23,10 +23,9 @@ from megalite.data.blend import BlendParts, PhasedDataset
 from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.chat import ChatTemplate, Messages, parse_messages, preprocess_chat
-from megalite.data.conversations import Conversations
 from megalite.data.corpus import JSONL_SUFFIXES, open_text, parse_json, read_jsonl, read_text, stdlib_corpus
 from megalite.data.file_chunks import input_units, read_unit, utf8_length
-from megalite.data.gpt_dataset import GPTDataset, SampleSource
+from megalite.data.gpt_dataset import Conversations, GPTDataset, SampleSource
 from megalite.data.gpt_index import build_sample_index
 from megalite.data.indexed import MARKS, IndexedDataset, IndexedWriter, is_indexed, strip_suffix
 from megalite.data.preprocess import preprocess

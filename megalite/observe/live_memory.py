@@ -120,7 +120,6 @@ class MemoryCheckHook(Hook):
         self._until = 0
         self._predicted: RankMemory | None = None
         self._measured: float | None = None
-        self._peak = 0
 
     def on_start(self, trainer: TrainerView) -> None:
         to_go = trainer.train_iters - trainer.iteration
@@ -145,12 +144,10 @@ class MemoryCheckHook(Hook):
             torch.cuda.reset_peak_memory_stats(trainer.device)
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        if self._predicted is None or stats.iteration < self._until:
-            return
-        if self._measured is None:
-            on_gpu = trainer.device.type == "cuda"
+        if self._predicted is not None and self._measured is None and stats.iteration >= self._until:
+            counter, device = self._counter, trainer.device
+            self._measured = torch.cuda.max_memory_allocated(device) if counter is None else counter.peak
             self._stop()
-            self._measured = torch.cuda.max_memory_allocated(trainer.device) if on_gpu else self._peak
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         if self._measured is None or self._predicted is None:
@@ -174,6 +171,5 @@ class MemoryCheckHook(Hook):
         self._stop()
 
     def _stop(self) -> None:
-        if self._counter is not None:
-            self._watching.close()
-            self._peak, self._counter = self._counter.peak, None
+        self._watching.close()
+        self._counter = None

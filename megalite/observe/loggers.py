@@ -57,6 +57,13 @@ _FIELDS: tuple[tuple[str, str, str, str], ...] = (
     ("device hours", "device_hours", ",.3g", ""),
 )
 
+_EVALUATED = (
+    ("lm loss value", "lm_loss", ".6E"),
+    ("lm loss PPL", "ppl", ".6E"),
+    ("bits per byte", "bits_per_byte", ".4f"),
+    ("lm loss value of the average", "ema_lm_loss", ".6E"),
+)
+
 COLUMNS = 100
 """Width that a line on a terminal keeps to."""
 
@@ -208,17 +215,11 @@ def _further(record: Record) -> dict[str, float]:
 def evaluation_line(record: Record) -> str:
     """The line of a `"valid"`, `"test"` (Megatron-LM's `lm loss value`, `lm loss PPL`) or `"task"` record."""
     if record["kind"] == "task":
-        measures = [f"{name}: {value:.4f}" for name, value in _measures(record).items()]
-        return " | ".join([f" task {record['task']} at iteration {record['iteration']}", *measures]) + " |"
-    parts = [
-        f" {_split(record)} loss at iteration {record['iteration']}",
-        f"lm loss value: {record['lm_loss']:.6E}",
-        f"lm loss PPL: {record['ppl']:.6E}",
-    ]
-    if "bits_per_byte" in record:
-        parts.append(f"bits per byte: {record['bits_per_byte']:.4f}")
-    if "ema_lm_loss" in record:
-        parts.append(f"lm loss value of the average: {record['ema_lm_loss']:.6E}")
+        parts = [f" task {record['task']} at iteration {record['iteration']}"]
+        parts += [f"{name}: {value:.4f}" for name, value in _measures(record).items()]
+        return " | ".join(parts) + " |"
+    parts = [f" {_split(record)} loss at iteration {record['iteration']}"]
+    parts += [f"{name}: {format(record[key], spec)}" for name, key, spec in _EVALUATED if key in record]
     return " | ".join(parts) + " |"
 
 
@@ -259,12 +260,11 @@ class TensorBoardHook(Hook):
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._writer: Any = None
 
     def on_start(self, trainer: TrainerView) -> None:
         tensorboard = optional_package(f"`tensorboard_dir`={self._directory}", "torch.utils.tensorboard", "tensorboard")
         _hide_tensorboards_threads()
-        self._writer = tensorboard.SummaryWriter(log_dir=self._directory)
+        self._writer: Any = tensorboard.SummaryWriter(log_dir=self._directory)
         self._writer.add_scalar("world-size", trainer.mesh.size("world"), trainer.iteration)
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
@@ -297,26 +297,19 @@ def _hide_tensorboards_threads() -> None:
 class WandbHook(Hook):
     """Logs to Weights & Biases: in the user's mode, or online where a key is found, else offline for `wandb sync`."""
 
-    def __init__(self) -> None:
-        self._run: Any = None
-        self._library: Any = None
-        self._directory = "."
-
     def on_start(self, trainer: TrainerView) -> None:
         options, save = trainer.config.logging.wandb, trainer.config.checkpoint.run_folder
-        wandb = optional_package(f"`wandb_project`={options.wandb_project}", "wandb")
-        self._library = wandb
+        self._library = wandb = optional_package(f"`wandb_project`={options.wandb_project}", "wandb")
         directory = options.wandb_save_dir or save
-        if directory is not None:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self._directory = directory
+        self._directory = directory or "."
+        Path(self._directory).mkdir(parents=True, exist_ok=True)
         self._stop_if_full()
         # The library knows the user's mode and where keys may stand; online without a key, its init asks or fails.
         mode: Any = wandb.setup().settings.mode
         if mode == "online" and not _has_key(wandb):
             mode = "offline"
             logger.warning("wandb: no key found, logging offline; `wandb sync` sends it later")
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=options.wandb_project,
             entity=options.wandb_entity,
             name=options.wandb_exp_name or (Path(save).name if save else None),

@@ -269,10 +269,8 @@ class ProfileHook(Hook):
     """
 
     def __init__(self, directory: Path, executor: Executor | None = None) -> None:
-        self._directory = directory
-        self._executor = executor
+        self._directory, self._executor = directory, executor
         self._profiler: torch.profiler.profile | None = None
-        self._first = 0
 
     def on_start(self, trainer: TrainerView) -> None:
         self._start_before(trainer, trainer.iteration + 1)

@@ -138,17 +138,13 @@ class SlowRankHook(Hook):
     def _compare(self, work: list[float], stages: list[int], cores: list[float], record: Record) -> None:
         rank, ratio = slowest_rank(work, stages) or (None, 0.0)
         if rank is not None and rank == self._suspect_rank:
-            record["slowest_rank"] = rank
-            record["slowest_rank_ratio"] = ratio
-            record["slowest_rank_host"] = self._hosts[rank]
+            record |= {"slowest_rank": rank, "slowest_rank_ratio": ratio, "slowest_rank_host": self._hosts[rank]}
         self._suspect_rank = rank
         stage, ratio = slowest_stage(work, stages) or (None, 0.0)
         if stage is not None and stage == self._suspect_stage and ratio > RATIO * self._said.get(stage, 0.0):
             self._said[stage] = ratio
-            hosts = {host: None for host, other in zip(self._hosts, stages, strict=True) if other == stage}
-            record["slowest_stage"] = stage
-            record["slowest_stage_ratio"] = ratio
-            record["slowest_stage_hosts"] = ", ".join(hosts)
+            hosts = dict.fromkeys(host for host, other in zip(self._hosts, stages, strict=True) if other == stage)
+            record |= {"slowest_stage": stage, "slowest_stage_ratio": ratio, "slowest_stage_hosts": ", ".join(hosts)}
             record |= self._way_out(by_stage(work, stages), by_stage(cores, stages)[stage])
         self._suspect_stage = stage
 

@@ -162,11 +162,8 @@ class IntervalStats:
         losses = [values["lm_loss"] for values in measured]
         counted = [values["counted_tokens"] != 0 for values in measured]
         skips = [bool(values["skipped"]) for values in measured]
-        taken = [
-            (loss, counts)
-            for skipped, loss, counts in zip(skips, losses, counted, strict=True)
-            if loss is not None and not skipped
-        ]
+        computed = zip(losses, counted, skips, strict=True)
+        taken = [(loss, counts) for loss, counts, skipped in computed if loss is not None and not skipped]
         uncounted = sum(not counts for _, counts in taken)
         record: Record = {
             "kind": "train",
@@ -186,12 +183,11 @@ class IntervalStats:
         if steps[0].iteration == 1 < len(steps) and losses[0] is not None and counted[0]:
             record["first_lm_loss"] = losses[0]  # where a curve begins: the mean of an interval has fallen by then
         for name in EXPERT_SCALARS:
-            numbers = [number for values in measured if (number := values.get(name)) is not None]
-            record |= {name: _mean(numbers)} if numbers else {}
+            mean = _mean([values.get(name) for values in measured])
+            record |= {} if mean is None else {name: mean}
         for depth in range(1, 1 + len(last.further)):
             name = f"mtp_{depth}_loss"
-            given = [values.get(name) for values, skipped in zip(measured, skips, strict=True) if not skipped]
-            record[name] = _mean([number for number in given if number is not None])
+            record[name] = _mean([values.get(name) for values, skip in zip(measured, skips, strict=True) if not skip])
         kept = [step.by_part for step, skipped in zip(steps, skips, strict=True) if step.by_part and not skipped]
         return (
             record
@@ -280,11 +276,12 @@ def _scalars(step: StepStats, experts: ExpertStats | None) -> Scalars:
 
 def _on_host(steps: Sequence[Scalars]) -> list[dict[str, float | None]]:
     """Copies the scalars of all steps to the host with a single wait for the device."""
-    on_device = [value for values in steps for value in values.values() if isinstance(value, Tensor)]
-    stacked = torch.stack([value.detach().reshape(()).double() for value in on_device]).tolist() if on_device else []
-    numbers = iter(stacked)
+    found = [value for values in steps for value in values.values() if isinstance(value, Tensor)]
+    numbers = iter(torch.stack([value.detach().reshape(()).double() for value in found]).tolist() if found else [])
     return [{n: next(numbers) if isinstance(v, Tensor) else v for n, v in values.items()} for values in steps]
 
 
-def _mean(numbers: Sequence[float]) -> float | None:
-    return math.fsum(numbers) / len(numbers) if numbers else None
+def _mean(numbers: Sequence[float | None]) -> float | None:
+    """Of those that there are."""
+    found = [number for number in numbers if number is not None]
+    return math.fsum(found) / len(found) if found else None
