@@ -183,10 +183,9 @@ class _Opener:
     def surveys(self) -> dict[str, list[Survey]]:
         """Surveys the stores of every split that was opened, in the order of the blend."""
         known = self._surveys
-        for stores in self._used.values():
-            for source, store in stores.items():
-                if id(store) not in known:
-                    known[id(store)] = survey(store, source)
+        for source, store in (pair for stores in self._used.values() for pair in stores.items()):
+            if id(store) not in known:
+                known[id(store)] = survey(store, source)
         return {split: [known[id(store)] for store in stores.values()] for split, stores in self._used.items()}
 
     def phases(self, samples: int, earlier: Sequence[tuple[int, ...]]) -> tuple[PhasedDataset, tuple[Phase, ...]]:
@@ -205,9 +204,8 @@ class _Opener:
     def warn_of_documents(self) -> None:
         """Names the training data with conversations that teach nothing (of very large data their maker did), or with
         documents that no sample can hold whole."""
-        for source, store in [
-            pair for key in self._used if key.startswith("train") for pair in self._used[key].items()
-        ]:
+        trained = [stores for key, stores in self._used.items() if key.startswith("train")]
+        for source, store in (pair for stores in trained for pair in stores.items()):
             small = int(store.lengths.sum(dtype=np.int64)) <= WHOLE
             if small and (count := unanswered(store)):
                 logger.warning(
@@ -276,11 +274,8 @@ class _Opener:
 
     def _one_epoch(self, opened: Sequence[tuple[TokenStore, tuple[int, int]]], weights: Sequence[float]) -> int:
         """Samples of a blend that reads no part more than once."""
-        samples = []
-        for (store, (begin, end)), share in zip(opened, weights, strict=True):
-            tokens = int(store.lengths[begin:end].sum(dtype=np.int64))
-            if share > 0:
-                samples.append(int((tokens - 1) // self.seq_length / share))
+        tokens = [int(store.lengths[begin:end].sum(dtype=np.int64)) for store, (begin, end) in opened]
+        samples = [int((n - 1) // self.seq_length / share) for n, share in zip(tokens, weights, strict=True) if share]
         return max(1, min(samples))
 
     def _dataset(
@@ -363,8 +358,8 @@ def tokenise_corpus(
     Raises UnusableSplit where the part holds no text, DataError where the tokenizer does not know it.
     """
     tokenised_by = tokenizer_fingerprint(tokenizer)
-    part_of = split if part else None
-    key = digest_of("tokens", TOKENS_VERSION, corpus.digest(), tokenised_by, part, part_of, corpus.ends_documents)
+    of = split if part else None
+    key = digest_of("tokens", TOKENS_VERSION, corpus.digest(), tokenised_by, part, of, corpus.ends_documents)
     job = UnitJob(tokenizer, ("text",), corpus.ends_documents and tokenizer.eod_id is not None, skip_bad_lines=False)
 
     def write(folder: Path) -> None:

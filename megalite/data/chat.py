@@ -249,27 +249,20 @@ class ChatJob(UnitJob):
         return digest_of("chat 3", super().settings, self.template.text)
 
     def run(self, unit: InputUnit) -> UnitTokens:
-        rows: list[int] = []  # of each conversation, its number among the lines that are not empty
-        asked = itertools.count()
-
-        def parse(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:
-            number = next(asked)
-            found = parse_messages(line, keys, where)
-            rows.append(number)
-            return found
-
-        (column,), skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse)
+        (column,), skipped, lines = read_unit(
+            unit, self.json_keys, skip_bad_lines=self.skip_bad_lines, parse=parse_messages
+        )
         ids, marks, total, roles, lost = [], [], 0, set[str](), 0
         answers = self.template.encode(column)
-        for row, messages in zip(rows, column, strict=True):
+        for line, messages in zip(lines, column, strict=True):
             try:
                 found = next(answers)
             except DataError as error:  # of a limit
-                raise DataError(f"{place_of(unit, row)}: {error}") from None
+                raise DataError(f"{place_of(unit, line)}: {error}") from None
             if isinstance(found, DataError):
                 if not self.skip_bad_lines:
-                    raise DataError(f"{place_of(unit, row)}: {found}")
-                skipped.append(f"{place_of(unit, row)}: {found}" if len(skipped) < REASONS else "")
+                    raise DataError(f"{place_of(unit, line)}: {found}")
+                skipped.append(f"{place_of(unit, line)}: {found}" if len(skipped) < REASONS else "")
                 continue
             roles |= {message["role"] for message in messages} - ROLES
             lost += any(message.get("tool_calls") for message in messages) and self._loses_calls(messages, found[0])

@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import xxhash
 
@@ -74,9 +74,9 @@ def stdlib_files(root: str | None = None) -> list[Path]:
     return found
 
 
-def stdlib_corpus(root: str | None = None) -> TextCorpus:
+def stdlib_corpus() -> TextCorpus:
     """The default corpus. Validation is every 20th file, training the others; there is no test part."""
-    files = stdlib_files(root)
+    files = stdlib_files()
 
     def documents(part: SplitRange | None, split: str) -> Iterator[str]:
         for number, file in enumerate(files, 1):
@@ -141,15 +141,14 @@ def open_bytes(path: str, flag: str) -> io.BufferedReader:
 @contextlib.contextmanager
 def open_text(path: str, flag: str) -> Iterator[io.TextIOBase]:
     """Open a text file that `flag` names, unpacked if its name ends in `.gz` or `.zst`. Raises DataError."""
-    with contextlib.ExitStack() as stack:
-        raw = stack.enter_context(open_bytes(path, flag))
-        binary: BinaryIO = raw
+    with open_bytes(path, flag) as raw:
+        binary: Any = raw
         if path.endswith(".gz"):
-            binary = cast(BinaryIO, stack.enter_context(gzip.open(raw)))
+            binary = gzip.open(raw)  # noqa: SIM115 (closed with the text)
         elif path.endswith(".zst"):
-            zstandard = optional_package(f"{flag}={path}", "zstandard")
-            binary = cast(BinaryIO, stack.enter_context(zstandard.ZstdDecompressor().stream_reader(raw)))
-        yield io.TextIOWrapper(binary, encoding="utf-8", newline="\n")
+            binary = optional_package(f"{flag}={path}", "zstandard").ZstdDecompressor().stream_reader(raw)
+        with io.TextIOWrapper(binary, encoding="utf-8", newline="\n") as text:
+            yield text
 
 
 def read_jsonl(path: str, flag: str, key: str = "text") -> Iterator[str]:

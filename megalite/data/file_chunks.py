@@ -227,35 +227,29 @@ def read_unit(
     *,
     skip_bad_lines: bool,
     parse: Callable[[str | bytes, Sequence[str], str], list[Any]] = parse_fields,
-) -> tuple[list[list[Any]], list[str]]:
-    """Texts of a unit (or what `parse` makes of its lines), one list per key, and for each line that was left out why,
-    with its place (empty beyond the first `REASONS`)."""
+) -> tuple[list[list[Any]], list[str], list[int]]:
+    """Texts of a unit (or what `parse` makes of its lines), one list per key; for each line that was left out why, with
+    its place (empty beyond the first `REASONS`); and which lines the others are, for `place_of`."""
     if unit.columns is not None:
-        return unit.columns, []
+        return unit.columns, [], []
     rows: list[list[Any]] = []
     skipped: list[str] = []
-    for number, line in enumerate(_lines(unit)):
+    numbers: list[int] = []
+    lines: Sequence[str | bytes] = unit.content().split(b"\n") if unit.stop else unit.lines
+    for number, line in enumerate(lines):
         if not line.strip():
             continue
         try:
             rows.append(parse(line, keys, ""))
+            numbers.append(number)
         except DataError as error:
             if not skip_bad_lines:
-                parse(line, keys, _where(unit, number))  # once more, now that its number is worth counting
-            skipped.append(f"{_where(unit, number)}{error}" if len(skipped) < REASONS else "")
-    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped
+                parse(line, keys, place_of(unit, number))  # once more, now that its number is worth counting
+            skipped.append(f"{place_of(unit, number)}{error}" if len(skipped) < REASONS else "")
+    return [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in keys], skipped, numbers
 
 
-def place_of(unit: InputUnit, row: int) -> str:
-    """File and line of the line `row` (from 0) of those that are not empty."""
-    return _where(unit, [number for number, line in enumerate(_lines(unit)) if line.strip()][row])
-
-
-def _lines(unit: InputUnit) -> Sequence[str | bytes]:
-    return unit.content().split(b"\n") if unit.stop else unit.lines
-
-
-def _where(unit: InputUnit, number: int) -> str:
+def place_of(unit: InputUnit, number: int) -> str:
     """File and line of the line `number` (from 0) of a unit."""
     first, left = unit.first_line or 1, unit.start
     with open(unit.place, "rb") as file, contextlib.suppress(OSError):

@@ -186,7 +186,7 @@ class UnitJob:
         )
 
     def run(self, unit: InputUnit) -> UnitTokens:
-        texts, skipped = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines)
+        texts, skipped, _ = read_unit(unit, self.json_keys, skip_bad_lines=self.skip_bad_lines)
         dtype = token_dtype(self.tokenizer.vocab_size)
         ids, lengths, total = [], [], 0
         for column in texts:

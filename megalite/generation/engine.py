@@ -121,7 +121,8 @@ class Generator:
             for row in (row for slot in slots for group in slot.groups for row in group.rows):
                 row.ended = row.ended or ended(row.new)
         number = {id(row): place for place, row in enumerate(rows)}
-        mine = {str(number[id(row)]): None if row.broken else row.new for row in self._own(rows)}
+        own = self._share(rows, self.replicas.rank)
+        mine = {str(number[id(row)]): None if row.broken else row.new for row in own}
         texts = {int(place): new for part in all_gather_json(mine, self.replicas) for place, new in part.items()}
         return [texts[place] for place in range(len(rows))]
 
@@ -137,9 +138,6 @@ class Generator:
         turns = bool(self.placement.workers)
         return [slot or Slot([Group([nothing()])], 0) for slot in going[:last] if slot is not None or turns]
 
-    def _own(self, rows: Sequence[Row]) -> list[Row]:
-        return self._share(rows, self.replicas.rank)
-
     def _share(self, rows: Sequence[Row], replica: int) -> list[Row]:
         """The rows that a replica generates: rows of like lengths side by side."""
         return sorted(rows, key=lambda row: -min(len(row.request.ids), row.limit))[replica :: self.replicas.size]
@@ -147,13 +145,12 @@ class Generator:
     def _dealt(self, rows: Sequence[Row], micro_batch_size: int) -> Iterator[Slot]:
         """Slots in the order in which they are taken up."""
         everyone = range(self.replicas.size) if self.together else [self.replicas.rank]
-        most = len(self._share(rows, 0) if self.together else self._own(rows))
-        size = group_size(most, micro_batch_size, self.placement.num_ranks)
         shares = [self._share(rows, replica) for replica in everyone]
-        mine = everyone.index(self.replicas.rank)
+        most = max(map(len, shares))
+        size = group_size(most, micro_batch_size, self.placement.num_ranks)
         for first in range(0, most, size):
             groups = [Group(share[first : first + size] or [nothing()]) for share in shares]
-            yield Slot(groups, mine)
+            yield Slot(groups, everyone.index(self.replicas.rank))
 
     def _episode(self, slots: Sequence[Slot], sampling: Sampling, stops: Collection[int], on_tokens: OnTokens) -> None:
         """New groups' prompts, then a token for everyone, round after round."""

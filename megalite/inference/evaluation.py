@@ -42,7 +42,6 @@ from megalite.errors import ConfigError, DataError
 from megalite.inference.forwards import at_once, score_all
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
-from megalite.nn import Head
 from megalite.observe import Record, perplexity
 from megalite.progress import OnProgress, no_progress
 
@@ -146,7 +145,7 @@ def score_source(
     size = micro_batch_size or max(1, 8192 // source.seq_length)
     mesh = loaded.mesh
     token_bytes = loaded.tokenizer.token_bytes()
-    widths = None if token_bytes is None else torch.from_numpy(token_bytes).long()
+    widths = torch.from_numpy(np.zeros(1, np.int32) if token_bytes is None else token_bytes).long()
     together = size * mesh.size("stream") * at_once(loaded)
     total = torch.zeros(3, dtype=torch.float64, device=loaded.device)  # loss, tokens, bytes
     loader = BatchLoader(
@@ -159,21 +158,19 @@ def score_source(
     )
     for number, given in enumerate(loader.full_pass(together), 1):
         microbatches = [_without_overlap(microbatch, overlap) for microbatch in given]
-        sums = score_all(loaded, microbatches, _weighted_loss)
+        sums = score_all(
+            loaded, microbatches, lambda head, x, mb: (head.token_losses(x, mb).double() * mb.loss_mask).sum()
+        )
         if sums and mesh.coordinate("tp") == 0:
             cut = [loaded.parts.cut(microbatches[number]) for number in sums]
-            spelled = (
-                0
-                if widths is None
-                else sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
-            )
+            spelled = sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
             counted = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
             summed = torch.stack(list(sums.values())).sum()
             total += torch.cat((summed[None], torch.tensor(counted, device=total.device)))
         on_progress(min(number * together, len(source)), len(source), "")
     all_reduce_(total, mesh.world)
     loss_sum, num_tokens, num_bytes = total.tolist()
-    return Score(loss_sum, round(num_tokens), None if widths is None else round(num_bytes))
+    return Score(loss_sum, round(num_tokens), None if token_bytes is None else round(num_bytes))
 
 
 def _without_overlap(microbatch: Microbatch, overlap: int) -> Microbatch:
@@ -181,10 +178,6 @@ def _without_overlap(microbatch: Microbatch, overlap: int) -> Microbatch:
     mask = microbatch.loss_mask.clone()
     mask[microbatch.sample_ids > 0, :overlap] = 0
     return dataclasses.replace(microbatch, loss_mask=mask)
-
-
-def _weighted_loss(head: Head, x: Tensor, microbatch: Microbatch) -> Tensor:
-    return (head.token_losses(x, microbatch).double() * microbatch.loss_mask).sum()
 
 
 def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_path: str | None = None) -> SampleSource:

@@ -146,22 +146,15 @@ def load_for_inference(
     mesh = make_mesh(config.parallel, dataclasses.replace(world, device=target))
     placement = ScheduleShape(parallel.pipeline_model_parallel_size, 1, workers=parallel.workers).placement
     channel = open_channel(mesh, token_pairs(placement), split=False)
-    parts = _empty_parts(config, mesh, placement, target, dtype or pick_dtype(config, target))
+    if dtype is None:  # half precision would be slow on a CPU, and no smaller
+        dtype = torch.float32 if target.type == "cpu" and config.training.precision.half else parameter_dtype(config)
+    parts = _empty_parts(config, mesh, placement, target, dtype)
     shards = [shard for stack in parts.stages.values() for shard in _shards(stack)]
     found.load(shards, mesh.world)
     if config.model.lora.frozen_weights_int8:
         hold_in_8_bits(parts.stages.values())
-    loaded = LoadedModel(
-        config,
-        found.tokenizer,
-        mesh,
-        channel,
-        placement,
-        parts,
-        found.path,
-        *found.progress,
-        found.origin,
-    )
+    engine = config, found.tokenizer, mesh, channel, placement, parts
+    loaded = LoadedModel(*engine, found.path, *found.progress, found.origin)
     _ = loaded.generator  # makes its communicators
     mesh.complete()
     return loaded
@@ -218,11 +211,6 @@ def pick_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"`device`={name}: torch sees no GPU (torch {torch.__version__}); use `device`=cpu")
     return torch.device(name)
-
-
-def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The training's parameter dtype; half precision becomes fp32 on a CPU, where it would be slow and no smaller."""
-    return torch.float32 if device.type == "cpu" and config.training.precision.half else parameter_dtype(config)
 
 
 def _empty_parts(
