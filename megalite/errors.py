@@ -63,17 +63,12 @@ class ConfigError(MegaliteError):
     """Flags or configuration files are wrong: carries *all* problems found in one pass, one line each."""
 
     def __init__(self, problems: Iterable[str] | str) -> None:
-        self._lines: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self._lines))
+        super().__init__(problems if isinstance(problems, str) else "\n".join(problems))
 
     @property
     def problems(self) -> list[str]:
         """The lines, in the words of the command line."""
-        return [in_flags(line) for line in self._lines]
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        """Survive a trip between processes with its lines intact."""
-        return type(self), (self._lines,)
+        return str(self).split("\n")
 
 
 class DataError(MegaliteError):
