@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -112,6 +113,7 @@ def _row_norms(x: Tensor) -> Iterator[Tensor]:
             yield part[whole:].to(wide)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GradSink:
     """Accumulates one parameter's gradient into `grad`, a view of the parameter's shape in the main-gradient dtype.
 
@@ -129,23 +131,14 @@ class GradSink:
     tap: gets what `TappedProducts` multiply, `[n, out]` and `[n, in]`.
     """
 
-    __slots__ = ("buffer", "fresh", "uses", "remaining", "on_ready", "on_open", "tap")
-
-    def __init__(
-        self,
-        grad: Tensor | None = None,
-        *,
-        uses: int = 1,
-        on_ready: Callable[[], None] | None = None,
-        on_open: Callable[[], None] | None = None,
-    ) -> None:
-        self.buffer = torch.empty(0) if grad is None else grad
-        self.uses = uses
-        self.on_ready = on_ready
-        self.on_open = on_open
-        self.fresh = True
-        self.remaining: int | None = None
-        self.tap: Callable[[Tensor, Tensor], None] | None = None
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0))
+    _: KW_ONLY
+    uses: int = 1
+    on_ready: Callable[[], None] | None = None
+    on_open: Callable[[], None] | None = None
+    fresh: bool = field(default=True, init=False)
+    remaining: int | None = field(default=None, init=False)
+    tap: Callable[[Tensor, Tensor], None] | None = field(default=None, init=False)
 
     @property
     def grad(self) -> Tensor:
