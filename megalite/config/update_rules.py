@@ -117,7 +117,7 @@ class OptimizerSpec:
     same. nesterov: why its momentum cannot be taken as Nesterov did.
     """
 
-    moments: Callable[[OptimizerConfig], tuple[str, ...]]
+    moments: Callable[[OptimizerConfig], tuple[str, ...]] = lambda settings: (_WIDE, _WIDE)
     whole: Callable[[str, int], bool] | None = None
     of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = _momentum
     whole_moments: int = 1
@@ -127,10 +127,10 @@ class OptimizerSpec:
     of_tap: Callable[[OptimizerConfig, Shape], int] | None = None
     statistics: bool = False
     settings: tuple[str, ...] = ()
-    only_decays: bool = False
+    only_decays: bool = True
     scales: bool = False
     high_lr: float | None = None
-    correction: str = "none"
+    correction: str = "predict"
     lookahead: float = 1.0
     lookahead_of_rest: float | None = None
     nesterov: str | None = None
@@ -151,69 +151,57 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         "adam": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
             step_nesterov=3,
-            only_decays=True,
             scales=True,
             settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
             high_lr=0.1,
-            correction="predict",
             lookahead=2.0,
         ),
         "sgd": OptimizerSpec(
             lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else (),
             step=2,
             step_nesterov=1,
-            correction="predict",
+            only_decays=False,
         ),
         "lion": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype,),
             step=3,
-            only_decays=True,
             scales=True,
             settings=("exp_avg_dtype",),
-            correction="predict",
             nesterov="its update weighs the newest gradient by itself",
         ),
         "muon": OptimizerSpec(
-            lambda settings: (_WIDE, _WIDE),
-            only_decays=True,
             scales=True,
             whole=_blocks_matrix,
-            correction="predict",
             lookahead_of_rest=2.0,
             nesterov="its momentum is Nesterov's already",
         ),
         "soap": OptimizerSpec(
-            lambda settings: (_WIDE, _WIDE),
-            only_decays=True,
             whole=_square_enough,
             of_whole=_moments_and_bases,
             whole_moments=2,
             of_step=_both_sides,
-            correction="predict",
             lookahead_of_rest=2.0,
             nesterov="no such step is known in a basis that turns",
         ),
         "shampoo": OptimizerSpec(
-            lambda settings: (_WIDE, _WIDE),
-            only_decays=True,
             whole=_blocks_matrix,
             of_whole=_moments_and_roots,
             whole_moments=2,
             of_step=_roots,
-            correction="predict",
             lookahead_of_rest=2.0,
             nesterov="no such step is known between two roots",
         ),
         "kfac": OptimizerSpec(
-            lambda settings: (_WIDE, _WIDE),
-            only_decays=True,
             whole=_square_enough,
             of_whole=lambda settings, local, whole: math.prod(local) + 2 * _factors(settings, whole),
             of_step=_inverses,
             of_tap=_factors,
+            correction="none",
             nesterov="no such step is known between two inverses",
         ),
-        "adafactor": OptimizerSpec(lambda settings: (), statistics=True, nesterov="it has no momentum"),
+        "adafactor": OptimizerSpec(
+            lambda settings: (), statistics=True, only_decays=False, correction="none", nesterov="it has no momentum"
+        ),
     }
 )
 """Name -> OptimizerSpec. Muon, SOAP and Shampoo leave to AdamW, with wide moments, what is no matrix of a block."""
