@@ -40,7 +40,7 @@ from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
 from megalite.config.model import FAMILY_DEFAULTS
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS
-from megalite.config.reader import COMMAND_LINE, GivenOption, Reader
+from megalite.config.reader import GivenOption, Reader
 from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.rules.foreign import not_with_module
 from megalite.config.schema import Option, build_section
@@ -48,7 +48,7 @@ from megalite.config.staleness import flushed_start
 from megalite.config.usage import usage
 from megalite.config.values import as_typed, show
 from megalite.config.worked_out import dropped_otherwise, other_defaults, without_a_checkpoint, work_out, work_out_level
-from megalite.config.yaml_file import read_yaml
+from megalite.config.yaml_file import COMMAND_LINE, read_yaml
 from megalite.errors import ConfigError, MegaliteError, in_flags
 from megalite.files import served_url
 

@@ -7,7 +7,7 @@ flag. Here all mistakes are collected and nothing is guessed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megalite.config.arguments import ARGUMENT_FLAGS, argument_words, shown_flag
@@ -15,10 +15,8 @@ from megalite.config.megatron_flags import megatron_flags
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, SHORT_FORMS, nearest
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
-from megalite.config.yaml_file import Scalar, YamlEntry
-from megalite.errors import spelled
-
-COMMAND_LINE = "command line"
+from megalite.config.yaml_file import COMMAND_LINE, Scalar, Written
+from megalite.errors import flag_of, spelled
 
 
 @dataclass(frozen=True)
@@ -35,22 +33,6 @@ class GivenOption:
     typed: str
     value: Any
     where: str
-
-
-@dataclass(frozen=True)
-class _Typed:
-    """One name with its texts, before conversion."""
-
-    name: str
-    scalars: tuple[Scalar, ...]
-    where: str
-
-    def label(self, text: str | None = None) -> str:
-        """What a message about this begins with."""
-        value = "" if text is None else f"={text}"
-        if self.where == COMMAND_LINE:
-            return f"--{self.name.replace('_', '-')}{value}"
-        return f"{self.where}: {self.name}{value}"
 
 
 def known_options(options: Mapping[str, Option]) -> set[str]:
@@ -85,59 +67,53 @@ class Reader:
                 if not texts:
                     self.problems.append("--config: expected a file name")
                 continue
-            if self._target(name) is None:
-                if not self._ignore(_Typed(name, (), COMMAND_LINE), [*attached, *values]):
-                    self._refuse(f"unknown flag --{name.replace('_', '-')}", name, "--")
-                continue
-            taken = self._take_values(name, attached, values)
-            givens += self._convert(_Typed(name, tuple(Scalar(text, "text") for text in taken), COMMAND_LINE))
+            known = self._target(name) is not None
+            texts = self._take_values(name, attached, values) if known else [*attached, *values]
+            typed = Written(name, tuple(Scalar(text, "text") for text in texts), COMMAND_LINE)
+            if known:
+                givens += self._convert(typed)
+            elif not self._ignore(typed):
+                self._refuse(f"unknown flag {flag_of(name)}", name, "--")
         return files, givens
 
-    def read_entries(self, entries: Iterable[YamlEntry]) -> list[GivenOption]:
+    def read_entries(self, entries: Iterable[Written]) -> list[GivenOption]:
         """Convert the entries of one YAML file."""
         sections = {option.section for option in self.options.values()}
         givens: list[GivenOption] = []
         seen: dict[str, str] = {}
         for entry in entries:
-            if entry.section is not None and entry.section in ARGUMENT_FLAGS:
-                givens += self._entry_of(entry.section, entry)
+            name, where, section = entry.name, entry.where, entry.section
+            if section is not None and section in ARGUMENT_FLAGS:
+                givens += self._entry_of(section, entry)
                 continue
-            target = self._target(entry.key)
-            if seen.setdefault(entry.key, entry.where) != entry.where:  # flat and in its section
-                self.problems.append(f"{entry.where}: duplicate key '{entry.key}' (first at {seen[entry.key]})")
-            if entry.section is not None and entry.section not in sections:
-                guess = nearest(entry.section, sections)
+            target = self._target(name)
+            if seen.setdefault(name, where) != where:  # flat and in its section
+                self.problems.append(f"{where}: duplicate key '{name}' (first at {seen[name]})")
+            if section is not None and section not in sections:
+                guess = nearest(section, sections)
                 hint = f"; did you mean '{guess}'?" if guess else f"; sections are {', '.join(sorted(sections))}"
-                self.problems.append(f"{entry.where}: unknown section '{entry.section}'{hint}")
+                self.problems.append(f"{where}: unknown section '{section}'{hint}")
             elif target is None:
-                values = entry.value if isinstance(entry.value, tuple) else (entry.value,)
-                if self._ignore(_Typed(entry.key, (), entry.where), [scalar.text for scalar in values]):
-                    continue
-                self._refuse(f"{entry.where}: unknown key '{entry.key}'", entry.key, "")
-            elif entry.section is not None and (right := self._section(target) or entry.section) != entry.section:
-                self.problems.append(
-                    f"{entry.where}: '{entry.key}' belongs to section '{right}', not '{entry.section}'"
-                )
+                if not self._ignore(entry):
+                    self._refuse(f"{where}: unknown key '{name}'", name, "")
+            elif section is not None and (right := self._section(target) or section) != section:
+                self.problems.append(f"{where}: '{name}' belongs to section '{right}', not '{section}'")
+            elif entry.is_list and not self._takes_many(target):
+                self._bad(entry, target, entry.label(), "expected one value, got a list")
             else:
-                scalars = entry.value if isinstance(entry.value, tuple) else (entry.value,)
-                typed = _Typed(entry.key, scalars, entry.where)
-                if isinstance(entry.value, tuple) and not self._takes_many(target):
-                    self._bad(typed, target, typed.label(), "expected one value, got a list")
-                else:
-                    givens += self._convert(typed)
+                givens += self._convert(entry)
         return givens
 
-    def _entry_of(self, flag: str, entry: YamlEntry) -> list[GivenOption]:
+    def _entry_of(self, flag: str, entry: Written) -> list[GivenOption]:
         """Convert `project: lm` of `wandb: {project: lm}`."""
         made = ARGUMENT_FLAGS[flag]
-        name = made.fields.get(entry.key)
+        name = made.fields.get(entry.name)
         if name is None:
             names = ", ".join(made.fields)
-            self.problems.append(f"{entry.where}: unknown key '{entry.key}' of '{flag}'; names are {names}")
+            self.problems.append(f"{entry.where}: unknown key '{entry.name}' of '{flag}'; names are {names}")
             return []
-        scalars = entry.value if isinstance(entry.value, tuple) else (entry.value,)
         on = [] if made.switch is None else [GivenOption(made.switch, flag, True, entry.where)]
-        return on + self._convert(_Typed(name, scalars, entry.where))
+        return on + self._convert(replace(entry, name=name))
 
     def _section(self, target: str) -> str | None:
         """The section that a target belongs to."""
@@ -176,15 +152,15 @@ class Reader:
         if self._takes_many(target) and not self._is_negation(name):
             return texts
         if self._is_switch(name) or self._is_negation(name):
-            opposite = "" if name.startswith("no_") else f"; --no-{name} says the opposite".replace("_", "-")
-            self._unexpected(values, f"--{name.replace('_', '-')} takes no value{opposite}")
+            opposite = "" if name.startswith("no_") else f"; {flag_of(f'no_{name}')} says the opposite"
+            self._unexpected(values, f"{flag_of(name)} takes no value{opposite}")
             return attached
         if target is not None and target in self.options and self.options[target].facts.get("words"):
             return [" ".join(texts)] if texts else []
         self._unexpected(texts[1:])
         return texts[:1]
 
-    def _convert(self, typed: _Typed) -> list[GivenOption]:
+    def _convert(self, typed: Written) -> list[GivenOption]:
         """Convert one typed name; a mistake gives an empty list."""
         target = self._target(typed.name)
         assert target is not None
@@ -201,7 +177,7 @@ class Reader:
             self._bad(typed, target, typed.label(None if is_text else shown), str(bad))
             return []
 
-    def _arguments(self, typed: _Typed, flag: str, negated: bool) -> list[GivenOption]:
+    def _arguments(self, typed: Written, flag: str, negated: bool) -> list[GivenOption]:
         """Read `NAME=VALUE ...`, each for the field of that name."""
         made, texts = ARGUMENT_FLAGS[flag], [scalar.text for scalar in typed.scalars]
         if made.switch is not None and (not texts or (len(texts) == 1 and typed.scalars[0].tag == "bool")):
@@ -224,7 +200,7 @@ class Reader:
             self._bad(typed, None, typed.label(), f"expected NAME=VALUE ...; names are {', '.join(made.fields)}")
         return givens
 
-    def _argument(self, typed: _Typed, flag: str, word: str, name: str | None, text: str | None) -> GivenOption:
+    def _argument(self, typed: Written, flag: str, word: str, name: str | None, text: str | None) -> GivenOption:
         """Convert one word. Raises BadValue."""
         option = self.options.get(name or "")
         if option is None or (text is None and option.kind is not bool):
@@ -235,7 +211,7 @@ class Reader:
         value = tuple(convert(option, each) for each in texts) if option.many else convert(option, texts[0])
         return GivenOption(option.name, f"{flag} {word}", value, typed.where)
 
-    def _switch(self, typed: _Typed, base: str, negated: bool) -> Any:
+    def _switch(self, typed: Written, base: str, negated: bool) -> Any:
         """What the switch `base` sets its field to."""
         on = True
         if typed.scalars:
@@ -249,7 +225,7 @@ class Reader:
         target, value = CONSTANT_FLAGS[base]
         return value if on else self.options[target].default
 
-    def _value(self, typed: _Typed, target: str) -> Any:
+    def _value(self, typed: Written, target: str) -> Any:
         option = self.options.get(target) or Option("", target, EXTRA_OPTIONS[target] or bool, False, False, None, {})
         if len(typed.scalars) == 1 and typed.scalars[0].tag == "null":
             if option.many and not option.optional:
@@ -266,7 +242,7 @@ class Reader:
             return tuple(convert(option, text) for text in texts)
         return convert(option, texts[0])
 
-    def _bad(self, typed: _Typed, target: str | None, label: str, reason: str) -> None:
+    def _bad(self, typed: Written, target: str | None, label: str, reason: str) -> None:
         self.problems.append(f"{label}: {reason}")
         if target is not None:
             self.broken.add(target)
@@ -277,9 +253,9 @@ class Reader:
             why = "its quotation marks are part of it; leave them out" if quoted else why_not
             self.problems.append(f"unexpected argument {value if quoted else repr(value)}; {why}")
 
-    def _ignore(self, typed: _Typed, texts: list[str]) -> bool:
+    def _ignore(self, typed: Written) -> bool:
         """Whether it is a flag of Megatron-LM that is accepted without effect; wrong values of it are reported."""
-        flag = megatron_flags().get(typed.name)
+        flag, texts = megatron_flags().get(typed.name), [scalar.text for scalar in typed.scalars]
         if flag is None or flag.verdict != "ignored":
             return False
         if typed.where == COMMAND_LINE and flag.takes != "=*":

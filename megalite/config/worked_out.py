@@ -8,10 +8,11 @@ from typing import Any
 
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.optimizer import readers_of
-from megalite.config.reader import COMMAND_LINE, GivenOption
+from megalite.config.reader import GivenOption
 from megalite.config.root import Config, all_options
 from megalite.config.stage_meshes import stage_sizes
 from megalite.config.values import show
+from megalite.config.yaml_file import COMMAND_LINE
 from megalite.errors import ConfigError, ScheduleError
 from megalite.schedule import expand_layout
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import yaml
 
 from megalite.config.arguments import ARGUMENT_FLAGS
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, flag_of
 
+COMMAND_LINE = "command line"
 MAX_BYTES = 256 * 1024
 _MAX_DEPTH = 4
 
@@ -28,21 +29,28 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class YamlEntry:
-    """One `key: value` line.
+class Written:
+    """One name and its texts, before conversion.
 
-    section: the mapping it belongs to, or None at top level.
-    where: `file.yaml:7`.
-    value: a scalar, or a tuple for a list.
+    scalars: its value, or the items of a list. where: `command line` or `file.yaml:7`. section: the mapping of a file
+    that it belongs to, or None at top level.
     """
 
-    section: str | None
-    key: str
+    name: str
+    scalars: tuple[Scalar, ...]
     where: str
-    value: Scalar | tuple[Scalar, ...]
+    section: str | None = None
+    is_list: bool = False
+
+    def label(self, text: str | None = None) -> str:
+        """What a message about this begins with."""
+        value = "" if text is None else f"={text}"
+        if self.where == COMMAND_LINE:
+            return f"{flag_of(self.name)}{value}"
+        return f"{self.where}: {self.name}{value}"
 
 
-def read_yaml(path: str, problems: list[str]) -> list[YamlEntry]:
+def read_yaml(path: str, problems: list[str]) -> list[Written]:
     """Read a configuration file.
 
     problems: takes the mistakes of single entries, and the others are returned. Raises ConfigError where the file is
@@ -54,7 +62,7 @@ def read_yaml(path: str, problems: list[str]) -> list[YamlEntry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{_at(path, root)}: expected 'key: value' lines")
-    entries: list[YamlEntry] = []
+    entries: list[Written] = []
     _collect(path, root, None, entries, problems)
     return entries
 
@@ -125,7 +133,7 @@ def _at(path: str, node: yaml.Node) -> str:
 
 
 def _collect(
-    path: str, mapping: yaml.MappingNode, section: str | None, entries: list[YamlEntry], problems: list[str]
+    path: str, mapping: yaml.MappingNode, section: str | None, entries: list[Written], problems: list[str]
 ) -> None:
     seen: dict[str, str] = {}
     for key_node, value_node in mapping.value:
@@ -145,11 +153,12 @@ def _collect(
                 problems.append(f"{where}: '{key_node.value}' is not a section; expected a plain value")
         elif isinstance(value_node, yaml.SequenceNode):
             if all(isinstance(item, yaml.ScalarNode) for item in value_node.value):
-                entries.append(YamlEntry(section, key, where, tuple(_scalar(item) for item in value_node.value)))
+                items = tuple(_scalar(item) for item in value_node.value)
+                entries.append(Written(key, items, where, section, is_list=True))
             else:
                 problems.append(f"{where}: {key_node.value}: expected a list of plain values")
         else:
-            entries.append(YamlEntry(section, key, where, _scalar(value_node)))
+            entries.append(Written(key, (_scalar(value_node),), where, section))
 
 
 def _scalar(node: yaml.Node) -> Scalar:

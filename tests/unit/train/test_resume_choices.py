@@ -97,8 +97,8 @@ def test_the_checkpoints_schedules_are_adopted(stopped: Path, capsys: Any) -> No
     assert main(go_on(stopped, "--lr", "2e-2", "--train-iters", "8", ADOPT)) == 0
     assert f"schedules of learning rate and weight decay ({ADOPT})" in capsys.readouterr().out
     assert rates(stopped) == pytest.approx([1e-2 * max(0.0, 1 - k / 6) for k in range(8)])
-    written = {entry.key: entry.value for entry in read_yaml(str(stopped / "config.yaml"), [])}
-    assert float(written["lr"].text) == 1e-2 and written["lr_decay_samples"].text == "24"
+    written = {entry.name: entry.scalars for entry in read_yaml(str(stopped / "config.yaml"), [])}
+    assert float(written["lr"][0].text) == 1e-2 and written["lr_decay_samples"][0].text == "24"
     # what was written down is what the next run needs
     assert main(["--config", str(stopped / "config.yaml"), "--load", str(stopped), "--train-iters", "9"]) == 0
     assert len(rates(stopped)) == 9
