@@ -46,7 +46,7 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
         silent |= {option.marked for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
     for rule in rules.RULES:
         lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
-    lines += rules.foreign_module(config, world_size)
+    lines += rules.foreign.foreign_module(config, world_size)
     return list(dict.fromkeys(lines))
 
 
@@ -91,7 +91,7 @@ def config_warnings(config: Config, world_size: int) -> list[str]:
         values = flat(getattr(config, section))
         lines += _unaccompanied(options_of(section, cls), values, "only_with")
         lines += _of_another_optimizer(options_of(section, cls), values)
-    return lines + rules.warnings(config, world_size)
+    return lines + rules.layout.warnings(config, world_size)
 
 
 def placeholder(option: Option) -> Any:

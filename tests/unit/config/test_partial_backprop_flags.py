@@ -6,7 +6,7 @@ import pytest
 from config_arguments import argv, problems_of
 
 from megalite.config import parse
-from megalite.config.rules import warnings
+from megalite.config.rules.layout import warnings
 
 FLAG = "--partial-backprop-groups"
 
