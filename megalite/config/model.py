@@ -319,11 +319,6 @@ class ModelConfig(Section):
         return self.lora.parts(apart=self.model_type == "llama", sparse=self.experts.num_experts is not None)
 
     @property
-    def trains_tied_embeddings(self) -> bool:
-        """Whether the gradient of one matrix comes from the first and from the last layer."""
-        return self.shares_embedding and not self.adapted_parts
-
-    @property
     def shares_embedding(self) -> bool:
         """Whether the head reads the word embedding, too."""
         return not self.untie_embeddings_and_output_weights or self.further.depth > 0

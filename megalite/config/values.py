@@ -57,7 +57,9 @@ def convert(option: Option, text: str) -> Any:
     if text[:1] in ("'", '"'):
         raise BadValue("the quotation marks are part of the value; leave them out where the script keeps its flags")
     if option.kind is bool:
-        return _boolean(text)
+        if text.lower() not in _TRUE + _FALSE:
+            raise BadValue(f"expected true/false, got text '{text}'")
+        return text.lower() in _TRUE
     if option.name == "window_size" and (pair := re.fullmatch(r"\(?(\d+),0\)?", text.replace(" ", ""))):
         return int(pair[1]) + 1  # Megatron-LM's: tokens before and after
     if option.kind is int:
@@ -101,12 +103,6 @@ def _nearest(option: Option, bound: str) -> str:
     """What to write instead of a value beyond `bound`: the bound where it is legal itself, else the default."""
     value = option.facts.get(bound, option.default)
     return "leave it out" if value is None else f"try {show(value)}"
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in _TRUE + _FALSE:
-        return text.lower() in _TRUE
-    raise BadValue(f"expected true/false, got text '{text}'")
 
 
 def _integer(text: str, units: Mapping[str, int] = MappingProxyType({})) -> int:

@@ -8,6 +8,7 @@ text (`values.convert` reads them by the field's type), so YAML 1.1's surprises 
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 import yaml
@@ -95,17 +96,11 @@ def _compose(path: str, text: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark is not None else path
         reason = error.problem or "syntax error"
-        if mark is not None and _tab_at(text, mark.line):
+        if mark is not None and any(re.match(r"\s*\t", line) for line in text.splitlines()[mark.line :][:1]):
             reason = "tab used for indentation"
         raise ConfigError(f"{place}: not valid YAML: {reason}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
-
-
-def _tab_at(text: str, line: int) -> bool:
-    lines = text.splitlines()
-    indentation = lines[line][: len(lines[line]) - len(lines[line].lstrip())] if line < len(lines) else ""
-    return "\t" in indentation
 
 
 def _check_events(path: str, text: str) -> None:

@@ -156,7 +156,7 @@ def _states(
 
 def _ties(config: Config, mesh: ParallelMesh, placement: StagePlacement, cuts: list[range]) -> Ties:
     model = config.model
-    apart = model.trains_tied_embeddings and len(cuts) > 1
+    apart = model.shares_embedding and not model.adapted_parts and len(cuts) > 1
     if apart and mesh.takes_turns:
         shape = model.vocab_size, model.hidden_size
         unlike = partial(SharedRows, mesh, placement, shape, model.padded_vocab_size)

@@ -65,7 +65,6 @@ RULES: tuple[Rule, ...] = (
     beside.cuda_graphs,
     inputs.data,
     inputs.checkpoint,
-    inputs.from_checkpoint,
     inputs.local_saves,
     inputs.tracking,
 )

@@ -70,6 +70,8 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
             f"`ckpt_step`={settings.ckpt_step}: of `load`, or of `save` (`auto_resume`)? "
             "let `load` name the step's directory"
         )
+    if settings.use_checkpoint_args and settings.load is None and not settings.auto_resume:
+        yield "`use_checkpoint_args`: needs `load`"
 
 
 def local_saves(config: Config, world_size: int) -> Iterator[str]:
@@ -91,13 +93,6 @@ def local_saves(config: Config, world_size: int) -> Iterator[str]:
             f"`replication_jump`={jump}: of {world_size} ranks, {jump} further on is the same one again before "
             f"{factor} hosts have the file; give the number of ranks of a host"
         )
-
-
-def from_checkpoint(config: Config, world_size: int) -> Iterator[str]:
-    """What is taken from the checkpoint besides its tensors."""
-    settings = config.checkpoint
-    if settings.use_checkpoint_args and settings.load is None and not settings.auto_resume:
-        yield "`use_checkpoint_args`: needs `load`"
 
 
 def tracking(config: Config, world_size: int) -> Iterator[str]:

@@ -292,7 +292,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
         )
     if config.model.module.tensor_parallel_globs and parallel.tensor_model_parallel_size == 1:
         lines.append(f"`tensor_parallel_globs`: has no effect at {TP}=1; drop it, or raise {TP}")
-    lines += [*_doubtful_numbers(config), *_random_weights(config), *lora_warnings(config.model)]
+    lines += [*_doubtful_numbers(config), *lora_warnings(config.model)]
     if parallel.pipeline_schedule_file is None and parallel.pipeline_model_parallel_size > 1:
         size, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
         for count, _ in batches_in_micro_batches(config, world_size):
@@ -309,7 +309,7 @@ def warnings(config: Config, world_size: int) -> list[str]:
 
 
 def _doubtful_numbers(config: Config) -> Iterator[str]:
-    """Precision, learning rate and weight decay."""
+    """Precision, learning rate, weight decay; what nobody wants of a model that has learned nothing."""
     training, optimizer = config.training, config.optimizer
     if training.precision.fp16 and config.parallel.hardware.device == "cpu":
         yield "`fp16`: slow on a CPU; `bf16` needs no loss scaling"
@@ -320,12 +320,8 @@ def _doubtful_numbers(config: Config) -> Iterator[str]:
     decay = max(optimizer.weight_decay, optimizer.weight_decay_ramp.end_weight_decay or 0.0)
     if lr * decay >= 1:
         yield f"`weight_decay`={show(decay)}: times `lr`={show(lr)} a step takes whole weights away; use 0.1"
-
-
-def _random_weights(config: Config) -> Iterator[str]:
-    """What nobody wants of a model that has learned nothing. (--auto-resume: the start says it, which looks.)"""
     model, settings = config.model, config.checkpoint
-    if settings.load is not None or settings.auto_resume:
+    if settings.load is not None or settings.auto_resume:  # then the start says whether weights are random
         return
     if config.training.skip_train:
         yield "`skip_train`: without `load` a random model is evaluated; add `load`"
