@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megalite.schedule.action import Action
@@ -100,21 +100,34 @@ def flush_schedule(
     rank_order: Callable[[int, ScheduleShape], Iterable[Action]],
     peak: Callable[[int, ScheduleShape], PeakActivations],
     problems: Callable[[ScheduleShape], list[str]] = lambda shape: [],
+    program_facts: Callable[[ScheduleShape], dict[str, Any]] = lambda shape: {},
     **facts: Any,
 ) -> Schedule:
     """A schedule whose every batch ends with an empty pipeline.
 
     rank_order, peak: (rank, shape) -> the computations of one batch with local ids; the activations it declares.
-    facts: further fields of `Schedule`.
+    program_facts, facts: further fields of its programs, and of `Schedule`.
     """
 
     def build(shape: ScheduleShape) -> Program:
-        return flush_program(
+        program = flush_program(
             name,
             placement(shape),
             shape.m,
             lambda rank, m: rank_order(rank, shape._replace(m=m)),
             lambda rank, m: peak(rank, shape._replace(m=m)),
         )
+        return replace(program, **program_facts(shape))
 
     return Schedule(name, title, paper, build, problems, **facts)
+
+
+def fewer_than(name: str, shape: ScheduleShape, said: str, least: int, instead: str, why: str = "") -> list[str]:
+    """The problem of too few micro-batches a batch, if they are. said: how the papers write `least`, p or 2p-1."""
+    if shape.m >= least:
+        return []
+    numbers = f"p = {least} ranks" if said == "p" else f"{said} = {least} (p = {shape.p} ranks)"
+    return [
+        f"`pipeline_schedule`={name}: m = {shape.m} micro-batches per batch are fewer than {numbers}{why}; raise "
+        f"`global_batch_size`, or use `pipeline_schedule`={instead}"
+    ]

@@ -13,7 +13,7 @@ and the gradient of a chunk is reduced while the next one computes.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.definition import ScheduleShape, fewer_than, flush_schedule
 from megalite.schedule.program import PeakActivations
 from megalite.schedule.stage_placement import loop
 
@@ -27,16 +27,6 @@ def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
         yield from (backward(chunk * p + rank, k) for k in range(m))
 
 
-def problems(shape: ScheduleShape) -> list[str]:
-    if shape.m >= shape.p:
-        return []
-    return [
-        f"`pipeline_schedule`=breadth-first: m = {shape.m} micro-batches per batch are fewer than p = {shape.p} ranks, "
-        f"so a chunk is done before its input has come round; raise `global_batch_size`, or use "
-        f"`pipeline_schedule`=1f1b"
-    ]
-
-
 SCHEDULE = flush_schedule(
     "breadth-first",
     "Breadth-first: looped GPipe, made for sharded weights",
@@ -44,7 +34,9 @@ SCHEDULE = flush_schedule(
     lambda shape: loop(shape.p, shape.v),
     rank_order,
     lambda rank, shape: PeakActivations(shape.m * shape.v),
-    problems,
+    lambda shape: fewer_than(
+        "breadth-first", shape, "p", shape.p, "1f1b", ", so a chunk is done before its input has come round"
+    ),
     num_chunks=None,
     min_chunks=2,
     gathers_once=True,

@@ -16,44 +16,19 @@ Idle (p-1)(F&B + tB - 3tW) with chunk times, F&B = time of the fused pair. Needs
 micro-batches.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megalite.schedule.action import Action, backward, backward_input, backward_weight, forward, overlap
-from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.action import Action, overlap
+from megalite.schedule.definition import ScheduleShape, fewer_than, flush_schedule
 from megalite.schedule.program import PeakActivations
+from megalite.schedule.schedules.zb_v import Chunks
 from megalite.schedule.stage_placement import vee
-
-
-class _Chunks:
-    """The next micro-batch of each chunk and direction, and the weight gradients that were put off."""
-
-    def __init__(self, stages: tuple[int, int]) -> None:
-        self.stages = stages
-        self.forwards, self.backwards = [0, 0], [0, 0]
-        self.put_off: deque[Action] = deque()
-
-    def f(self, chunk: int) -> Action:
-        self.forwards[chunk] += 1
-        return forward(self.stages[chunk], self.forwards[chunk] - 1)
-
-    def b(self, chunk: int, build: Callable[..., Action] = backward) -> Action:
-        self.backwards[chunk] += 1
-        return build(self.stages[chunk], self.backwards[chunk] - 1)
-
-    def i(self, chunk: int) -> Action:
-        action = self.b(chunk, backward_input)
-        self.put_off.append(backward_weight(action.stage, action.microbatch))
-        return action
-
-    def w(self) -> Action:
-        return self.put_off.popleft()
 
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`."""
     p, m, _, _ = shape[:4]
-    do = _Chunks((rank, 2 * p - 1 - rank))
+    do = Chunks(rank, p)
     # 1, 2. Fill: the way down, then both ways.
     for _ in range(2 * (p - rank - 1)):
         yield do.f(0)
@@ -91,15 +66,6 @@ def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
         yield do.w()
 
 
-def problems(shape: ScheduleShape) -> list[str]:
-    if shape.m >= 2 * shape.p:
-        return []
-    return [
-        f"`pipeline_schedule`=dualpipe-v: m = {shape.m} micro-batches per batch are fewer than 2p = {2 * shape.p} (p = "
-        f"{shape.p} ranks); raise `global_batch_size`, or use `pipeline_schedule`=zb-v"
-    ]
-
-
 SCHEDULE = flush_schedule(
     "dualpipe-v",
     "DualPipeV: forward and backward in pairs on a V of two chunks",
@@ -107,7 +73,7 @@ SCHEDULE = flush_schedule(
     lambda shape: vee(shape.p),
     rank_order,
     lambda rank, shape: PeakActivations(2 * shape.p + 1),
-    problems,
+    lambda shape: fewer_than("dualpipe-v", shape, "2p", 2 * shape.p, "zb-v"),
     num_chunks=2,
     splits_backward=True,
     idle=lambda f, i, w, v: max(0.0, (f + i - w) / 2),

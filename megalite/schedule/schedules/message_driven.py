@@ -10,13 +10,12 @@ equal times; a run may take forwards and backwards in another turn (`schedule/ar
 the micro-batches. So gradients are added up in that order, and bits do not depend on what arrives when.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 
 from megalite.schedule.action import FORWARD, Action
 from megalite.schedule.arrival import arrival_orders
-from megalite.schedule.definition import Schedule, ScheduleShape
-from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
 
 NAME = "message-driven"
 
@@ -31,24 +30,15 @@ def _orders(p: int, m: int, limit: int) -> list[list[tuple[str, int]]]:
     return arrival_orders(p, [m], limit, lambda rank, kind: 1 if kind == FORWARD else 2, 0)
 
 
-def build(shape: ScheduleShape) -> Program:
-    """Of L micro-batches in flight the last rank holds one."""
-    limit = limit_of(shape)
-    program = flush_program(
-        NAME,
-        shape.placement,
-        shape.m,
-        lambda rank, m: (Action(kind, rank, k) for kind, k in _orders(shape.p, m, limit)[rank]),
-        lambda rank, m: PeakActivations(min(m, limit) if rank + 1 < shape.p else 1),
-    )
-    return replace(program, max_in_flight=limit)
-
-
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     NAME,
     "Message-driven: each rank runs whatever has arrived",
     "Singh and Bhatele 2022, arXiv:2110.13005",
-    build,
+    lambda shape: shape.placement,
+    lambda rank, shape: (Action(kind, rank, k) for kind, k in _orders(shape.p, shape.m, limit_of(shape))[rank]),
+    # of L micro-batches in flight the last rank holds one
+    lambda rank, shape: PeakActivations(min(shape.m, limit_of(shape)) if rank + 1 < shape.p else 1),
+    program_facts=lambda shape: {"max_in_flight": limit_of(shape)},
     in_flight=lambda shape: min(shape.m, limit_of(shape)),
     takes_arrivals=True,
 )

@@ -20,7 +20,7 @@ Because a decision to stop is taken one batch ahead, the forwards may not run fu
 from megalite.schedule.action import Action
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
-from megalite.schedule.schedules.no_flush import window
+from megalite.schedule.schedules.no_flush import too_far_ahead, window
 
 
 def build(shape: ScheduleShape) -> Program:
@@ -69,14 +69,7 @@ def updates_ahead(shape: ScheduleShape) -> tuple[int, ...]:
 
 def problems(shape: ScheduleShape) -> list[str]:
     ahead = updates_ahead(shape)[0] * shape.placement.round
-    if shape.m >= ahead:
-        return []
-    rule = "m >= p-1 =" if not shape.workers else "m >="
-    return [
-        f"`pipeline_schedule`=pipedream: m = {shape.m} micro-batches per batch with p = {shape.placement.num_ranks} "
-        f"ranks: rank 0 runs {ahead} forwards ahead, beyond the next batch ({rule} {ahead}); raise "
-        "`global_batch_size` or use `pipeline_schedule`=1f1b"
-    ]
+    return too_far_ahead("pipedream", shape, ahead, ", beyond the next batch", ahead)
 
 
 _OWN_STEP = "every stage steps after every micro-batch, so nothing can be sharded between steps"

@@ -24,7 +24,7 @@ later if there are that many.
 from megalite.schedule.action import Action
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
-from megalite.schedule.schedules.no_flush import least_microbatches, window
+from megalite.schedule.schedules.no_flush import least_microbatches, too_far_ahead, window
 
 
 def norm_delay(shape: ScheduleShape, rank: int, m: int) -> int:
@@ -88,15 +88,8 @@ def build(shape: ScheduleShape) -> Program:
 
 
 def problems(shape: ScheduleShape) -> list[str]:
-    least, p = least_microbatches(shape), shape.placement.num_ranks
-    if shape.m >= least:
-        return []
-    rule = "m >= p-1 =" if not shape.workers else "m >="
-    return [
-        f"`pipeline_schedule`=2bw: m = {shape.m} micro-batches per batch with p = {p} ranks: rank 0 runs "
-        f"{shape.ahead(0)} forwards ahead and would need weights before their update ({rule} {least}); raise "
-        "`global_batch_size` or use `pipeline_schedule`=1f1b"
-    ]
+    why = " and would need weights before their update"
+    return too_far_ahead("2bw", shape, shape.ahead(0), why, least_microbatches(shape))
 
 
 def warnings(shape: ScheduleShape) -> list[str]:

@@ -15,16 +15,16 @@ longer). Rank r keeps the inputs of min(m, p-r+1) micro-batches and all activati
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megalite.schedule.action import Action, backward, forward, recompute
-from megalite.schedule.definition import Schedule, ScheduleShape
-from megalite.schedule.program import PeakActivations, Program, flush_program
+from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.program import PeakActivations
 from megalite.schedule.stage_placement import loop
 
 
-def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
+def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`, which holds stage `rank`."""
+    p, m, _, _ = shape[:4]
     if rank == p - 1:
         for k in range(m):
             yield from (forward(rank, k), backward(rank, k))
@@ -37,18 +37,6 @@ def rank_order(rank: int, p: int, m: int) -> Iterator[Action]:
             yield forward(rank, warmup + k)
 
 
-def build(shape: ScheduleShape) -> Program:
-    """R on all stages but the last."""
-    program = flush_program(
-        SCHEDULE.name,
-        loop(shape.p),
-        shape.m,
-        lambda rank, m: rank_order(rank, shape.p, m),
-        lambda rank, m: PeakActivations(1),
-    )
-    return replace(program, recomputed=frozenset(range(shape.p - 1)))
-
-
 def warnings(shape: ScheduleShape) -> list[str]:
     if shape.p > 1:
         return []
@@ -58,11 +46,14 @@ def warnings(shape: ScheduleShape) -> list[str]:
     ]
 
 
-SCHEDULE = Schedule(
+SCHEDULE = flush_schedule(
     "shifted-critical-path",
     "Shifted critical path: recomputation ahead of the gradient, none on the last stage",
     "Lai et al. 2022, arXiv:2206.04959",
-    build,
+    lambda shape: loop(shape.p),
+    rank_order,
+    lambda rank, shape: PeakActivations(1),
+    program_facts=lambda shape: {"recomputed": frozenset(range(shape.p - 1))},
     warnings=warnings,
     recomputes=True,
     in_flight=lambda shape: min(shape.m, shape.p + 1),

@@ -13,7 +13,7 @@ per rank: (p-r) whole ones and r of which only what W needs is left.
 from collections.abc import Iterator
 
 from megalite.schedule.action import Action, backward_input, backward_weight, forward
-from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.definition import fewer_than, flush_schedule
 from megalite.schedule.program import PeakActivations
 
 
@@ -30,15 +30,6 @@ def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[A
     yield from (backward_weight(stage, k) for k in range(max(m - delay, 0), m))
 
 
-def problems(shape: ScheduleShape) -> list[str]:
-    if shape.m >= shape.placement.num_ranks:
-        return []
-    return [
-        f"`pipeline_schedule`=zb-h1: m = {shape.m} micro-batches per batch are fewer than p = "
-        f"{shape.placement.num_ranks} ranks; raise `global_batch_size`, or use `pipeline_schedule`=1f1b"
-    ]
-
-
 SCHEDULE = flush_schedule(
     "zb-h1",
     "ZB-H1: split backward, a third of 1F1B's bubble, same memory",
@@ -48,7 +39,7 @@ SCHEDULE = flush_schedule(
         shape.stage_of(rank), shape.m, warmup=shape.ahead(rank), delay=max(0, shape.ahead(0) - shape.ahead(rank))
     ),
     lambda rank, shape: PeakActivations(shape.ahead(rank) + 1, max(0, shape.ahead(0) - shape.ahead(rank))),
-    problems,
+    lambda shape: fewer_than("zb-h1", shape, "p", shape.placement.num_ranks, "1f1b"),
     takes_turns=True,
     splits_backward=True,
     idle=lambda f, i, w, v: max(0.0, f + i - w),

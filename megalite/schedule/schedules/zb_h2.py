@@ -9,21 +9,10 @@ which the next batch would fill if the optimizer did not make all ranks wait. Ra
 and 2r of which only what W needs is left.
 """
 
-from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.definition import fewer_than, flush_schedule
 from megalite.schedule.program import PeakActivations
 from megalite.schedule.schedules.zb_h1 import split_one_f_one_b
 from megalite.schedule.stage_placement import loop
-
-
-def problems(shape: ScheduleShape) -> list[str]:
-    least = 2 * shape.p - 1
-    if shape.m >= least:
-        return []
-    return [
-        f"`pipeline_schedule`=zb-h2: m = {shape.m} micro-batches per batch are fewer than 2p-1 = {least} (p = "
-        f"{shape.p} ranks); raise `global_batch_size`, or use `pipeline_schedule`=zb-h1"
-    ]
-
 
 SCHEDULE = flush_schedule(
     "zb-h2",
@@ -32,7 +21,7 @@ SCHEDULE = flush_schedule(
     lambda shape: loop(shape.p),
     lambda rank, shape: split_one_f_one_b(rank, shape.m, warmup=2 * (shape.p - 1 - rank), delay=2 * rank),
     lambda rank, shape: PeakActivations(2 * (shape.p - rank) - 1, 2 * rank),
-    problems,
+    lambda shape: fewer_than("zb-h2", shape, "2p-1", 2 * shape.p - 1, "zb-h1"),
     splits_backward=True,
     idle=lambda f, i, w, v: max(0.0, f + i - 2 * w),
     in_flight=lambda shape: min(shape.m, 2 * shape.p - 1),

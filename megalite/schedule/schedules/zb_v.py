@@ -9,74 +9,79 @@ any rank when tF = tI = tW; every rank holds p micro-batches of activations. It 
 2(p-r)-1 first-chunk forwards on rank r, after which each forward of a chunk is paid back by a backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from megalite.schedule.action import Action, backward_input, backward_weight, forward
+from megalite.schedule.action import Action, backward, backward_input, backward_weight, forward
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
 from megalite.schedule.stage_placement import vee
 
 
-class _Chunks:
-    """Counters of one rank's two chunks; each call issues the next micro-batch of a chunk, or nothing beyond m."""
+class Chunks:
+    """One rank's two chunks in a V: the next micro-batch of each and direction, and weight gradients that wait."""
 
-    def __init__(self, stages: tuple[int, int], m: int) -> None:
-        self.stages, self.m = stages, m
-        self.forwards, self.inputs, self.weights = [0, 0], [0, 0], [0, 0]
+    def __init__(self, rank: int, p: int) -> None:
+        self.stages = rank, 2 * p - 1 - rank
+        self.forwards, self.backwards = [0, 0], [0, 0]
+        self.put_off: list[Action] = []
 
-    def f(self, chunk: int) -> Iterator[Action]:
+    def f(self, chunk: int) -> Action:
         self.forwards[chunk] += 1
-        yield from self._if_real(forward(self.stages[chunk], self.forwards[chunk] - 1))
+        return forward(self.stages[chunk], self.forwards[chunk] - 1)
 
-    def i(self, chunk: int) -> Iterator[Action]:
-        self.inputs[chunk] += 1
-        yield from self._if_real(backward_input(self.stages[chunk], self.inputs[chunk] - 1))
+    def b(self, chunk: int, build: Callable[..., Action] = backward) -> Action:
+        self.backwards[chunk] += 1
+        return build(self.stages[chunk], self.backwards[chunk] - 1)
 
-    def w(self, chunk: int) -> Iterator[Action]:
-        self.weights[chunk] += 1
-        yield from self._if_real(backward_weight(self.stages[chunk], self.weights[chunk] - 1))
+    def i(self, chunk: int) -> Action:
+        action = self.b(chunk, backward_input)
+        self.put_off.append(backward_weight(action.stage, action.microbatch))
+        return action
 
-    def _if_real(self, action: Action) -> Iterator[Action]:
-        if action.microbatch < self.m:
-            yield action
+    def w(self, chunk: int | None = None) -> Action:
+        """The oldest that waits; of a chunk."""
+        own = (n for n, action in enumerate(self.put_off) if chunk is None or action.stage == self.stages[chunk])
+        return self.put_off.pop(next(own))
 
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`. With m < 2p-1 it is the schedule of 2p-1 micro-batches with the missing ones left out."""
-    p, m, _, _ = shape[:4]
-    do = _Chunks((rank, 2 * p - 1 - rank), m)
-    n = max(2 * p - 1, m)
+    whole = _order(rank, shape.p, max(2 * shape.p - 1, shape.m))
+    return (action for action in whole if action.microbatch < shape.m)
+
+
+def _order(rank: int, p: int, n: int) -> Iterator[Action]:
+    do = Chunks(rank, p)
     # 1. Fill: forwards of the way down, then of both ways.
     for _ in range(2 * (p - rank) - 1):
-        yield from do.f(0)
+        yield do.f(0)
     for _ in range(rank):
-        yield from do.f(1)
-        yield from do.f(0)
+        yield do.f(1)
+        yield do.f(0)
     # 2. The way back begins to return gradients.
     for _ in range(p - rank):
-        yield from do.f(1)
-        yield from do.i(1)
-        yield from do.w(1)
+        yield do.f(1)
+        yield do.i(1)
+        yield do.w(1)
     # 3. Steady: one forward and one backward of each chunk.
     while do.forwards[1] < n or do.forwards[0] < n:
         if do.forwards[0] < n:
-            yield from do.f(0)
-        yield from do.i(0)
-        yield from do.w(0)
-        yield from do.f(1)
-        yield from do.i(1)
-        yield from do.w(1)
+            yield do.f(0)
+        yield do.i(0)
+        yield do.w(0)
+        yield do.f(1)
+        yield do.i(1)
+        yield do.w(1)
     # 4. Drain: input gradients first, weight gradients fill the gaps.
     for _ in range(rank):
-        yield from do.i(0)
-        yield from do.i(1)
+        yield do.i(0)
+        yield do.i(1)
     for _ in range(p - rank):
-        yield from do.i(0)
-        yield from do.w(0)
-    while do.weights[1] < n:
-        yield from do.w(1)
-    while do.weights[0] < n:
-        yield from do.w(0)
+        yield do.i(0)
+        yield do.w(0)
+    for chunk in (1, 0):
+        for _ in range(rank):
+            yield do.w(chunk)
 
 
 def warnings(shape: ScheduleShape) -> list[str]:
