@@ -17,10 +17,6 @@ Use::
         for action in program.actions_for_batch(rank, batch):   # F B I W SEND_* RECV_* REDUCE NORM STEP
             ...
 
-Public names: Action and its constructors (`action.py`), StagePlacement, Program and BatchRange, SCHEDULES,
-build_program, schedule_problems, schedule_warnings (`schedules/registry.py`), lower and the passes, validate, simulate,
-the renderers, load_program (text files), partition (layers to stages).
-
 Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule. Proof:
 tests/unit/schedule (closed forms of the papers, random shapes, mutations).
 """
@@ -46,13 +42,12 @@ from megalite.schedule.action import (
     UNSHARD,
     Action,
     StageKey,
-    forward,
     parse_action,
 )
 from megalite.schedule.arrival import share_of
-from megalite.schedule.chunks import ChunkKey, ChunkTraffic, ChunkUse, chunk_traffic, plan_chunks, sizes_of, with_chunks
+from megalite.schedule.chunks import ChunkKey, ChunkTraffic, ChunkUse, chunk_traffic, plan_chunks, with_chunks
 from megalite.schedule.decode import forward_program, token_pairs
-from megalite.schedule.definition import Schedule, ScheduleShape
+from megalite.schedule.definition import ScheduleShape
 from megalite.schedule.delayed_update import delay_update
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg
@@ -66,9 +61,8 @@ from megalite.schedule.partition import (
     faster_division,
     partition,
     partition_of,
-    who_holds,
 )
-from megalite.schedule.passes import insert_communication, insert_reduce, insert_unshard, lower, merge_backward
+from megalite.schedule.passes import insert_unshard, lower, merge_backward
 from megalite.schedule.program import ActivationRoom, BatchRange, PeakActivations, Program, WeightChunks
 from megalite.schedule.schedules.registry import (
     ALIASES,
@@ -80,8 +74,8 @@ from megalite.schedule.schedules.registry import (
     schedule_problems,
     schedule_warnings,
 )
-from megalite.schedule.simulate import Costs, Span, Time, Timeline, simulate
-from megalite.schedule.stage_placement import StagePlacement, loop, round_robin
+from megalite.schedule.simulate import Costs, Time, Timeline, simulate
+from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.text_format import dump_program, load_program, parse_program
 from megalite.schedule.transfers import Residency, insert_transfers, residency
-from megalite.schedule.validate import ValidationReport, validate
+from megalite.schedule.validate import validate

@@ -194,21 +194,12 @@ class Program:
         last: bool = False,
         start: int | None = None,
         size: int | None = None,
-        next_size: int | None = None,
     ) -> BatchRange:
-        """Iteration t. Without `start` and sizes every batch has num_microbatches; first defaults to t == 0.
-
-        With a batch-size ramp-up give start (micro-batches before this batch), size, and next_size (of batch t + 1).
-        """
+        """Iteration t. Without `start` (micro-batches before it) and `size` every batch has num_microbatches; first
+        defaults to t == 0."""
         size = self.num_microbatches if size is None else size
-        next_size = size if next_size is None else next_size
-        return BatchRange(
-            iteration,
-            iteration * size if start is None else start,
-            size,
-            0 if last else next_size,
-            first=iteration == 0 if first is None else first,
-        )
+        start, first = iteration * size if start is None else start, iteration == 0 if first is None else first
+        return BatchRange(iteration, start, size, 0 if last else size, first)
 
     def batches(self, run: BatchSpec) -> tuple[BatchRange, ...]:
         """A whole run: the number of batches, the number of micro-batches of each, or the batches themselves."""

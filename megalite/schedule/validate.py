@@ -382,19 +382,16 @@ def _chunks(program: Program, run: Sequence[BatchRange]) -> Iterator[MessageFaul
 def _refusal(program: Program, rule: str, faults: Sequence[MessageFault], lists: Lists) -> str:
     lines = [f"schedule {program.name} is refused: {rule}: {faults[0].message}"]
     culprits = {fault.rank: fault.position for fault in faults}
-    lines += [draw_list(rank, lists[rank], culprits[rank]) for rank in sorted(culprits)[:MOST_DRAWN]]
+    lines += [_draw_list(rank, lists[rank], culprits[rank]) for rank in sorted(culprits)[:MOST_DRAWN]]
     if len(culprits) > MOST_DRAWN:
         lines.append(f"  and {len(culprits) - MOST_DRAWN} more ranks")
     return "\n".join(lines)
 
 
-def draw_list(rank: int, actions: Sequence[Action], culprit: int | None, around: int = 4) -> str:
+def _draw_list(rank: int, actions: Sequence[Action], culprit: int) -> str:
     """One rank's list on one line, cut to the neighbourhood of the culprit, which is followed by `<-- HERE`."""
     words = [str(action) for action in actions]
-    if culprit is None:
-        shown = words[: 2 * around] + ["..."] * (len(words) > 2 * around)
-    else:
-        low, high = max(culprit - around, 0), min(culprit + around, len(words))
-        shown = words[low:culprit] + [f"{words[culprit]} <-- HERE" if words else "<-- HERE"] + words[culprit + 1 : high]
-        shown = ["..."] * (low > 0) + shown + ["..."] * (high < len(words))
+    low, high = max(culprit - 4, 0), min(culprit + 4, len(words))
+    shown = words[low:culprit] + [f"{words[culprit]} <-- HERE" if words else "<-- HERE"] + words[culprit + 1 : high]
+    shown = ["..."] * (low > 0) + shown + ["..."] * (high < len(words))
     return f"  rank {rank}: " + " ".join(shown)

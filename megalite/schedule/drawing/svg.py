@@ -31,6 +31,8 @@ from megalite.schedule.simulate import Span, Timeline, simulate
 
 LANE, GAP, BOX_RADIUS = 34, 8, 4
 LEFT, RIGHT, TOP, BOTTOM = 74, 150, 76, 62
+WIDEST = 1500
+"""The time axis, in pixels."""
 COLOURS = {
     FORWARD: ("#5b8def", "#2f5fc4"),
     RECOMPUTE: ("#a3bff6", "#86a3de"),
@@ -81,11 +83,10 @@ class _Canvas:
         return self.y(self.timeline.num_ranks) - GAP
 
 
-def render_svg(timeline: Timeline | Program, *, title: str | None = None, max_width: int = 1500) -> str:
-    """The picture; a program is simulated first. title: heading (default: the timeline's). max_width: of the time axis,
-    in pixels."""
+def render_svg(timeline: Timeline | Program, *, title: str | None = None) -> str:
+    """The picture; a program is simulated first. title: heading (default: the timeline's)."""
     timeline = simulate(timeline) if isinstance(timeline, Program) else timeline
-    canvas = _Canvas(timeline, _scale(timeline, max_width))
+    canvas = _Canvas(timeline, _scale(timeline))
     width, height = canvas.right + RIGHT, canvas.bottom + BOTTOM
     body = [
         *_heading(canvas, timeline.title if title is None else title),
@@ -123,11 +124,11 @@ def render_html(timelines: Sequence[Timeline], *, heading: str = "Pipeline sched
     )
 
 
-def _scale(timeline: Timeline, max_width: int) -> float:
+def _scale(timeline: Timeline) -> float:
     """Pixels per unit of time: the shortest action is wide enough for its number, unless the paper ends first."""
     makespan = float(timeline.makespan) or 1.0
     shortest = min((float(s.end - s.start) for s in timeline.spans if s.end > s.start), default=makespan)
-    return min(30 / shortest, max_width / makespan)
+    return min(30 / shortest, WIDEST / makespan)
 
 
 def _heading(canvas: _Canvas, title: str) -> Iterator[str]:

@@ -18,15 +18,13 @@ from megalite.schedule.action import COMPUTE_KINDS, OVERLAP, Action
 from megalite.schedule.program import Program
 from megalite.schedule.simulate import Span, Timeline, simulate
 
-IDLE = ".."
+IDLE, MAX_COLUMNS = "..", 400
 
 
-def render_text(
-    timeline: Timeline | Program, *, max_columns: int = 400, scaled_width: int = 110, line_width: int | None = None
-) -> str:
+def render_text(timeline: Timeline | Program, *, scaled_width: int = 110, line_width: int | None = None) -> str:
     """The grid, one line per rank.
 
-    Exact if all times are multiples of a common unit and fit in max_columns of it; else to scale in scaled_width
+    Exact if all times are multiples of a common unit and fit in MAX_COLUMNS of it; else to scale in scaled_width
     characters. line_width: longer lines are broken, all ranks together, into blocks below each other.
     A program is simulated at its own costs.
     """
@@ -36,7 +34,7 @@ def render_text(
         rows[span.rank].append(span)
     unit = _common_unit(timeline.spans)
     column = 1
-    if unit is not None and timeline.makespan / unit <= max_columns:
+    if unit is not None and timeline.makespan / unit <= MAX_COLUMNS:
         column = _cell_width(timeline, unit) + 1
         lines = [_exact_row(row, timeline, unit, column - 1) for row in rows]
     else:
