@@ -149,14 +149,11 @@ class Adafactor(UpdateRule):
         self._numels = torch.tensor(numels, dtype=torch.float64, device=self.device)
         # in one buffer, so that one message carries them; what ranks of the cutting axis add up comes first
         means = sorted((mean for t in self.tracked for mean in t.means), key=lambda mean: not mean.partial)
-        self._values, self._sums = self._packed(means), self._packed(means)
-        at = 0
-        for mean in means:
-            size = torch.Size(mean.shape).numel()
-            mean.values = self._values[at : at + size].view(mean.shape)
-            mean.sums = self._sums[at : at + size].view(mean.shape)
-            at += size
-        self._partial = sum(torch.Size(mean.shape).numel() for mean in means if mean.partial)
+        sizes = [math.prod(mean.shape) for mean in means]
+        self._values, self._sums = (torch.zeros(sum(sizes), dtype=self.dtype, device=self.device) for _ in range(2))
+        for mean, values, sums in zip(means, self._values.split(sizes), self._sums.split(sizes), strict=True):
+            mean.values, mean.sums = values.view(mean.shape), sums.view(mean.shape)
+        self._partial = sum(mean.values.numel() for mean in means if mean.partial)
 
     def statistics(self) -> Iterator[Statistic]:
         """The state: the same on every rank of the shard axis."""
@@ -233,10 +230,6 @@ class Adafactor(UpdateRule):
         all_reduce_on_axis(sums, self.shard_axis)
         if partial:
             all_reduce_on_axis(sums[:partial], self.cut_axis)
-
-    def _packed(self, means: list[_Mean]) -> Tensor:
-        size = sum(torch.Size(mean.shape).numel() for mean in means)
-        return torch.zeros(size, dtype=self.dtype, device=self.device)
 
 
 def cut_dimension(parameter: LocalParameter, axis: Axis) -> int | None:

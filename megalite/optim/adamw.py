@@ -1,10 +1,10 @@
 """AdamW with a dtype for each moment.
 
 With moments in the master's dtype a step of a group is one call of torch's fused kernel, for all of its tensors. With
-16-bit moments (half the optimizer state) each step widens a piece of them, runs the kernel on it, and rounds them back
-(`in_pieces.py`). The first moment loses nothing that matters. The second does: a bf16 value (8 bits) does not change by
-less than 0.4 %, so with `beta2` = 0.999 its decay stalls. Keep `--exp-avg-sq-dtype fp32` unless memory forces you to
-change it.
+16-bit moments (half the optimizer state) each step widens a piece of them, runs the kernel on it, and rounds them back;
+Nesterov's direction, which the kernel has not, goes by pieces, too. The first moment loses nothing that matters. The
+second does: a bf16 value (8 bits) does not change by less than 0.4 %, so with `beta2` = 0.999 its decay stalls. Keep
+`--exp-avg-sq-dtype fp32` unless memory forces you to change it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw as adamw_kernel
 
 from megalite.config import OptimizerConfig
-from megalite.optim.in_pieces import MOMENTS, step_in_pieces
-from megalite.optim.rule import ParamGroup, UpdateRule, moment_like
+from megalite.optim.rule import ParamGroup, UpdateRule, moment_like, pieces
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Tensors = list[Tensor]
 
 
 class AdamW(UpdateRule):
@@ -44,7 +46,7 @@ class AdamW(UpdateRule):
             if not group.get("nesterov") and all(state[name].dtype == p.dtype for name in MOMENTS):
                 together.append(p)
             else:
-                step_in_pieces(self, self.kernel, p, group)
+                self._step_in_pieces(p, group)
         if together:
             moments, squares, steps = ([self.state[p][name] for p in together] for name in (*MOMENTS, "step"))
             self.kernel(together, [p.grad for p in together if p.grad is not None], moments, squares, steps, group)
@@ -63,14 +65,36 @@ class AdamW(UpdateRule):
         direction: Tensor = (moment / (1 - beta1**step)).div_(denominator)
         return direction.add_(p.view(-1)[piece], alpha=weight_decay).mul_(-lr)
 
+    def _step_in_pieces(self, p: Tensor, group: ParamGroup) -> None:
+        """One step of a tensor, so that what it needs beside a long one stays small."""
+        state, flat = self.state[p], p.view(-1)
+        assert p.grad is not None
+        grads = p.grad.view(-1)
+        for piece in pieces(p):
+            stored = [state[name].view(-1)[piece] for name in MOMENTS]
+            moments = [moment.to(p.dtype) for moment in stored]
+            if group.get("nesterov"):
+                self._nadamw(flat[piece], grads[piece], moments, state["step"], group)
+            else:
+                self.kernel([flat[piece]], [grads[piece]], moments[:1], moments[1:], [state["step"].clone()], group)
+            for narrow, value in zip(stored, moments, strict=True):
+                if narrow.dtype != value.dtype:
+                    narrow.copy_(value)  # unchanged if the step is skipped
+        self.count(state["step"])
+
+    def _nadamw(self, p: Tensor, grad: Tensor, moments: Tensors, step: Tensor, group: ParamGroup) -> None:
+        """NAdam (Dozat 2016) with constant beta1 and decoupled weight decay: the moment as the next step will have it,
+        without the gradient of that step. step: number of steps before this one."""
+        (beta1, beta2), (moment, square) = group["betas"], moments
+        count = step.double() + 1
+        self.write(moment, moment.mul(beta1).add_(grad, alpha=1 - beta1))
+        self.write(square, square.mul(beta2).addcmul_(grad, grad, value=1 - beta2))
+        direction = moment * (beta1 / (1 - beta1 ** (count + 1))) + grad * ((1 - beta1) / (1 - beta1**count))
+        direction.div_((square.sqrt() / (1 - beta2**count).sqrt()).add_(group["eps"]))
+        self.descend(p, direction, group)
+
     def kernel(
-        self,
-        tensors: list[Tensor],
-        grads: list[Tensor],
-        moments: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-        group: ParamGroup,
+        self, tensors: Tensors, grads: Tensors, moments: Tensors, squares: Tensors, steps: Tensors, group: ParamGroup
     ) -> None:
         """torch's fused kernel. steps: of each tensor, before this one; it counts them."""
         adamw_kernel(

@@ -121,8 +121,7 @@ class Kfac(MatrixRule):
         product = (step * gradient).sum((-2, -1), keepdim=True).mul_(lr * lr)
         nu = (args.kfac_kl_clip / product.clamp(min=torch.finfo(p.dtype).tiny)).sqrt_().clamp_(max=1.0)
         buffer = self.state[p]["momentum_buffer"] * args.kfac_momentum + own_part(step * nu, dim, axis)
-        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
-        self.write(p, decayed.add_(buffer, alpha=-lr))
+        self.descend(p, buffer, group, args.kfac_scale)
         self.write(self.state[p]["momentum_buffer"], buffer)
 
     def _means(self, sums: Factors, kept: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -30,9 +30,7 @@ class Lion(UpdateRule):
             weights, gradient, moments = p.view(-1), grad.view(-1), state["exp_avg"].view(-1)
             for piece in pieces(p):
                 moment = moments[piece].to(p.dtype)
-                decayed = weights[piece] * (1.0 - group["lr"] * group["weight_decay"])
-                direction = moment.lerp(gradient[piece], 1.0 - beta1).sign_()
-                self.write(weights[piece], decayed.add_(direction, alpha=-group["lr"]))
+                self.descend(weights[piece], moment.lerp(gradient[piece], 1.0 - beta1).sign_(), group)
                 self.write(moments[piece], moment.lerp(gradient[piece], 1.0 - beta2))
 
     def foresees(self, group: ParamGroup) -> bool:

@@ -30,12 +30,10 @@ class LossScaler:
 
     def foresee(self) -> tuple[float, float]:
         """(The scale if the next step is taken, if it is skipped)."""
-        scales = []
-        for skipped in (False, True):
-            copied = copy(self)
-            copied.update(found_non_finite=skipped)
-            scales.append(copied.scale)
-        return scales[0], scales[1]
+        taken, skipped = copy(self), copy(self)
+        taken.update(found_non_finite=False)
+        skipped.update(found_non_finite=True)
+        return taken.scale, skipped.scale
 
     def state_dict(self) -> dict[str, Any]:
         """State for a bitwise resume; a constant scale comes from the flags, never from a checkpoint."""

@@ -9,6 +9,7 @@ schedule.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,21 +49,13 @@ class LearningRateSchedule:
         return self.min_lr + self._coefficient(samples) * (self.lr - self.min_lr)
 
     def _coefficient(self, samples: int) -> float:
-        if self.style == "WSD":
-            return self._wsd_coefficient(samples)
-        ratio = _ratio(samples - self.warmup_samples, self.decay_samples - self.warmup_samples)
-        return 1.0 - ratio if self.style == "linear" else _half_cosine(ratio)
-
-    def _wsd_coefficient(self, samples: int) -> float:
-        start = self.decay_samples - self.wsd_decay_samples
-        if samples <= start:
-            return 1.0
-        ratio = _ratio(samples - start, self.wsd_decay_samples)
-        if self.wsd_style == "exponential":
-            return 2.0 * math.pow(0.5, ratio) - 1.0
-        if self.wsd_style == "minus_sqrt":
-            return 1.0 - math.sqrt(ratio)
-        return 1.0 - ratio if self.wsd_style == "linear" else _half_cosine(ratio)
+        form: str = self.style
+        begin = self.warmup_samples
+        if form == "WSD":
+            form, begin = self.wsd_style, self.decay_samples - self.wsd_decay_samples
+            if samples <= begin:
+                return 1.0
+        return FORMS[form](_ratio(samples - begin, self.decay_samples - begin))
 
 
 @dataclass(frozen=True)
@@ -88,5 +81,13 @@ def _ratio(done: int, whole: int) -> float:
 
 
 def _half_cosine(ratio: float) -> float:
-    """1 at ratio 0, 0 at ratio 1."""
     return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+
+
+FORMS: dict[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1.0 - ratio,
+    "cosine": _half_cosine,
+    "exponential": lambda ratio: 2.0 * math.pow(0.5, ratio) - 1.0,
+    "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
+}
+"""Decays from 1 at ratio 0 to 0 at ratio 1."""

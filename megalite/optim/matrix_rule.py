@@ -77,10 +77,13 @@ class TwoSidedRule(MatrixRule):
 
     def __init__(self, groups: list[ParamGroup], settings: OptimizerConfig) -> None:
         super().__init__(groups, settings)
-        self.sides = {p: self.sides_of(p, place) for p, place in self.members("params", "placements")}
+        self.sides = {}
+        for p, place in self.members("params", "placements"):
+            both = [self.side_of(p, dim, place.global_shape[dim]) for dim in (-2, -1)]
+            self.sides[p] = [side for side in both if side is not None]
 
-    def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Any]:
-        """What is kept of a matrix, before its first gradient."""
+    def side_of(self, p: Tensor, dim: int, n: int) -> Any:
+        """What is kept of a side, n long, before its first gradient; None: nothing."""
         raise NotImplementedError
 
     def kept_of(self, p: Tensor) -> Iterator[tuple[str, int, Tensor]]:

@@ -34,8 +34,7 @@ class Muon(MatrixRule):
         update = own_part(orthogonalise(whole), dim, axis)
         rows, columns = placement.global_shape[-2:]
         scale = args.muon_extra_scale_factor * matrix_scale(rows, columns, args.muon_scale_mode)
-        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
-        self.write(p, decayed.add_(update.to(p.dtype), alpha=-group["lr"] * scale))
+        self.descend(p, update.to(p.dtype), group, scale)
 
 
 def matrix_scale(rows: int, columns: int, mode: str) -> float:

@@ -1,12 +1,4 @@
-"""The table of optimizers: the name on the command line -> what builds the update rule over parameter groups.
-
-A new optimizer is
-
-- a class (`rule.UpdateRule`) and a line of this table;
-- a line of the table in `config/update_rules.py`: what state it keeps, which parameters it must see whole;
-- for flags of its own (`--optimizer-args`), fields of `OptimizerArgs` in `config/optimizer.py`, with `only_for`;
-- its formula on one process in `testing/preconditioned.py`, with which the tests compare it at every layout.
-"""
+"""The table of optimizers: the name on the command line -> what builds the update rule over parameter groups."""
 
 from __future__ import annotations
 

@@ -86,6 +86,11 @@ class UpdateRule:
         else:
             torch.where(self.found_inf > 0, target, new.to(target.dtype), out=target)
 
+    def descend(self, p: Tensor, step: Tensor, group: ParamGroup, factor: float = 1.0) -> None:
+        """p -= lr (factor step + weight_decay p), unless the step is skipped."""
+        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
+        self.write(p, decayed.add_(step, alpha=-group["lr"] * factor))
+
     def count(self, steps: Tensor) -> None:
         """steps += 1, unless the step is skipped."""
         steps += 1 if self.found_inf is None else 1 - self.found_inf

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megalite.inventory import ParameterPlacement
-from megalite.optim.in_pieces import MOMENTS
+from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import TwoSidedRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
@@ -70,13 +70,9 @@ class Shampoo(TwoSidedRule):
     matrix_moments = MOMENTS
     sides: dict[Tensor, list[Side]]
 
-    def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Side]:
-        sides = []
-        for dim in (-2, -1):
-            n = placement.global_shape[dim]
-            zeros = p.new_zeros(*p.shape[:-2], n, min(n, self.args.shampoo_max_precond_dim))
-            sides.append(Side(dim, zeros, zeros.clone()))
-        return sides
+    def side_of(self, p: Tensor, dim: int, n: int) -> Side:
+        zeros = p.new_zeros(*p.shape[:-2], n, min(n, self.args.shampoo_max_precond_dim))
+        return Side(dim, zeros, zeros.clone())
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         steps, args, state, grad = self.steps, self.args, self.state[p], self.finite(grad)
@@ -94,9 +90,7 @@ class Shampoo(TwoSidedRule):
             self.write(side.preconditioner, preconditioner)
             direction = side.applied(root, direction)
         length = _norm(adam) / _norm(direction).clamp(min=torch.finfo(p.dtype).tiny)
-        update = own_part(direction * length, dim, axis)
-        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
-        self.write(p, decayed.add_(update, alpha=-group["lr"]))
+        self.descend(p, own_part(direction * length, dim, axis), group)
         self.write(state["exp_avg"], mean)
         self.write(state["exp_avg_sq"], square)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from megalite.inventory import ParameterPlacement
-from megalite.optim.in_pieces import MOMENTS
+from megalite.optim.adamw import MOMENTS
 from megalite.optim.matrix_rule import TwoSidedRule, gather_matrix, own_part
 from megalite.optim.rule import ParamGroup
 
@@ -46,14 +46,6 @@ class Side(NamedTuple):
     dim: int
     preconditioner: Tensor
     basis: Tensor
-
-    def into(self, x: Tensor) -> Tensor:
-        """x with this side in coordinates of the basis."""
-        return self.basis.mT @ x if self.dim == -2 else x @ self.basis
-
-    def out_of(self, x: Tensor) -> Tensor:
-        """The inverse."""
-        return self.basis @ x if self.dim == -2 else x @ self.basis.mT
 
     def after(self, gradient: Tensor, beta: float) -> Tensor:
         """The preconditioner with a gradient added."""
@@ -85,10 +77,6 @@ class Side(NamedTuple):
         last = nothing.to(torch.int8).argsort(dim=-1, stable=True)
         return torch.linalg.qr(_taken(columns, last)).Q, order.gather(-1, last)
 
-    def reorder(self, x: Tensor, order: Tensor) -> Tensor:
-        """x with this side's coordinates in another order."""
-        return x.gather(self.dim, order.unsqueeze(-1 if self.dim == -2 else -2).expand_as(x))
-
 
 class Soap(TwoSidedRule):
     """SOAP for groups with `whole`, AdamW for the others. A side that is longer than `soap_max_precond_dim` keeps its
@@ -97,13 +85,11 @@ class Soap(TwoSidedRule):
     matrix_moments = MOMENTS
     sides: dict[Tensor, list[Side]]
 
-    def sides_of(self, p: Tensor, placement: ParameterPlacement) -> list[Side]:
-        sides = []
-        for dim in (-2, -1):
-            if (n := placement.global_shape[dim]) <= self.args.soap_max_precond_dim:
-                basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*p.shape[:-2], n, n).contiguous()
-                sides.append(Side(dim, torch.zeros_like(basis), basis))
-        return sides
+    def side_of(self, p: Tensor, dim: int, n: int) -> Side | None:
+        if n > self.args.soap_max_precond_dim:
+            return None
+        basis = torch.eye(n, dtype=p.dtype, device=p.device).expand(*p.shape[:-2], n, n).contiguous()
+        return Side(dim, torch.zeros_like(basis), basis)
 
     def update_matrix(self, p: Tensor, grad: Tensor, group: ParamGroup, placement: ParameterPlacement) -> None:
         state, sides, steps, axes = self.state[p], self.sides[p], self.steps, group.get("cut_axes", ())
@@ -118,19 +104,17 @@ class Soap(TwoSidedRule):
             return
         mean, square = (gather_matrix(state[name], placement, axes)[0] for name in MOMENTS)
         mean = mean.lerp(gradient, 1.0 - beta1)
-        square = square.lerp(_into(sides, gradient).square(), 1.0 - beta2)
+        square = square.lerp(_in_bases(gradient, sides).square(), 1.0 - beta2)
         correction = (1.0 - beta2**steps) ** 0.5 / (1.0 - beta1**steps)
-        update = _out_of(sides, _into(sides, mean) / (square.sqrt() + self.args.soap_eps))
+        update = _in_bases(_in_bases(mean, sides) / (square.sqrt() + self.args.soap_eps), sides, back=True)
         for side in sides:
             preconditioner = side.after(gradient, beta2)
             if steps % self.args.soap_precondition_frequency == 0:
                 basis, order = side.turned(preconditioner)
-                square = side.reorder(square, order)
+                square = _taken(square, order, side.dim)
                 self.write(side.basis, basis)
             self.write(side.preconditioner, preconditioner)
-        update = own_part(update, dim, axis)
-        decayed = p * (1.0 - group["lr"] * group["weight_decay"])
-        self.write(p, decayed.add_(update, alpha=-group["lr"] * correction))
+        self.descend(p, own_part(update, dim, axis), group, correction)
         self.write(state["exp_avg"], own_part(mean, dim, axis))
         self.write(state["exp_avg_sq"], own_part(square, dim, axis))
 
@@ -149,9 +133,9 @@ def _adding_nothing(columns: Tensor, least: Tensor) -> Tensor:
     return nothing
 
 
-def _taken(columns: Tensor, order: Tensor) -> Tensor:
-    """The columns of `[..., n, n]` in the order `[..., n]`."""
-    return columns.gather(-1, order.unsqueeze(-2).expand_as(columns))
+def _taken(x: Tensor, order: Tensor, dim: int = -1) -> Tensor:
+    """The columns of `[..., n, k]`, or with dim -2 the rows, in the order `[..., k]`."""
+    return x.gather(dim, order.unsqueeze(-1 if dim == -2 else -2).expand_as(x))
 
 
 def in_general_position(like: Tensor) -> Tensor:
@@ -160,13 +144,9 @@ def in_general_position(like: Tensor) -> Tensor:
     return torch.randn(like.shape[-2:], dtype=like.dtype, generator=generator).to(like.device).expand_as(like)
 
 
-def _into(sides: Sequence[Side], x: Tensor) -> Tensor:
+def _in_bases(x: Tensor, sides: Sequence[Side], *, back: bool = False) -> Tensor:
+    """x in coordinates of the bases; back: the inverse."""
     for side in sides:
-        x = side.into(x)
-    return x
-
-
-def _out_of(sides: Sequence[Side], x: Tensor) -> Tensor:
-    for side in sides:
-        x = side.out_of(x)
+        basis = side.basis.mT if back else side.basis
+        x = basis.mT @ x if side.dim == -2 else x @ basis
     return x

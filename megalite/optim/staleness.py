@@ -70,9 +70,6 @@ class Corrected(UpdateRule):
         kept = [p for group in rule.param_groups for p in group["params"] if keeps_step(group)]
         self.last_steps = {p: torch.zeros_like(p) for p in kept}
 
-    def step(self) -> None:
-        self._step_inside()
-
     def statistics(self) -> Iterator[Any]:
         """The statistics of the rule inside."""
         yield from self.rule.statistics()

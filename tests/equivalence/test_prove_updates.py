@@ -176,10 +176,10 @@ def floor_of_the_rate_forgotten() -> Any:
 
 
 def wsd_decays_at_once() -> Any:
-    right = LearningRateSchedule._wsd_coefficient
+    right = LearningRateSchedule._coefficient
     return patch.object(
         LearningRateSchedule,
-        "_wsd_coefficient",
+        "_coefficient",
         lambda self, n: right(self, n) - 0.1 * (n <= self.decay_samples - self.wsd_decay_samples),
     )
 
