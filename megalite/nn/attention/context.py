@@ -17,6 +17,7 @@ from megalite.nn.attention.parts import FlexKernel
 from megalite.nn.attention.tiles import TileKernel, sinks_by_query
 from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.context import (
+    Gathering,
     gathered_attention,
     ring_attention,
     sequence_order,
@@ -105,5 +106,5 @@ def _over_ring(
         return microbatch.shared.once((rank, core.window, order.device), say)
 
     if axes.gathers:
-        return gathered_attention(q, k, v, sight(None), microbatch.order, ring, kernel, logits).to(narrow)
+        return gathered_attention(q, k, v, sight(None), Gathering(microbatch.order, ring), kernel, logits).to(narrow)
     return ring_attention(q, k, v, sight, ring, kernel, logits).to(narrow)

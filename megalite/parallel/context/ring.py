@@ -8,18 +8,21 @@ Only this rank's own keys and values are kept from forward to backward. Partial 
 their sums; backward uses the final ones, and `delta = rowsum(dO * O)` of the final result. Backward computes half of
 what concerns its own keys first, while the first of the others' travel, and half last, while its gradient comes home:
 every message has work to hide behind.
+
+Instead they may be gathered (Llama 3, arXiv 2407.21783): one message of few groups. They are gathered again in
+backward, so that no rank keeps them whole from forward to backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, start_shift
+from megalite.comm import Axis, all_gather, reduce_scatter, start_shift
 from megalite.gradient import Node
 from megalite.visibility import Visibility
 
@@ -61,6 +64,21 @@ Sights = Callable[[int], Visibility]
 """Rank of the axis -> which of its keys this rank's queries see."""
 
 
+class Gathering(NamedTuple):
+    """order: positions of the ranks' keys, rank after rank."""
+
+    order: Tensor
+    axis: Axis
+
+    def whole(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """All ranks' `[k, b, g, d]` as `[size * k, b, g, d]` at rising positions."""
+        return all_gather(torch.stack((k, v), 1), self.axis)[self.order.argsort()].unbind(1)
+
+    def own_gradient(self, dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+        """The reverse: this rank's part of the sum over ranks."""
+        return reduce_scatter(torch.stack((dk, dv), 1)[self.order], self.axis).unbind(1)
+
+
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, sights: Sights, axis: Axis, kernel: AttentionKernel, sinks: Tensor | None = None
 ) -> Tensor:
@@ -68,7 +86,14 @@ def ring_attention(
 
     sinks: a logit for each query, `[n, s]` like its log-sum, which joins its softmax and has no value.
     """
-    return _RingAttention.apply(q, k, v, sights, axis, kernel, sinks)
+    return _RingAttention.apply(q, k, v, sights, axis, kernel, sinks, None)
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, sight: Visibility, by: Gathering, kernel: AttentionKernel, sinks: Tensor | None
+) -> Tensor:
+    """The same by gathered keys and values: a ring of one rank that has all. sight: of keys at rising positions."""
+    return _RingAttention.apply(q, k, v, lambda _: sight, Axis.single("gathered"), kernel, sinks, by)
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +131,9 @@ class _RingAttention(Node):
         axis: Axis,
         kernel: AttentionKernel,
         sinks: Tensor | None,
+        gathers: Gathering | None,
     ) -> Tensor:
-        queries, *here = kernel.operands(q, k, v)
+        queries, *here = kernel.operands(q, *((k, v) if gathers is None else gathers.whole(k, v)))
         out, lse = empty_result(queries)
         for step in range(axis.size):
             coming = start_shift(torch.stack(here), axis) if step + 1 < axis.size else None
@@ -116,15 +142,16 @@ class _RingAttention(Node):
         lse = join_sinks(out, lse, sinks)
         y = kernel.result(out, q)
         ctx.save_for_backward(q, k, v, y, lse, sinks)
-        ctx.sights, ctx.axis, ctx.kernel = sights, axis, kernel
+        ctx.sights, ctx.axis, ctx.kernel, ctx.gathers = sights, axis, kernel, gathers
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse, sinks = ctx.saved_tensors
-        axis, kernel = ctx.axis, ctx.kernel
-        queries, *own = kernel.operands(q, k, v)
+        axis, kernel, gathers = ctx.axis, ctx.kernel, ctx.gathers
+        inputs = (q, k, v) if gathers is None else (q, *gathers.whole(k, v))
+        queries, *own = kernel.operands(*inputs)
         rows = (torch.zeros(queries.shape, dtype=lse.dtype, device=q.device), *kernel.output_gradient(dy, y, q), lse)
         coming, returning = start_shift(torch.stack(own), axis) if axis.size > 1 else None, None
         half = len(q) // 2 if axis.size > 1 else 0
@@ -152,5 +179,6 @@ class _RingAttention(Node):
         gradient(own, axis.rank, slice(half, len(q)), dkv)
         if returning is not None:
             dkv += returning.wait()
-        inputs = kernel.input_gradients((rows[0], dkv[0], dkv[1]), (q, k, v))
-        return *inputs, None, None, None, sink_gradient(lse, rows[1], rows[2], sinks)
+        dq, *dkeys = kernel.input_gradients((rows[0], dkv[0], dkv[1]), inputs)
+        dk, dv = dkeys if gathers is None else gathers.own_gradient(*dkeys)
+        return dq, dk, dv, None, None, None, sink_gradient(lse, rows[1], rows[2], sinks), None
