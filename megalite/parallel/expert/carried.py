@@ -9,21 +9,15 @@ Backward is the same way round: gradients of the sums go there, those of tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, ExpertAxes, Handle, ParallelMesh
+from megalite.comm import Axis, ExpertAxes, Handle, ParallelMesh
 from megalite.config import Config
-from megalite.gradient import Node
 from megalite.parallel.expert.deep_ep import deep_ep_over
-from megalite.parallel.expert.plan import Dispatched, Plan, Returning, plan_dispatch
+from megalite.parallel.expert.plan import Dispatched, Leg, Plan, Returning, Sent, plan_dispatch
 from megalite.parallel.expert.row_counts import RowCounts
-
-Sent = tuple[tuple[Tensor, ...], Handle]
-"""Tensors that arrive, and the handle that tells when."""
 
 
 class TokenLibrary(Protocol):
@@ -70,8 +64,8 @@ class Carried:
     ) -> None:
         chosen = experts if kept is None else experts.masked_fill(~kept, -1)
         self._way, self._local = _Way(axes.library, chosen, num_experts), num_experts // axes.ep.size
-        self._leg = _Leg(self._way.there, self._way.gradients_back)
-        self.rows, self._weights = _Begin.apply(self._leg, x, weights)
+        self._leg = Leg(self._way.there, self._way.gradients_back)
+        self.rows, self._weights = self._leg.begin(x, weights)
 
     @property
     def counts(self) -> RowCounts:
@@ -80,7 +74,7 @@ class Carried:
 
     def wait(self) -> Tensor:
         """Rows of this rank's experts, one expert after the other."""
-        rows, self._weights = _End.apply(self._leg, self.rows, self._weights)
+        rows, self._weights = self._leg.end(self.rows, self._weights)
         here = self._way.here
         self.plan = plan_dispatch(here, here >= 0, self._local, Axis.single("ep"))
         return Dispatched(rows, self.plan).wait()
@@ -88,14 +82,14 @@ class Carried:
     def back(self, y: Tensor) -> Carried:
         """Starts the sums of each token's results here on their way back."""
         sums = Returning(y, self.plan).combine(self._weights)
-        self._leg = _Leg(self._way.back, self._way.gradients_there)
-        (self.rows,) = _Begin.apply(self._leg, sums)
+        self._leg = Leg(self._way.back, self._way.gradients_there)
+        (self.rows,) = self._leg.begin(sums)
         return self
 
     def combine(self, _: Tensor) -> Tensor:
         """`[n, h]`, the ranks' sums added up. The weights have travelled with the tokens."""
-        arrived: tuple[Tensor, ...] = tuple(_End.apply(self._leg, self.rows))
-        return arrived[0]
+        (arrived,) = self._leg.end(self.rows)
+        return arrived
 
 
 class _Way:
@@ -123,47 +117,3 @@ class _Way:
     def gradients_there(self, dy: Tensor) -> Sent:
         dy, handle = self._library.dispatch_again(dy, self.trip)
         return (dy,), handle
-
-
-class _Leg:
-    """A message of the forward and that of its gradients, one of them in flight at a time."""
-
-    tensors: tuple[Tensor, ...] = ()
-
-    def __init__(self, forward: Callable[..., Sent], backward: Callable[..., Sent]) -> None:
-        self.forward, self.backward = forward, backward
-        self._handle: Handle = Done()
-
-    def start(self, send: Callable[..., Sent], given: tuple[Tensor, ...]) -> None:
-        self.tensors, self._handle = send(*(x.contiguous() for x in given))
-
-    def finish(self) -> tuple[Tensor, ...]:
-        self._handle.wait()
-        arrived, self.tensors, self._handle = self.tensors, (), Done()
-        return arrived
-
-
-class _Begin(Node):
-    @staticmethod
-    def forward(ctx: Any, leg: _Leg, *given: Tensor) -> tuple[Tensor, ...]:
-        ctx.leg = leg
-        leg.start(leg.forward, given)
-        return tuple(x.new_empty(()).expand_as(x) for x in given)  # the shapes of their gradients, which _End returns
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.leg.finish()
-
-
-class _End(Node):
-    @staticmethod
-    def forward(ctx: Any, leg: _Leg, *_: Tensor) -> tuple[Tensor, ...]:
-        ctx.leg = leg
-        return leg.finish()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.leg.start(ctx.leg.backward, gradients)
-        return None, *ctx.leg.tensors

@@ -10,7 +10,9 @@ token's sum has the same order of additions at any number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, Handle, all_gather, start_all_to_all_rows
+from megalite.comm import Axis, Done, Handle, all_gather, conjugates, start_all_to_all_rows
 from megalite.gradient import WIDENED_ELEMENTS, Node
 from megalite.late_reading import LateReading
 from megalite.parallel.expert.row_counts import RowCounts
@@ -46,10 +48,6 @@ class Plan:
     arrangement: Tensor | None
     counts: RowCounts
     axis: Axis
-
-    @property
-    def traffic_back(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(zip(*self.traffic, strict=True))
 
 
 def plan_dispatch(
@@ -93,6 +91,64 @@ def plan_dispatch(
     )
 
 
+Sent = tuple[tuple[Tensor, ...], Handle]
+"""Tensors that arrive, and the handle that tells when."""
+
+
+class Leg:
+    """A message of the forward and that of its gradients, one of them in flight at a time."""
+
+    _arriving: tuple[Tensor, ...] = ()
+    _handle: Handle = Done()
+
+    def __init__(self, forward: Callable[..., Sent], backward: Callable[..., Sent]) -> None:
+        self.forward, self.backward = forward, backward
+
+    def begin(self, *given: Tensor) -> tuple[Tensor, ...]:
+        """Starts the message; returns what stands for it in autograd's graph until it is waited for."""
+        return tuple(_Begin.apply(self, *given))
+
+    def end(self, *begun: Tensor) -> tuple[Tensor, ...]:
+        """What has arrived, once it has. begun: as `begin` returned it."""
+        return tuple(_End.apply(self, *begun))
+
+    def start(self, send: Callable[..., Sent], given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns memory in which something is to arrive."""
+        self._arriving, self._handle = send(*(x.contiguous() for x in given))
+        return self._arriving
+
+    def finish(self) -> tuple[Tensor, ...]:
+        """Returns what has arrived."""
+        self._handle.wait()
+        arrived, self._arriving, self._handle = self._arriving, (), Done()
+        return arrived
+
+
+class _Begin(Node):
+    @staticmethod
+    def forward(ctx: Any, leg: Leg, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.leg = leg
+        leg.start(leg.forward, given)
+        return tuple(x.new_empty(()).expand_as(x) for x in given)  # the shapes of their gradients, which _End returns
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.leg.finish()
+
+
+class _End(Node):
+    @staticmethod
+    def forward(ctx: Any, leg: Leg, *_: Tensor) -> tuple[Tensor, ...]:
+        ctx.leg = leg
+        return leg.finish()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.leg.start(ctx.leg.backward, gradients)
+
+
 class Dispatched:
     """Tokens `[n, h]` on their way; other work may be done until they are waited for, and in backward until theirs are.
 
@@ -101,12 +157,17 @@ class Dispatched:
     """
 
     def __init__(self, x: Tensor, plan: Plan) -> None:
-        self._plan, self._flight = plan, _InFlight()
-        self.rows = _Depart.apply(x, plan, self._flight)
+        self._plan, self._leg = plan, Leg(partial(_there, plan), partial(_back, plan))
+        self.rows = conjugates(x, plan, _leaving, _added_up)
+        if plan.axis.size > 1:
+            (self.rows,) = self._leg.begin(self.rows)
 
     def wait(self) -> Tensor:
         """Rows of this rank's experts, one expert after the other, `[sum(counts), h]`."""
-        return self.rows if self._plan.axis.size == 1 else _Arrive.apply(self.rows, self._plan, self._flight)
+        if self._plan.axis.size == 1:
+            return self.rows
+        (rows,) = self._leg.end(self.rows)
+        return conjugates(rows, self._plan, _arranged, _as_received)
 
     @property
     def counts(self) -> RowCounts:
@@ -125,78 +186,33 @@ class Returning:
     """
 
     def __init__(self, y: Tensor, plan: Plan) -> None:
-        self._plan, self._flight = plan, _InFlight()
-        self.rows = y if plan.axis.size == 1 else _Return.apply(y, plan, self._flight)
+        self._plan, self._leg = plan, Leg(partial(_back, plan), partial(_there, plan))
+        self.rows = y
+        if plan.axis.size > 1:
+            (self.rows,) = self._leg.begin(conjugates(y, plan, _as_received, _arranged))
 
     def combine(self, weights: Tensor) -> Tensor:
         """The sum of each token's results times its `weights` `[n, k]`: `[n, h]`."""
-        return _Combine.apply(self.rows, weights, self._plan, self._flight)
+        results = self.rows
+        if self._plan.axis.size > 1:
+            (results,) = self._leg.end(results)
+        return _Combine.apply(results, weights, self._plan)
 
 
-class _InFlight:
-    """Messages in flight, of the forward and of the backward, and the rows that arrive with them."""
-
-    rows: Tensor
-    forward: Handle = Done()
-    backward: Handle = Done()
+def _there(plan: Plan, rows: Tensor) -> Sent:
+    arriving, handle = start_all_to_all_rows(rows, plan.traffic, plan.axis)
+    return (arriving,), handle
 
 
-class _Depart(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
-        ctx.plan, ctx.flight = plan, flight
-        rows = x.index_select(0, plan.owners)
-        if plan.axis.size == 1:  # in flight it would hold itself, through the node that holds the flight
-            return rows
-        flight.rows, flight.forward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
-        return rows.new_empty(()).expand_as(rows)  # the shape of their gradients, which _Arrive returns
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        ctx.flight.backward.wait()
-        return _sums(dy, None, ctx.plan), None, None
-
-
-class _Arrive(Node):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
-        ctx.plan, ctx.flight = plan, flight
-        flight.forward.wait()
-        rows = _arranged(flight.rows, plan)
-        del flight.rows
-        return rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        plan: Plan = ctx.plan
-        rows, ctx.flight.backward = start_all_to_all_rows(_as_received(dy, plan), plan.traffic_back, plan.axis)
-        return rows, None, None
-
-
-class _Return(Node):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
-        ctx.plan, ctx.flight = plan, flight
-        rows, flight.forward = start_all_to_all_rows(_as_received(y, plan), plan.traffic_back, plan.axis)
-        return rows.detach()  # else autograd would see them change when they arrive
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        flight: _InFlight = ctx.flight
-        flight.backward.wait()
-        rows = _arranged(flight.rows, ctx.plan)
-        del flight.rows
-        return rows, None, None
+def _back(plan: Plan, rows: Tensor) -> Sent:
+    arriving, handle = start_all_to_all_rows(rows, tuple(zip(*plan.traffic, strict=True)), plan.axis)
+    return (arriving,), handle
 
 
 class _Combine(Node):
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, plan: Plan, flight: _InFlight) -> Tensor:
-        ctx.plan, ctx.flight = plan, flight
-        flight.forward.wait()
+    def forward(ctx: Any, results: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+        ctx.plan = plan
         ctx.save_for_backward(results, weights)
         return _sums(results, weights.to(results.dtype), plan)
 
@@ -205,13 +221,21 @@ class _Combine(Node):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         results, weights = ctx.saved_tensors
         plan: Plan = ctx.plan
-        rows = dy.index_select(0, plan.owners)
+        rows = _leaving(dy, plan)
         dweights = torch.zeros_like(weights)
         dweights.view(-1)[plan.order] = _row_products(results, rows, weights.dtype)
         rows *= weights.to(dy.dtype).flatten()[plan.order, None]
-        if plan.axis.size > 1:
-            ctx.flight.rows, ctx.flight.backward = start_all_to_all_rows(rows, plan.traffic, plan.axis)
-        return rows, dweights, None, None  # as many as the results that _Return has made
+        return rows, dweights, None
+
+
+def _leaving(x: Tensor, plan: Plan) -> Tensor:
+    """`[n, h]` -> the rows that leave, one for each choice."""
+    return x.index_select(0, plan.owners)
+
+
+def _added_up(rows: Tensor, plan: Plan) -> Tensor:
+    """The reverse."""
+    return _sums(rows, None, plan)
 
 
 def _arranged(rows: Tensor, plan: Plan) -> Tensor:
