@@ -28,6 +28,7 @@ from megalite.comm.autograd import (
     gather_sequence,
     own_slice,
     reduce_from_axis,
+    same,
     scatter_sum_sequence,
 )
 from megalite.comm.axis import Axis, ContextAxes, ExpertAxes, FamilyAxes, make_axis

@@ -42,7 +42,8 @@ def conjugates(x: Tensor, over: Any, forward: Callable[..., Tensor], backward: C
     return _Conjugates.apply(x, over, forward, backward)
 
 
-def _same(x: Tensor, axis: Axis) -> Tensor:
+def same(x: Tensor, axis: Axis) -> Tensor:
+    """x, for `conjugates`, as a view: autograd wants another tensor."""
     return x.view_as(x)
 
 
@@ -54,7 +55,7 @@ def own_slice(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's g: the sum of the ranks' partial results; each gets the whole gradient."""
-    return x if axis.size == 1 else _Conjugates.apply(x, axis, all_reduce, _same)
+    return x if axis.size == 1 else _Conjugates.apply(x, axis, all_reduce, same)
 
 
 def scatter_sum_sequence(x: Tensor, axis: Axis) -> Tensor:
@@ -73,4 +74,4 @@ def _scatter_sum(x: Tensor, axis: Axis) -> Tensor:
 
 def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
     """Megatron's f: x as it is, before products of which each rank computes a part."""
-    return x if axis.size == 1 else _Conjugates.apply(x, axis, _same, all_reduce)
+    return x if axis.size == 1 else _Conjugates.apply(x, axis, same, all_reduce)

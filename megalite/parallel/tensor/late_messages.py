@@ -19,13 +19,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalite.comm import Axis, Done, Handle, all_gather, all_gather_into, all_reduce_, reduce_scatter_into
+from megalite.comm import (
+    Axis,
+    Done,
+    Handle,
+    all_gather,
+    all_gather_into,
+    all_reduce_,
+    conjugates,
+    reduce_scatter_into,
+    same,
+)
 from megalite.gradient import Node, sink_of
 
 
@@ -60,15 +71,22 @@ class LateMessage(Message):
         self._whole: Tensor | None = None
 
     def send(self, x: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
-        return x if axis.size == 1 else _Send.apply(x, self, axis, sequence)
+        start = self._start_gather if sequence else same
+        return x if axis.size == 1 else conjugates(x, axis, start, self._arrived)
 
     def receive(self, y: Tensor, axis: Axis, *, sequence: bool) -> Tensor:
-        return y if axis.size == 1 else _Receive.apply(y, self, axis, sequence)
+        start = self._start_gather if sequence else same
+        return y if axis.size == 1 else conjugates(y, axis, self._arrived, start)
 
-    def start_gather(self, x: Tensor, axis: Axis) -> None:
+    def _start_gather(self, x: Tensor, axis: Axis) -> Tensor:
         """Starts to gather x, for `gathered`."""
         whole = x.new_empty((axis.size * len(x), *x.shape[1:]))
         self._handle, self._whole = all_gather_into(whole, x.contiguous(), axis, async_op=True), whole
+        return same(x, axis)
+
+    def _arrived(self, x: Tensor, axis: Axis) -> Tensor:
+        self.wait()
+        return same(x, axis)
 
     def gathered(self, x: Tensor, axis: Axis) -> Tensor:
         whole, self._whole = self._whole, None
@@ -88,12 +106,21 @@ class LateMessage(Message):
 def enter_parallel(x: Tensor, message: Message, axis: Axis, *, sequence: bool) -> Tensor:
     """What the ranks of an axis compute parts of: x, or under sequence parallelism the ranks' x along dim 0. The
     gradient is the sum of the ranks' gradients, or this rank's part of it."""
-    return x if axis.size == 1 else _Enter.apply(x, message, axis, sequence)
+    whole = message.gathered if sequence else same
+    return x if axis.size == 1 else conjugates(x, axis, whole, partial(_summed, message, sequence))
 
 
 def leave_parallel(y: Tensor, message: Message, axis: Axis, *, sequence: bool) -> Tensor:
     """The conjugate: the sum of the ranks' y, or this rank's part of it along dim 0, valid behind `message.receive`."""
-    return y if axis.size == 1 else _Leave.apply(y, message, axis, sequence)
+    whole = message.gathered if sequence else same
+    return y if axis.size == 1 else conjugates(y, axis, partial(_summed, message, sequence), whole)
+
+
+def _summed(message: Message, sequence: bool, x: Tensor, axis: Axis) -> Tensor:
+    own = x if sequence else x.clone(memory_format=torch.contiguous_format)  # the sum is made in place
+    total, summing = start_sum(own, axis, sequence=sequence)
+    message.hold(summing)
+    return total.detach()  # else autograd would see it change when the sum arrives
 
 
 def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, Handle]:
@@ -103,66 +130,6 @@ def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, H
         return partial, all_reduce_(partial, axis, async_op=True)
     part = partial.new_empty((len(partial) // axis.size, *partial.shape[1:]))
     return part, reduce_scatter_into(part, partial, axis, async_op=True)
-
-
-class _Send(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, message: LateMessage, axis: Axis, sequence: bool) -> Tensor:
-        ctx.message = message
-        if sequence:
-            message.start_gather(x, axis)
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.message.wait()
-        return dx, None, None, None
-
-
-class _Receive(Node):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, message: LateMessage, axis: Axis, sequence: bool) -> Tensor:
-        ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
-        message.wait()
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.sequence:
-            ctx.message.start_gather(dy, ctx.axis)
-        return dy, None, None, None
-
-
-class _Enter(Node):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, message: Message, axis: Axis, sequence: bool) -> Tensor:
-        ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
-        return message.gathered(x, axis) if sequence else x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        own = dy if ctx.sequence else dy.clone(memory_format=torch.contiguous_format)  # the sum is made in place
-        dx, summing = start_sum(own, ctx.axis, sequence=ctx.sequence)
-        ctx.message.hold(summing)
-        return dx, None, None, None
-
-
-class _Leave(Node):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, message: Message, axis: Axis, sequence: bool) -> Tensor:
-        ctx.message, ctx.axis, ctx.sequence = message, axis, sequence
-        own = y if sequence else y.clone(memory_format=torch.contiguous_format)
-        y, summing = start_sum(own, axis, sequence=sequence)
-        message.hold(summing)
-        return y.detach()  # else autograd would see it change when the sum arrives
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.message.gathered(dy, ctx.axis) if ctx.sequence else dy, None, None, None
 
 
 class _IntoSink(Node):
