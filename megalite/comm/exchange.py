@@ -22,7 +22,7 @@ _REDUCE_TAG, _GATHER_TAG, _SWAP_TAG = 711, 712, 713
 
 
 class Exchange:
-    """Messages in flight; `wait`, which is called once, returns when they have arrived and been summed."""
+    """Messages in flight; `wait`, which is called once, returns when they have arrived and `finish` has been called."""
 
     def __init__(self, arriving: Sequence[Any], leaving: Sequence[Any], finish: Callable[[], None]) -> None:
         self._arriving, self._leaving, self._finish = arriving, leaving, finish

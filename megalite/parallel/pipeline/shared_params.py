@@ -12,11 +12,10 @@ ZB-V and DualPipe-V hold both ends on one rank (no message at all), Chimera hold
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from megalite.comm import Axis, Done, Handle, ParallelMesh, all_reduce_
+from megalite.comm import Axis, Done, Exchange, Handle, ParallelMesh, all_reduce_
 from megalite.schedule import StagePlacement
 
 
@@ -42,21 +41,12 @@ class SharedGradient:
         total, *others = local_copies
         for gradient in others:
             total.add_(gradient)
-        return _Sum(all_reduce_(total, self._axis, async_op=True), total, others)
 
+        def copy() -> None:
+            for gradient in others:
+                gradient.copy_(total)
 
-@dataclass(frozen=True)
-class _Sum:
-    """A sum in flight."""
-
-    work: Handle
-    total: Tensor
-    others: Sequence[Tensor]
-
-    def wait(self) -> None:
-        self.work.wait()
-        for gradient in self.others:
-            gradient.copy_(self.total)
+        return Exchange([all_reduce_(total, self._axis, async_op=True)], [], copy)
 
 
 def replica_axes(mesh: ParallelMesh, placement: StagePlacement) -> dict[int, Axis]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +13,11 @@ from megalite.comm import Axis, FamilyAxes, ParallelMesh
 from megalite.config import Rates, ZeroPlusPlus
 from megalite.inventory import BucketPlan
 from megalite.parallel.zero.bucket import Bucket
+from megalite.parallel.zero.plus_plus import DividedAxes, PartitionedWeights, divided, scatter_in_4_bits
 from megalite.parallel.zero.unshard import BucketWeights
 
 Fill = Callable[[str, nn.Parameter], None]
 """Gives the parameter of this name its initial values."""
-
-
-@dataclass(frozen=True)
-class DividedAxes(FamilyAxes):
-    """The axes of a family under ZeRO++: neighbours on `shard`, and the ranks at this place among theirs."""
-
-    near: Axis
-    far: Axis
 
 
 @dataclass(frozen=True)
@@ -55,27 +49,22 @@ class ZeroOptions:
         found = mesh.family(family)
         if not self.plus_plus.on:
             return found
-        from megalite.parallel.zero.plus_plus import divided
-
         parted = divided(found, mesh, self.plus_plus)  # by all ranks: of stages that differ, another may have shards
         return parted if found.shard.size > 1 else found
 
     def weights(self, full: Tensor, owned: slice, *, axes: FamilyAxes, plan: BucketPlan) -> BucketWeights:
         """Of a bucket in one version."""
         if isinstance(axes, DividedAxes) and self.plus_plus.changes_gathers:
-            from megalite.parallel.zero.plus_plus import PartitionedWeights
-
             quantized = self.plus_plus.zero_quantized_weights
             return PartitionedWeights(full, owned, axes=axes, plan=plan, quantized=quantized)
         return BucketWeights(full, owned, axis=axes.shard, stage=self.stage, sizes=plan.sizes)
 
     def bucket(self, plan: BucketPlan, *, axes: FamilyAxes, dtype: torch.dtype, device: torch.device) -> Bucket:
         """One of a family."""
+        bucket = Bucket(plan, axis=axes.shard, sharded=self.stage > 0, dtype=dtype, device=device)
         if isinstance(axes, DividedAxes) and self.plus_plus.zero_quantized_gradients:
-            from megalite.parallel.zero.plus_plus import QuantizedBucket
-
-            return QuantizedBucket(plan, axes=axes, dtype=dtype, device=device)
-        return Bucket(plan, axis=axes.shard, sharded=self.stage > 0, dtype=dtype, device=device)
+            bucket.reduce_scatter = partial(scatter_in_4_bits, axes)
+        return bucket
 
 
 @dataclass(frozen=True)

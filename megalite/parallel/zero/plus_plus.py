@@ -18,19 +18,25 @@ have the bits of plain ZeRO-3, bytes are those of the paper).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, FamilyAxes, Handle, ParallelMesh, all_gather_into, neighbours, start_all_to_all_rows
+from megalite.comm import (
+    Axis,
+    Exchange,
+    FamilyAxes,
+    Handle,
+    ParallelMesh,
+    all_gather_into,
+    neighbours,
+    start_all_to_all_rows,
+)
 from megalite.config import ZeroPlusPlus
 from megalite.inventory import ALIGNMENT, AXIS_FAMILIES, BucketPlan
-from megalite.parallel.zero.bucket import Bucket
-from megalite.parallel.zero.options import DividedAxes
 from megalite.parallel.zero.unshard import BucketWeights
 
 TIE = 1e-3
@@ -38,15 +44,11 @@ TIE = 1e-3
 
 
 @dataclass(frozen=True)
-class _Then:
-    """A handle that does something more once its work is done."""
+class DividedAxes(FamilyAxes):
+    """The axes of a family under ZeRO++: neighbours on `shard`, and the ranks at this place among theirs."""
 
-    work: Handle
-    then: Callable[[], None]
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.then()
+    near: Axis
+    far: Axis
 
 
 def divided(axes: FamilyAxes, mesh: ParallelMesh, given: ZeroPlusPlus) -> DividedAxes:
@@ -88,10 +90,10 @@ class PartitionedWeights(BucketWeights):
             blocks = rows.new_empty(full.numel() // ALIGNMENT, rows.shape[1])
             sizes = [size // ALIGNMENT for size in self._sizes]
             work = all_gather_into(blocks, rows, self.axis, sizes=sizes, async_op=async_op)
-            self._arriving = _Then(work, lambda: self._keep(from_8_bits(blocks, full.dtype)))
+            self._arriving = Exchange([work], [], lambda: self._keep(from_8_bits(blocks, full.dtype)))
         else:
             work = all_gather_into(full, self.shard, self.axis, sizes=self._sizes, async_op=async_op)
-            self._arriving = _Then(work, self._keep)
+            self._arriving = Exchange([work], [], self._keep)
 
     def _keep(self, arrived: Tensor | None = None) -> None:
         if arrived is not None:
@@ -105,33 +107,29 @@ class PartitionedWeights(BucketWeights):
         super().updated(async_op=async_op)
 
 
-class QuantizedBucket(Bucket):
-    """A bucket whose gradient is reduced in 4 bits."""
+def scatter_in_4_bits(
+    axes: DividedAxes, out: Tensor, full: Tensor, axis: Axis, *, sizes: Sequence[int], async_op: bool
+) -> Handle:
+    """`reduce_scatter_into` of a gradient: sends to each rank of the partition what the owners at its place need, then
+    from place to place."""
+    near, far = axes.near, axes.far
+    parts = full.view(-1, ALIGNMENT).split([size // ALIGNMENT for size in sizes])
+    places = [parts[place :: near.size] for place in range(near.size)]  # owners there, one a partition
+    blocks = [[len(part) for part in place] for place in places]
+    hops = [(near, [[sum(each) for each in blocks]] * near.size), (far, [blocks[near.rank]] * far.size)]
+    (first, traffic), *more = [hop for hop in hops if hop[0].size > 1]
+    rows = torch.cat([part for place in places for part in place])
+    arrived, work = start_all_to_all_rows(rounded_to_4_bits(rows), traffic, first)
 
-    def __init__(self, plan: BucketPlan, *, axes: DividedAxes, **settings: Any) -> None:
-        super().__init__(plan, axis=axes.shard, sharded=True, **settings)
-        self._axes, self.reduce_scatter = axes, self._scatter
+    def finish() -> None:
+        total = added(arrived, first.size, full.dtype)
+        for across, traffic in more:
+            back, sent = start_all_to_all_rows(rounded_to_4_bits(total), traffic, across)
+            sent.wait()
+            total = added(back, across.size, full.dtype)
+        out.copy_(total.view(-1))
 
-    def _scatter(self, out: Tensor, full: Tensor, axis: Axis, *, sizes: Sequence[int], async_op: bool) -> Handle:
-        """Sends to each rank of the partition what the owners at its place need, then from place to place."""
-        near, far = self._axes.near, self._axes.far
-        parts = full.view(-1, ALIGNMENT).split([size // ALIGNMENT for size in sizes])
-        places = [parts[place :: near.size] for place in range(near.size)]  # owners there, one a partition
-        blocks = [[len(part) for part in place] for place in places]
-        hops = [(near, [[sum(each) for each in blocks]] * near.size), (far, [blocks[near.rank]] * far.size)]
-        (first, traffic), *more = [hop for hop in hops if hop[0].size > 1]
-        rows = torch.cat([part for place in places for part in place])
-        arrived, work = start_all_to_all_rows(rounded_to_4_bits(rows), traffic, first)
-
-        def finish() -> None:
-            total = added(arrived, first.size, full.dtype)
-            for across, traffic in more:
-                back, sent = start_all_to_all_rows(rounded_to_4_bits(total), traffic, across)
-                sent.wait()
-                total = added(back, across.size, full.dtype)
-            out.copy_(total.view(-1))
-
-        return _Then(work, finish)
+    return Exchange([work], [], finish)
 
 
 def rounded_to_8_bits(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Handle, all_gather_into, all_reduce_
+from megalite.comm import Exchange, all_gather_into, all_reduce_
 from megalite.inventory import BucketPlan
 from megalite.parallel.zero.unshard import BucketWeights
 
@@ -66,7 +66,7 @@ class RoundedWeights(BucketWeights):
             self._round()
         arriving = torch.empty_like(self.full, dtype=torch.uint8)
         handle = all_gather_into(arriving, self._rounded, self.axis, sizes=self._sizes, async_op=async_op)
-        self._arriving = _Widened(handle, arriving, self)
+        self._arriving = Exchange([handle], [], lambda: self._widen(arriving))
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -96,7 +96,7 @@ class RoundedWeights(BucketWeights):
         begin = min(max(place.start - self._start, 0), self.shard.numel())
         return slice(begin, max(begin, min(place.stop - self._start, self.shard.numel())))
 
-    def widen(self, arrived: Tensor) -> None:
+    def _widen(self, arrived: Tensor) -> None:
         """Makes weights of what has arrived."""
         full, begin = self.full.data, 0
         full.copy_(arrived.view(torch.float8_e4m3fn))
@@ -104,14 +104,3 @@ class RoundedWeights(BucketWeights):
             numel = place.stop - place.start
             full[place] = self._kept[begin : begin + numel]
             begin += numel
-
-
-class _Widened:
-    """The handle of a gather: what has arrived is made into weights once."""
-
-    def __init__(self, handle: Handle, arriving: Tensor, weights: RoundedWeights) -> None:
-        self._handle, self._arriving, self._weights = handle, arriving, weights
-
-    def wait(self) -> None:
-        self._handle.wait()
-        self._weights.widen(self._arriving)
