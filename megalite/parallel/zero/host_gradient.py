@@ -15,7 +15,7 @@ whole gradients once, before the update. Stages 2 and 3 send the slices of each 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -278,26 +278,9 @@ class LayerSink(GradSink):
         """Whether there is something of this rank's, which the other ranks have not seen."""
         return not self.fresh and not self.gradient.launched
 
-    @property
-    def grad(self) -> Tensor:
+    def _opens(self) -> bool:
         self.layer.open()
-        return super().grad
-
-    def add(self, gradient: Tensor) -> None:
-        self.layer.open()
-        super().add(gradient)
-
-    def add_scaled(self, gradient: Tensor, scale: Tensor) -> None:
-        self.layer.open()
-        super().add_scaled(gradient, scale)
-
-    def addmm(self, a: Tensor, b: Tensor) -> None:
-        self.layer.open()
-        super().addmm(a, b)
-
-    def addmm_each(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self.layer.open()
-        super().addmm_each(pairs)
+        return super()._opens()
 
     def reopen(self) -> None:
         super().reopen()
