@@ -55,7 +55,6 @@ from megalite.comm.p2p import Channel, Incoming, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (
     FlatPiece,
-    LocalParameter,
     Rectangle,
     Statistic,
     TensorShard,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megalite.inventory import ParameterPlacement, Shape
+from megalite.inventory import BufferParameter, ParameterPlacement, Shape
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,6 @@ class TensorShard:
             raise ValueError(f"{self.name}: rectangle {self.offset}..{ends} leaves the tensor {self.global_shape}")
 
 
-class LocalParameter(NamedTuple):
-    """A parameter as one rank computes with it; `shape` is the local one."""
-
-    name: str
-    shape: Shape
-    placement: ParameterPlacement
-
-
 class FlatPiece(NamedTuple):
     """Elements `start .. stop` of parameter number `parameter` of a list, which lie from `at` on in a flat tensor."""
 
@@ -59,7 +51,7 @@ class FlatPiece(NamedTuple):
 class Statistic(NamedTuple):
     """Optimizer state of a parameter as a whole: fewer dimensions (`kept`), the same on all ranks that share it.
 
-    parameter: its number in a list of `LocalParameter`. sharded: names of the axes along which ranks hold other values.
+    parameter: its number in a list. sharded: names of the axes along which ranks hold other values.
     whole: only the rank that owns the parameter has the values, those of the whole logical tensor; of stacked matrices
     which ranks are dealt, of its own. width: of its last dimension, where that is shorter than `kept` says.
     """
@@ -72,7 +64,7 @@ class Statistic(NamedTuple):
     whole: bool = False
     width: int | None = None
 
-    def shard(self, of: LocalParameter, replica: int) -> TensorShard:
+    def shard(self, of: BufferParameter, replica: int) -> TensorShard:
         """The values as a rectangle of the logical tensor `optimizer/<label>/<name>` (padding left out)."""
         place = of.placement
         total = tuple(place.global_shape[d] for d in self.kept)

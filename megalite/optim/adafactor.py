@@ -29,7 +29,6 @@ from torch import Tensor
 from megalite.comm import (
     Axis,
     FlatPiece,
-    LocalParameter,
     Rectangle,
     Statistic,
     all_reduce_,
@@ -38,7 +37,7 @@ from megalite.comm import (
 )
 from megalite.config import OptimizerConfig
 from megalite.gradient import sum_of_squares
-from megalite.inventory import DEALT
+from megalite.inventory import DEALT, BufferParameter
 from megalite.optim.rule import ParamGroup, UpdateRule
 
 DECAY_EXPONENT = 0.8
@@ -55,7 +54,7 @@ class _Mean:
     values: this rank's rows or columns. partial: other ranks of the axis that cuts it hold a part of what is averaged.
     """
 
-    def __init__(self, label: str, parameter: LocalParameter, over: int | None, cut: int | None) -> None:
+    def __init__(self, label: str, parameter: BufferParameter, over: int | None, cut: int | None) -> None:
         shape, whole = parameter.shape, parameter.placement.global_shape
         self.label = label
         self.kept = tuple(d for d in range(len(shape)) if d != over)
@@ -83,7 +82,7 @@ class _Tracked:
     first: the number of its first sum. numel: of one expert, on all ranks of the axis that cuts it.
     """
 
-    def __init__(self, parameter: LocalParameter, cut: int | None, first: int) -> None:
+    def __init__(self, parameter: BufferParameter, cut: int | None, first: int) -> None:
         place = parameter.placement
         dims = len(parameter.shape)
         factored = place.decay  # a bias of two rows is not a matrix
@@ -138,7 +137,7 @@ class Adafactor(UpdateRule):
         self.talks = self.shard_axis.size > 1 or self.cut_axis.size > 1
         self.scale_parameter = settings.args.adafactor_scale_parameter
         self.device, self.dtype = groups[0]["params"][0].device, groups[0]["params"][0].dtype
-        parameters: list[LocalParameter] = groups[0]["parameters"]
+        parameters: list[BufferParameter] = groups[0]["parameters"]
         self.tracked: list[_Tracked] = []
         first = 0
         for parameter in parameters:
@@ -232,7 +231,7 @@ class Adafactor(UpdateRule):
             all_reduce_on_axis(sums[:partial], self.cut_axis)
 
 
-def cut_dimension(parameter: LocalParameter, axis: Axis) -> int | None:
+def cut_dimension(parameter: BufferParameter, axis: Axis) -> int | None:
     """The dimension that an axis cuts. Only a padded vocabulary, dimension 0, can look whole where it is cut."""
     place = parameter.placement
     if not place.sharded & axis.names:
@@ -269,7 +268,9 @@ def _own(flat: Tensor | None, piece: FlatPiece) -> Tensor:
     return flat[piece.at : piece.at + piece.stop - piece.start]
 
 
-def _rectangles(flat: Tensor | None, piece: FlatPiece, parameter: LocalParameter) -> Iterator[tuple[Rectangle, Tensor]]:
+def _rectangles(
+    flat: Tensor | None, piece: FlatPiece, parameter: BufferParameter
+) -> Iterator[tuple[Rectangle, Tensor]]:
     """The rectangles of a parameter that a piece of a flat tensor covers, and their values."""
     for rectangle in range_to_rectangles(parameter.shape, piece.start, piece.stop):
         begin = rectangle.start - piece.start

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, LocalParameter, all_reduce_
+from megalite.comm import Axis, all_reduce_
 from megalite.config import OPTIMIZER_SPECS, OptimizerConfig
-from megalite.inventory import ParameterPlacement
+from megalite.inventory import BufferParameter, ParameterPlacement
 from megalite.optim.matrix_rule import MatrixRule, gather_matrix, own_part, side_by_side
 from megalite.optim.rule import ParamGroup
 
@@ -36,7 +36,7 @@ from megalite.optim.rule import ParamGroup
 class Factors:
     """Sums over a batch: `inputs` of a a^T, `[c, c]`; `outputs` of dy dy^T, `[..., r, r]`; how many tokens, `rows`."""
 
-    def __init__(self, parameter: LocalParameter, cut_axes: tuple[Axis, ...], like: Tensor) -> None:
+    def __init__(self, parameter: BufferParameter, cut_axes: tuple[Axis, ...], like: Tensor) -> None:
         place = parameter.placement
         axes = [axis for axis in cut_axes if axis.name in place.sharded]
         cut = [have != total for have, total in zip(parameter.shape, place.global_shape, strict=True)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megalite.comm import Axis, FlatPiece, LocalParameter
+from megalite.comm import Axis, FlatPiece
 from megalite.config import Rates
+from megalite.inventory import BufferParameter
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
@@ -35,7 +36,7 @@ MakeOptimizer = Callable[[list[ParamGroup]], Any]
 class BucketParameter(NamedTuple):
     """A parameter of which this rank may own a part, and the bucket that it lies in."""
 
-    parameter: LocalParameter
+    parameter: BufferParameter
     buffers: ParameterBuffers
     bucket: Bucket
 
@@ -45,11 +46,7 @@ def bucket_parameters(masters: Sequence[MasterShard]) -> list[BucketParameter]:
     the same list."""
     buckets = {id(master.bucket): master for master in masters}
     return [
-        BucketParameter(
-            LocalParameter(range_.entry.name, range_.entry.shape, range_.entry.placement), m.buffers, m.bucket
-        )
-        for m in buckets.values()
-        for range_ in m.bucket.plan.ranges
+        BucketParameter(range_.entry, m.buffers, m.bucket) for m in buckets.values() for range_ in m.bucket.plan.ranges
     ]
 
 
@@ -60,7 +57,7 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
         kind = master.segment.kind
         groups.setdefault((kind.no_decay, kind.rates, master.segment.whole), []).append(master)
     sinks = [
-        (LocalParameter(range_.entry.name, range_.entry.shape, range_.entry.placement), sink)
+        (range_.entry, sink)
         for buffers in {id(master.buffers): master.buffers for master in masters}.values()
         for bucket in buffers.buckets
         for range_, sink in zip(bucket.plan.ranges, bucket.sinks, strict=True)

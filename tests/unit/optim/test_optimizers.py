@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, LocalParameter
+from megalite.comm import Axis
 from megalite.config import Rates as Own
 from megalite.config.optimizer import OptimizerArgs, OptimizerConfig
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.errors import ConfigError
-from megalite.inventory.parameter_placement import ParameterPlacement
+from megalite.inventory import BufferParameter, ParameterPlacement
 from megalite.observe.live_memory import LiveBytes
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay
 from megalite.optim.adafactor import cut_dimension
@@ -360,6 +360,6 @@ def test_adafactor_knows_what_is_cut(
     shape: tuple[int, ...], whole: tuple[int, ...], sharded: set[str], family: str, cut: int | None
 ) -> None:
     place = ParameterPlacement(whole, (0,) * len(whole), frozenset(sharded), family=family)
-    parameter = LocalParameter("weight", shape, place)
+    parameter = BufferParameter(0, "weight", shape, place)
     assert cut_dimension(parameter, Axis("tp", 2, 0, (0, 1))) == cut
     assert cut_dimension(parameter, Axis.single("tp")) is None
