@@ -21,12 +21,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 
 class Node(Function):
-    """`torch.autograd.Function` with a type for `apply`, which torch's lacks."""
+    """`torch.autograd.Function` with a type for `apply`, which torch's lacks. Its backward is not differentiated."""
 
     apply: ClassVar[Callable[..., Tensor]]
+
+    def __init_subclass__(cls) -> None:
+        cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[method-assign, assignment]
 
 
 # Elements that are widened at a time. A CPU kernel that adds or sums in a wider dtype first makes a wide copy of its
@@ -219,6 +223,25 @@ def sink_of(parameter: Tensor) -> GradSink | None:
     return getattr(parameter, "sink", None)
 
 
+def into_sink(weight: Tensor) -> Tensor:
+    """The weight; what autograd finds as gradient of the result is one contribution to the sink, where it has one."""
+    return _IntoSink.apply(weight)
+
+
+class _IntoSink(Node):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.sink = sink_of(weight)
+        return weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
+        if ctx.sink is None:
+            return gradient
+        ctx.sink.add(gradient.contiguous())
+        return None
+
+
 def attach_sink(parameter: nn.Parameter, sink: GradSink) -> None:
     """Routes all of the parameter's gradient into `sink`, whether a layer adds it itself or autograd accumulates it."""
     if sink_of(parameter) is None:
@@ -263,6 +286,16 @@ class WeightGradQueue:
             compute()
         else:
             self._items.append(Postponed(compute, sink))
+
+    def give(
+        self, sink: GradSink | None, add: Callable[[GradSink], None], alone: Callable[[], Tensor]
+    ) -> Tensor | None:
+        """A weight gradient: runs `add(sink)`, now or later, and returns None; without a sink returns `alone()`, which
+        is autograd's."""
+        if sink is None:
+            return alone()
+        self.put(lambda: add(sink), sink)
+        return None
 
     @contextmanager
     def collect(self) -> Iterator[list[Postponed]]:

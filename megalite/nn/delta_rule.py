@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.gradient import Node
 from megalite.nn.short_convolution import blocks
@@ -116,7 +115,6 @@ class _GatedDelta(Node):
         return o[: len(v)], states[-1].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, do: Tensor, dstate: Tensor) -> Any:
         q, k, v, beta, g, states, *kept = ctx.saved_tensors
         grads = [_empty(x, ctx.size) for x in (q, k, v, beta, g)]

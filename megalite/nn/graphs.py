@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.gradient import GradSink, Node, Postponed, WeightGradQueue, sink_of
 from megalite.inventory import GRAPH_WARM_UP
@@ -180,7 +179,6 @@ class _Replay(Node):
         return lane.forward(index).detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.lane.backward(ctx.index, dy), None, None
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.gradient import Node, widened
 
@@ -53,7 +52,6 @@ class _Convolved(Node):
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dmade: Tensor) -> Any:
         x, before, weight = ctx.saved_tensors
         reach, dk = len(before), ctx.key_size

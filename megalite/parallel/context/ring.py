@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, all_gather, reduce_scatter, start_shift
 from megalite.gradient import Node
@@ -146,7 +145,6 @@ class _RingAttention(Node):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, lse, sinks = ctx.saved_tensors
         axis, kernel, gathers = ctx.axis, ctx.kernel, ctx.gathers

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.gradient import Node, WeightGradQueue, sink_of, sum_widened
 from megalite.parallel.expert.row_counts import RowCounts
@@ -95,7 +94,6 @@ class _Grouped(Node):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         product: GroupedProduct = ctx.product
@@ -188,25 +186,24 @@ def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], dtype: torch.d
 
 def _weight_gradient(ctx: Any, taken: Pairs, weight: Tensor) -> Tensor | None:
     """dy_e^T x_e of every expert's (x_e, dy_e), into the sink (and then None) or returned."""
-    product, sink = ctx.product, ctx.sinks[0]
+    product: GroupedProduct = ctx.product
 
     def pairs() -> list[tuple[Tensor, Tensor]]:
         return [(dy.to(product.dtype).t(), x.to(product.dtype)) for x, dy in taken]
 
-    if sink is None:
-        return torch.stack([torch.mm(a, b) for a, b in pairs()]).to(weight.dtype).view(weight.shape)
-    product.weight_grads.put(lambda: sink.addmm_each(pairs()), sink)
-    return None
+    return product.weight_grads.give(
+        ctx.sinks[0],
+        lambda sink: sink.addmm_each(pairs()),
+        lambda: torch.stack([torch.mm(a, b) for a, b in pairs()]).to(weight.dtype).view(weight.shape),
+    )
 
 
 def _bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     """The sum of dy over the rows of every expert, into the sink or returned."""
-    counts, sink = ctx.counts.on_host, ctx.sinks[1]
+    counts, shape = ctx.counts.on_host, bias.shape
+    queue: WeightGradQueue = ctx.product.weight_grads
 
     def sums() -> Tensor:
-        return torch.stack([sum_widened(rows) for rows in dy.split(counts)]).view(bias.shape)
+        return torch.stack([sum_widened(rows) for rows in dy.split(counts)]).view(shape)
 
-    if sink is None:
-        return sums().to(bias.dtype)
-    ctx.product.weight_grads.put(lambda: sink.add(sums()), sink)
-    return None
+    return queue.give(ctx.sinks[1], lambda sink: sink.add(sums()), lambda: sums().to(bias.dtype))

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather, conjugates, start_all_to_all_rows
 from megalite.gradient import WIDENED_ELEMENTS, Node
@@ -132,7 +131,6 @@ class _Begin(Node):
         return tuple(x.new_empty(()).expand_as(x) for x in given)  # the shapes of their gradients, which _End returns
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.leg.finish()
 
@@ -144,7 +142,6 @@ class _End(Node):
         return leg.finish()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.leg.start(ctx.leg.backward, gradients)
 
@@ -217,7 +214,6 @@ class _Combine(Node):
         return _sums(results, weights.to(results.dtype), plan)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         results, weights = ctx.saved_tensors
         plan: Plan = ctx.plan

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, all_gather, all_to_all, conjugates, reduce_scatter
-from megalite.gradient import Node, sink_of
+from megalite.gradient import into_sink
 from megalite.parallel.grid.axes import Grid
 
 
@@ -29,23 +28,8 @@ def summed(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def gather_parameter(parameter: Tensor, axis: Axis, dim: int) -> Tensor:
     """The parts of a parameter along `dim` (negative) together; its gradient, summed over the axis, goes to its
     sink."""
-    return _GatherParameter.apply(parameter, axis, dim)
-
-
-class _GatherParameter(Node):
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.sink = axis, dim, sink_of(parameter)
-        return parameter.view_as(parameter) if axis.size == 1 else gathered(parameter, axis, dim)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = summed(dy, ctx.axis, ctx.dim)
-        if ctx.sink is None:
-            return gradient, None, None
-        ctx.sink.add(gradient.contiguous())
-        return None, None, None
+    whole = into_sink(parameter)
+    return whole if axis.size == 1 else conjugates(whole, axis, partial(gathered, dim=dim), partial(summed, dim=dim))
 
 
 def features_to_tokens(x: Tensor, grid: Grid) -> Tensor:

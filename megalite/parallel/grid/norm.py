@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, all_gather, all_reduce_
 from megalite.gradient import Node, widened
@@ -37,7 +36,6 @@ class _Norm(Node):
         return (y if bias is None else y + widened(bias)).to(weight.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         dy, wide = widened(dy), widened(x)

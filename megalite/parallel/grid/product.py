@@ -7,11 +7,11 @@ backward    dX = dY W,  dW = dY^T X                     gathers dY, W and X agai
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis
 from megalite.gradient import Node, WeightGradQueue, add_product, sink_of
@@ -54,7 +54,6 @@ class _Product(Node):
         return summed(y.unflatten(-1, (sides.parts, -1)), sides.inner, -1).flatten(-2)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         sides: Sides = ctx.sides
@@ -62,17 +61,15 @@ class _Product(Node):
         dy = gathered(dy.unflatten(-1, (sides.parts, -1)), sides.inner, -1).flatten(-2)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            partial = torch.matmul(dy.to(sides.dtype), _whole_weight(weight, sides)).to(dy.dtype)
-            dx = summed(partial, sides.out, -1)
+            addend = torch.matmul(dy.to(sides.dtype), _whole_weight(weight, sides)).to(dy.dtype)
+            dx = summed(addend, sides.out, -1)
             if sides.activation_gradient is not None:
                 dx = sides.activation_gradient(before, dx)
         if ctx.needs_input_grad[1]:
-            part, sink, columns = x.detach(), ctx.sink, dy.flatten(0, -2)
-
-            if sink is None:
-                dweight = _weight_gradient(columns, part, weight, sides).to(weight.dtype)
-            else:
-                sides.queue.put(lambda: sink.add(_weight_gradient(columns, part, weight, sides).contiguous()), sink)
+            gradient = partial(_weight_gradient, dy.flatten(0, -2), x.detach(), weight, sides)
+            dweight = sides.queue.give(
+                ctx.sink, lambda sink: sink.add(gradient().contiguous()), lambda: gradient().to(weight.dtype)
+            )
         return dx, dweight, None
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import Node, WeightGradQueue
@@ -38,7 +37,6 @@ class _Read(Node):
         return rows.forward(ids)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         rows, ids = ctx.rows, ctx.ids
         ctx.queue.put(lambda: rows.backward(ids, dy))

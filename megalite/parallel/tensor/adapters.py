@@ -111,11 +111,12 @@ class AdapterGradients:
         return found
 
     def _of_one(self, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
-        sink, products = sink_of(weight), self.adapters.products
-        if sink is None:
-            return products.weight_gradient(rows, columns, weight, None)
-        self.adapters.weight_grads.put(lambda: products.add_weight_gradient(sink, rows, columns, None), sink)
-        return None
+        products = self.adapters.products
+        return self.adapters.weight_grads.give(
+            sink_of(weight),
+            lambda sink: products.add_weight_gradient(sink, rows, columns, None),
+            lambda: products.weight_gradient(rows, columns, weight, None),
+        )
 
 
 def add_adapters(block: nn.Module, config: ModelConfig, ctx: LayerContext) -> None:

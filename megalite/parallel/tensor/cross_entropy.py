@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather
 from megalite.gradient import Node, WeightGradQueue, accumulates_wide, add_product, sink_of
@@ -187,7 +186,6 @@ class _FusedCrossEntropy(Node):
         return total.to(weights.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
         reducing: Handle = Done()

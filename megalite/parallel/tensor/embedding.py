@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import Node, WeightGradQueue, sink_of
@@ -66,7 +65,6 @@ class _Lookup(Node):
         return F.embedding(ids, weight)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (ids,) = ctx.saved_tensors
         sink = ctx.sink

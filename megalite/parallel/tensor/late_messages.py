@@ -20,11 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import (
     Axis,
@@ -37,7 +35,7 @@ from megalite.comm import (
     reduce_scatter_into,
     same,
 )
-from megalite.gradient import Node, sink_of
+from megalite.gradient import into_sink
 
 
 class Message:
@@ -132,21 +130,6 @@ def start_sum(partial: Tensor, axis: Axis, *, sequence: bool) -> tuple[Tensor, H
     return part, reduce_scatter_into(part, partial, axis, async_op=True)
 
 
-class _IntoSink(Node):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.sink = sink_of(weight)
-        return weight.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor | None:
-        if ctx.sink is None:
-            return gradient
-        ctx.sink.add(gradient)
-        return None
-
-
 @contextmanager
 def added_at_once(module: nn.Module) -> Iterator[None]:
     """Inside, the gradient of every use of the module's own parameters is a contribution by itself, as of a micro-batch
@@ -155,7 +138,7 @@ def added_at_once(module: nn.Module) -> Iterator[None]:
     kept = {name: weight for name, weight in own.items() if weight is not None and weight.requires_grad}
     try:
         for name, weight in kept.items():
-            own[name] = _IntoSink.apply(weight)  # type: ignore[assignment]  # a tensor in a parameter's place
+            own[name] = into_sink(weight)  # type: ignore[assignment]  # a tensor in a parameter's place
         yield
     finally:
         own.update(kept)

@@ -21,10 +21,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megalite.comm import Axis, Done, Handle, all_gather_into
-from megalite.gradient import GradSink, Node, sink_of, sum_widened
+from megalite.gradient import Node, sink_of, sum_widened
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter
@@ -147,7 +146,6 @@ class _ColumnLinear(Node):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *more = ctx.saved_tensors
         axis: Axis = ctx.layer.tp
@@ -197,7 +195,6 @@ class _RowLinear(Node):
         return y.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, *more = ctx.saved_tensors
         before = x
@@ -233,11 +230,11 @@ def weight_gradients(
     if ctx.needs_input_grad[1]:
         # detached: if it is postponed, it must not keep the graph of the micro-batch alive
         rows, columns = x.detach().reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        sink: GradSink | None = ctx.sinks[0]
-        if sink is None:
-            dweight = products.weight_gradient(columns, rows, weight, kept)
-        else:
-            ctx.layer.weight_grads.put(lambda: products.add_weight_gradient(sink, columns, rows, kept), sink)
+        dweight = ctx.layer.weight_grads.give(
+            ctx.sinks[0],
+            lambda sink: products.add_weight_gradient(sink, columns, rows, kept),
+            lambda: products.weight_gradient(columns, rows, weight, kept),
+        )
     if bias is not None and ctx.needs_input_grad[2]:
         dbias = bias_gradient(ctx, dy, bias)
     return dweight, dbias
@@ -245,12 +242,11 @@ def weight_gradients(
 
 def bias_gradient(ctx: Any, dy: Tensor, bias: Tensor) -> Tensor | None:
     """The sum of dy over all tokens, into the sink or returned."""
-    sink: GradSink | None = ctx.sinks[1]
+    rows, shape = dy.flatten(0, -2), bias.shape
     layer: Linear = ctx.layer
-    if sink is None:
-        return dy.flatten(0, -2).sum(0).view(bias.shape)
-    layer.weight_grads.put(lambda: sink.add(sum_widened(dy.flatten(0, -2)).view(bias.shape)), sink)
-    return None
+    return layer.weight_grads.give(
+        ctx.sinks[1], lambda sink: sink.add(sum_widened(rows).view(shape)), lambda: rows.sum(0).view(shape)
+    )
 
 
 def make_layer(kind: str, usual: Callable[..., Layer], *given: Any, **how: Any) -> Layer:
