@@ -52,24 +52,16 @@ class _Timed:
             self._work = None
 
 
-def _wait(work: Handle) -> Handle:
-    work.wait()
+def _handle(work: Handle, axis: Axis, *, async_op: bool) -> Handle:
+    timed = _Timed(work, axis)
+    if async_op:
+        return timed
+    timed.wait()
     return Done()
-
-
-def _by_messages(whole: Tensor, axis: Axis) -> bool:
-    """Whether to use direct messages: gloo scatters and gathers large tensors more slowly than these do."""
-    large = whole.numel() * whole.element_size() >= 1 << 20
-    return large and whole.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
 
 
 def _through_memory(x: Tensor, axis: Axis) -> bool:
     return axis.shared is not None and x.device.type == "cpu"
-
-
-def _shared(work: Handle, axis: Axis, async_op: bool) -> Handle:
-    handle = _Timed(work, axis)
-    return handle if async_op else _wait(handle)
 
 
 def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool = False) -> Handle:
@@ -77,7 +69,7 @@ def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool =
     if axis.size == 1:
         return Done()
     if _through_memory(x, axis):
-        return _shared(axis.shared.all_reduce_(x, op), axis, async_op)
+        return _handle(axis.shared.all_reduce_(x, op), axis, async_op=async_op)
     with axis.waits:
         work = dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=async_op)
     return _Timed(work, axis) if async_op else Done()
@@ -116,35 +108,26 @@ def _move_into(
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Done()
-    if sizes is not None and len(set(sizes)) > 1:
-        return _move_parts(out, x, axis, sizes, gathers=gathers, async_op=async_op)
-    if _through_memory(x, axis):
+    parts = None if sizes is None or len(set(sizes)) == 1 else list(sizes)  # not equal, perhaps empty
+    if parts is None and _through_memory(x, axis):
         shared = axis.shared
-        return _shared((shared.all_gather_into if gathers else shared.reduce_scatter_into)(out, x), axis, async_op)
-    work: Handle
-    if _by_messages(out if gathers else x, axis):
-        work = _Timed((exchange.start_all_gather if gathers else exchange.start_reduce_scatter)(out, x, axis), axis)
-        return work if async_op else _wait(work)
+        work = (shared.all_gather_into if gathers else shared.reduce_scatter_into)(out, x)
+        return _handle(work, axis, async_op=async_op)
+    whole = out if gathers else x
+    large = whole.numel() * whole.element_size() >= 1 << 20 and whole.device.type == "cpu"
+    if (large or parts is not None) and dist.get_backend(axis.group) == "gloo":
+        # which scatters and gathers large tensors more slowly than direct messages do, and knows no unequal parts
+        start = exchange.start_all_gather if gathers else exchange.start_reduce_scatter
+        return _handle(start(out, x, axis, parts), axis, async_op=async_op)
     source = x.contiguous()
     how = {"group": axis.group, "async_op": async_op}
     with axis.waits:
-        work = _all_gather_single(out, source, **how) if gathers else _reduce_scatter_single(out, source, **how)
-    return _Timed(work, axis) if async_op else Done()
-
-
-def _move_parts(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int], *, gathers: bool, async_op: bool) -> Handle:
-    """Parts that are not equal, perhaps empty. NCCL broadcasts or reduces them in one group, gloo does neither."""
-    work: Handle
-    if dist.get_backend(axis.group) == "gloo":
-        start = exchange.start_all_gather if gathers else exchange.start_reduce_scatter
-        work = _Timed(start(out, x, axis, sizes), axis)
-        return work if async_op else _wait(work)
-    how = {"group": axis.group, "async_op": async_op}
-    with axis.waits:
-        if gathers:
-            work = dist.all_gather(list(out.split(list(sizes))), x.contiguous(), **how)
+        if parts is None:
+            work = _all_gather_single(out, source, **how) if gathers else _reduce_scatter_single(out, source, **how)
+        elif gathers:  # NCCL broadcasts or reduces parts in one group
+            work = dist.all_gather(list(out.split(parts)), source, **how)
         else:
-            work = dist.reduce_scatter(out, list(x.contiguous().split(list(sizes))), **how)
+            work = dist.reduce_scatter(out, list(source.split(parts)), **how)
     return _Timed(work, axis) if async_op else Done()
 
 
