@@ -8,7 +8,7 @@ the device has passed are read once an iteration, so a wait is counted an iterat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,25 +19,17 @@ from megalite.comm.axis import WaitClock
 
 class DeviceWaitClock(WaitClock):
     """`WaitClock` of a GPU. Waits on other streams than the one that was current at first are not counted: whoever uses
-    those computes meanwhile.
+    those computes meanwhile."""
 
-    make_event, current_stream: torch.cuda's.
-    """
-
-    def __init__(
-        self,
-        make_event: Callable[[], Any] = lambda: torch.cuda.Event(enable_timing=True),
-        current_stream: Callable[[], Any] = lambda: torch.cuda.current_stream(),
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._make_event, self._current_stream = make_event, current_stream
-        self._computing = current_stream()
+        self._computing: Any = torch.cuda.current_stream()
         self._begun: Any = None
         self._pending: deque[tuple[Any, Any]] = deque()
         self._free: list[Any] = []
 
     def __enter__(self) -> None:
-        self._begun = self._recorded() if self._current_stream() == self._computing else None
+        self._begun = self._recorded() if torch.cuda.current_stream() == self._computing else None
 
     def __exit__(self, *_: object) -> None:
         if self._begun is not None:
@@ -54,7 +46,7 @@ class DeviceWaitClock(WaitClock):
         return milliseconds / 1e3
 
     def _recorded(self) -> Any:
-        event = self._free.pop() if self._free else self._make_event()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

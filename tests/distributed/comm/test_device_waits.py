@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
+
 from megalite.comm.device_waits import DeviceWaitClock
 
 
@@ -11,7 +14,8 @@ class Device:
     def __init__(self) -> None:
         self.now, self.ordered, self.stream, self.made = 0.0, 0.0, "compute", 0
 
-    def event(self) -> Event:
+    def event(self, *, enable_timing: bool) -> Event:
+        assert enable_timing
         self.made += 1
         return Event(self)
 
@@ -30,9 +34,16 @@ class Event:
         return end.at - self.at
 
 
-def test_waits_are_told_when_the_device_has_them_behind_it() -> None:
-    device = Device()
-    clock = DeviceWaitClock(device.event, lambda: device.stream)
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "Event", made.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made.stream)
+    return made
+
+
+def test_waits_are_told_when_the_device_has_them_behind_it(device: Device) -> None:
+    clock = DeviceWaitClock()
     for length in (10.0, 30.0):
         device.ordered += 100.0  # computed
         with clock:
@@ -45,9 +56,8 @@ def test_waits_are_told_when_the_device_has_them_behind_it() -> None:
     assert clock.take() == 0.0
 
 
-def test_what_waits_beside_the_computing_stream_is_not_counted() -> None:
-    device = Device()
-    clock = DeviceWaitClock(device.event, lambda: device.stream)
+def test_what_waits_beside_the_computing_stream_is_not_counted(device: Device) -> None:
+    clock = DeviceWaitClock()
     device.stream = "vote"
     with clock:
         device.ordered += 50.0
@@ -55,9 +65,8 @@ def test_what_waits_beside_the_computing_stream_is_not_counted() -> None:
     assert clock.take() == 0.0
 
 
-def test_events_are_used_again() -> None:
-    device = Device()
-    clock = DeviceWaitClock(device.event, lambda: device.stream)
+def test_events_are_used_again(device: Device) -> None:
+    clock = DeviceWaitClock()
     for _ in range(20):
         with clock:
             device.ordered += 1.0
