@@ -30,11 +30,9 @@ class HostOptimizer(DeviceOptimizer):
     def __init__(self, masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> None:
         super().__init__(masters, make_optimizer)
         self._mover = masters[0].buffers.rank_memory.mover
-        self._received: dict[int, Tensor] = {}
+        self._places: dict[Hashable, Tensor] = {}
         self._numbers: dict[str, Any] = {}
-        self._scalars: dict[str, Tensor] = {}
         self._arrived = Arrival()
-        self._cast: dict[int, Tensor] = {}
         self._writes: dict[int, Arrival] = {}
 
     def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
@@ -43,7 +41,7 @@ class HostOptimizer(DeviceOptimizer):
             pairs = self._copies([(master, master.gradient) for master in self.masters if master.gradient.is_cuda])
             for name, value in self._numbers.items():
                 if isinstance(value, Tensor) and value.is_cuda:
-                    self._numbers[name] = self._scalar(name, value)
+                    self._numbers[name] = self._on_host(name, value)
                     pairs.append((self._numbers[name], value))
             self._arrived = self._mover.to_host(pairs)
 
@@ -61,7 +59,7 @@ class HostOptimizer(DeviceOptimizer):
     def end_step(self) -> None:
         super().end_step()
         if not self._mover.apart:
-            self._received.clear()
+            self._places.clear()
 
     def _write(self, master: MasterShard, version: int, *, as_masters: bool) -> None:
         """Casts on the host, then copies to the device."""
@@ -72,30 +70,26 @@ class HostOptimizer(DeviceOptimizer):
         key = id(master)
         if key in self._writes:
             self._writes[key].synchronize()
-        else:
-            self._cast[key] = self._mover.empty(target.shape, target.dtype)
-        self._writes[key] = self._mover.to_device([(target, self._cast[key].copy_(master.tensor))])
+        cast = self._on_host(("cast", key), target).copy_(master.tensor)
+        self._writes[key] = self._mover.to_device([(target, cast)])
 
     def finish_writes(self) -> None:
         for arrival in self._writes.values():
             arrival.wait()
 
     def _gradient(self, master: MasterShard) -> Tensor:
-        received = self._received.get(id(master))
+        received = self._places.get(id(master))
         return super()._gradient(master) if received is None else received
 
-    def _scalar(self, name: str, value: Tensor) -> Tensor:
-        """Where a number goes on the host."""
-        if name not in self._scalars:
-            self._scalars[name] = self._mover.empty(value.shape, value.dtype)
-        return self._scalars[name]
+    def _on_host(self, key: Hashable, like: Tensor) -> Tensor:
+        """Where a number, a gradient (by its master) or a cast is on the host, from its first time on."""
+        if key not in self._places:
+            self._places[key] = self._mover.empty(like.shape, like.dtype)
+        return self._places[key]
 
     def _copies(self, gradients: Sequence[tuple[MasterShard, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """(Where it goes on the host, gradient) of each."""
-        for master, gradient in gradients:
-            if id(master) not in self._received:
-                self._received[id(master)] = self._mover.empty(gradient.shape, gradient.dtype)
-        return [(self._received[id(master)], gradient) for master, gradient in gradients]
+        return [(self._on_host(id(master), gradient), gradient) for master, gradient in gradients]
 
 
 class FileOptimizer(HostOptimizer):
