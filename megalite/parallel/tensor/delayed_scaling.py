@@ -12,7 +12,8 @@ has only been zero is not scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,11 +65,9 @@ class DelayedProducts(Float8Products):
         wide: torch.dtype,
         magnitudes: Magnitudes,
         device: torch.device | str,
-        *,
-        keeps: bool = False,
-        postponed: Callable[[], bool] = lambda: False,
+        **how: Any,
     ) -> None:
-        super().__init__(given, cuts, wide, keeps=keeps, postponed=postponed)
+        super().__init__(given, cuts, wide, **how)
         self.magnitudes, self.length, self.device = magnitudes, given.fp8_amax_history_len, device
         self.table: ScaleTable | None = None
         self.layer = 0
@@ -85,17 +84,17 @@ class DelayedProducts(Float8Products):
         return super()._scale(name, x, dims, kept)
 
     def _operand(self, name: str, x: Tensor, dims: tuple[str, str], kept: Kept) -> Operand:
-        key, table = (name, ""), self.table
-        if table is None or not table.known or key in kept.scales or not self.magnitudes.wanted:
+        key, scale = (name, ""), self._remembered(name)
+        if scale is None or key in kept.scales or not self.magnitudes.wanted:
             return super()._operand(name, x, dims, kept)
-        scale = kept.scales[key] = table.scales[self.layer, OPERANDS.index(name)]
+        kept.scales[key] = scale
         values, most = float8_kernels.kernels_on(x.device.type).noted(x, scale, self.format_of(name))
         self.magnitudes.note(self.layer, name, most.to(self.wide))
         return Operand(values, scale)
 
     def _remembered(self, name: str) -> Tensor | None:
-        known = self.table is not None and self.table.known
-        return self.table.scales[self.layer, OPERANDS.index(name)] if self.table is not None and known else None
+        table = self.table
+        return table.scales[self.layer, OPERANDS.index(name)] if table is not None and table.known else None
 
     def _sharers(self, dims: tuple[str, str]) -> list[Axis]:
         """None, once scales are those of a history."""

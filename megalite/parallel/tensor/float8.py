@@ -75,18 +75,16 @@ class Kept:
     gradient: Operand | None = None
 
 
+@dataclass
 class RoundedWeight(Kept):
     """What is known of a weight in one version: scales, and by the dimension that is contracted it in float8.
 
     travelled: it was rounded before it was gathered, and holds numbers of float8.
     """
 
-    travelled = False
-
-    def __init__(self, version: Hashable) -> None:
-        super().__init__()
-        self.version = version
-        self.operands: dict[str, Operand] = {}
+    version: Hashable = None
+    operands: dict[str, Operand] = field(default_factory=dict)
+    travelled: bool = False
 
 
 class Float8Products(Products):
@@ -111,7 +109,7 @@ class Float8Products(Products):
         self.gradients = E5M2 if given.fp8_format == "hybrid" else E4M3
         self.cuts = {dim: [axis for axis in axes if axis.size > 1] for dim, axes in cuts.items()}
         self.keeps, self.postponed = keeps, postponed
-        self._rounded = RoundedWeight(None)
+        self._rounded = RoundedWeight()
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Kept]:
         kept, rows = Kept(), x.flatten(0, -2)
@@ -188,7 +186,7 @@ class Float8Products(Products):
             return self._weight_scale(weight, "in").t()
         if self._rounded.version != self._version_of(weight):
             assert not self._rounded.travelled, "a weight was gathered before its scale was known"
-            self._rounded = RoundedWeight(self._version_of(weight))
+            self._rounded = RoundedWeight(version=self._version_of(weight))
         # detached: a compiler makes other kernels for a parameter
         matrix, other = weight.detach().flatten(0, -2), {"in": "out", "out": "in"}[contracted]
         return self._scale("w", matrix if contracted == "in" else matrix.t(), (other, contracted), self._rounded)
@@ -196,8 +194,8 @@ class Float8Products(Products):
     def before_gather(self, weight: Tensor, most: Tensor) -> Tensor:
         """The scale of a weight of which each rank of a group holds a part; it arrives divided by it and rounded. most:
         its largest magnitude on this rank, `[1, 1]`. Collective over the axes that cut it."""
-        found = self._rounded = RoundedWeight(self._version_of(weight))
-        found.travelled, found.magnitudes["w", ""] = True, most
+        found = self._rounded = RoundedWeight(version=self._version_of(weight), travelled=True)
+        found.magnitudes["w", ""] = most
         if (scale := self._remembered("w")) is not None:
             found.scales["w", ""] = scale
         return Float8Products._scale(self, "w", most, ("out", "in"), found)
