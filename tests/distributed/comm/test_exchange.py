@@ -31,8 +31,8 @@ def body(world: World, dtype: torch.dtype, async_op: bool) -> int:
         direct += 1
         return originals[which](out, x, axis)  # type: ignore[arg-type]
 
-    exchange.start_reduce_scatter = lambda out, x, axis: counted(out, x, axis, which=0)  # type: ignore[assignment]
-    exchange.start_all_gather = lambda out, x, axis: counted(out, x, axis, which=1)  # type: ignore[assignment]
+    exchange.start_reduce_scatter = lambda out, x, axis, sizes: counted(out, x, axis, which=0)  # type: ignore[assignment]
+    exchange.start_all_gather = lambda out, x, axis, sizes: counted(out, x, axis, which=1)  # type: ignore[assignment]
     total = SLICE * axis.size
     wholes = [draw(axis.rank, number, total, dtype) for number in range(3)]
     slices = [whole[SLICE * axis.rank : SLICE * (axis.rank + 1)] for whole in wholes]
