@@ -10,8 +10,7 @@ the parameters' sinks, at once or when the schedule says so. What is kept for ba
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,46 +75,34 @@ class Adapters(nn.Module):
             kept.append(hidden)
         return kept
 
-    def backward(self, dy: Tensor, saved: Sequence[Tensor], dx: Tensor | None) -> AdapterGradients:
-        """Adds their part of the gradient of x to dx, in place. saved: the weights, and what `add_to` returned."""
+    def backward(
+        self, dy: Tensor, saved: Sequence[Tensor], dx: Tensor | None
+    ) -> Callable[[Tensor], list[Tensor | None]]:
+        """Adds their part of the gradient of x to dx, in place. saved: the weights, and what `add_to` returned.
+
+        Returns what computes dA and dB of each from x: added to the sinks (then None), or for autograd."""
         dy = dy.reshape(-1, dy.shape[-1])
         number = len(self)
         weights, hidden = saved[: 2 * number], saved[2 * number :]
-        own, inner = [], []
-        for module, a, b in zip(self.each(), weights[::2], weights[1::2], strict=True):
-            own.append(module.rows(dy).flatten(1))
-            inner.append(self.products.input_gradient(own[-1], b, None).mul_(self.scale))
+        factors = []  # of the gradients of A and B, each the left one and the right one, which for A is x
+        for module, a, b, kept in zip(self.each(), weights[::2], weights[1::2], hidden, strict=True):
+            own = module.rows(dy).flatten(1)
+            inner = self.products.input_gradient(own, b, None).mul_(self.scale)
             if dx is not None:
-                dx += self.products.input_gradient(inner[-1], a, None).view(dx.shape)
-        return AdapterGradients(self, weights, hidden, own, inner)
+                dx += self.products.input_gradient(inner, a, None).view(dx.shape)
+            factors += [(a, inner, None), (b, own, kept.detach().flatten(0, -2))]
 
-
-@dataclass(frozen=True)
-class AdapterGradients:
-    """dy: of each adapter's own outputs. inner: scale * dy B of each, `[tokens, R]`. Sinks are those of `weights`."""
-
-    adapters: Adapters
-    weights: Sequence[Tensor]
-    hidden: Sequence[Tensor]
-    dy: Sequence[Tensor]
-    inner: Sequence[Tensor]
-
-    def of_weights(self, x: Tensor) -> list[Tensor | None]:
-        """dA and dB of each: added to the sinks (then None is returned), or returned for autograd."""
-        found: list[Tensor | None] = []
-        for index, inner in enumerate(self.inner):
+        def of_weights(x: Tensor) -> list[Tensor | None]:
             x = x.detach().reshape(-1, x.shape[-1])
-            hidden = self.hidden[index].detach().flatten(0, -2)
-            pairs = zip(self.weights[2 * index : 2 * index + 2], ((inner, x), (self.dy[index], hidden)), strict=True)
-            found += [self._of_one(weight, rows, columns) for weight, (rows, columns) in pairs]
-        return found
+            return [self._gradient(weight, rows, x if right is None else right) for weight, rows, right in factors]
 
-    def _of_one(self, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
-        products = self.adapters.products
-        return self.adapters.weight_grads.give(
+        return of_weights
+
+    def _gradient(self, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
+        return self.weight_grads.give(
             sink_of(weight),
-            lambda sink: products.add_weight_gradient(sink, rows, columns, None),
-            lambda: products.weight_gradient(rows, columns, weight, None),
+            lambda sink: self.products.add_weight_gradient(sink, rows, columns, None),
+            lambda: self.products.weight_gradient(rows, columns, weight, None),
         )
 
 

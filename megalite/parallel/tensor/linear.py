@@ -165,7 +165,7 @@ class _ColumnLinear(Node):
             dx, reducing = start_sum(partial, axis, sequence=ctx.sequence)
         gathering.wait()
         gradients = weight_gradients(ctx, whole, dy, weight, bias)
-        of_adapters = () if adapted is None else adapted.of_weights(whole)
+        of_adapters = () if adapted is None else adapted(whole)
         ctx.message.hold(reducing)
         return dx, *gradients, None, None, *of_adapters
 
@@ -209,7 +209,7 @@ class _RowLinear(Node):
         products.begin_backward(dy, weight, ctx.kept)
         dx = products.input_gradient(dy, weight, ctx.kept) if ctx.needs_input_grad[0] else None
         dweight, _ = weight_gradients(ctx, x, dy, weight, None)
-        of_adapters = ctx.layer.adapters.backward(dy, more, dx).of_weights(x) if more else ()
+        of_adapters = ctx.layer.adapters.backward(dy, more, dx)(x) if more else ()
         if dx is not None and ctx.activation is not None:
             dx = ctx.layer.activation_gradient(before, dx)
         return dx, dweight, dbias, None, None, None, *of_adapters
