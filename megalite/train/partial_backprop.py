@@ -137,6 +137,6 @@ def attach_depths(config: Config, mesh: ParallelMesh, built: BuiltStages, weight
             here = {group: named[name] for group, name in firsts.items() if name in named}
             depths.attach(stack, group_of(module.names[-1]), here)
             buffers = weights.buffers[key][0]
-            if buffers.reduces_each:
+            if buffers.options.stage >= 2:  # ranks reduce every micro-batch by itself
                 layers = [(group_of(name), layer) for name, layer in named.items()]
                 stage.note_backward(Unreached(depths, layers, buffers.weights.unsharder))

@@ -54,7 +54,7 @@ class DelayedOptimizer(ShardedOptimizer):
             self.count_step(skipped=False)
         self._version_behind = version
         mover = self.buffers[0].rank_memory.mover
-        self._step_behind = mover.then(lambda: self._update_behind(numbers, version))
+        self._step_behind = mover.then(torch.no_grad()(lambda: self._update(self._behind, numbers, version)))
 
     def finish_step(self) -> None:
         """Waits for the thread, and gathers what it has written. Collective. Raises what the step raised there."""
@@ -68,10 +68,6 @@ class DelayedOptimizer(ShardedOptimizer):
         if self._step_behind is not None:
             self.buffers[0].rank_memory.mover.close()
         super().close()
-
-    @torch.no_grad()
-    def _update_behind(self, numbers: dict[str, Any], version: int) -> None:
-        self._update(self._behind, numbers, version)
 
     def shards(self) -> list[TensorShard]:
         self.finish_step()

@@ -92,11 +92,6 @@ class ParameterBuffers:
         )
 
     @property
-    def reduces_each(self) -> bool:
-        """Whether ranks reduce every micro-batch by itself."""
-        return self.options.stage >= 2
-
-    @property
     def on_host(self) -> bool:
         """Whether the home of the weights is the host."""
         return self.rank_memory.tier is not None

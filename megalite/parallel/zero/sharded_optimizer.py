@@ -90,18 +90,15 @@ class ShardedOptimizer:
         self._counted = [m for m in self.masters if self._counts(m)]
         self._steps = 0
         self.step_count = torch.zeros((), dtype=torch.float32)
-        self._create_state()
-
-    # ---- memory ------------------------------------------------------------------------------------------------------
-
-    def _create_state(self) -> None:
-        """Makes the optimizer allocate its moments, for a checkpoint to be loaded into: a step with zero gradients and
-        learning rate 0 leaves every weight as it is and every moment zero."""
+        # The optimizer allocates its moments, for a checkpoint to be loaded into: a step with zero gradients and
+        # learning rate 0 leaves every weight as it is and every moment zero.
         self._fetch_gradients({})
         self._update(self.sub_optimizers, {"lr": 0.0, "weight_decay": 0.0, "steps": -1})
         self._set_step_count(0.0)
-        for buffers in self.buffers:
-            buffers.gradients.begin_batch()
+        for family in self.buffers:
+            family.gradients.begin_batch()
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights (if they are not the compute weights) and of optimizer state on the device, and of

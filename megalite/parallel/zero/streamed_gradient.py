@@ -90,13 +90,18 @@ class StreamedGradient(BucketGradient):
         self._pool.wait()
         self.open()
         self.bucket.zero_unused()
-        full, bucket = self.full, self.bucket
+        full, bucket, sinks = self.full, self.bucket, self._sinks
         own, sizes = bucket.owned(full), bucket.plan.sizes
         self.handle = bucket.reduce_scatter(own, full, bucket.axis, sizes=sizes, async_op=async_op)
-        self._ends = async_op and all(sink.remaining == 0 for sink in self._sinks)
+        self._ends = async_op and all(sink.remaining == 0 for sink in sinks)
         self._reducing, self._filling = self._filling, None
         self._pool.in_flight = self
-        self._next_round()
+        complete = min(sink.seen // sink.uses for sink in sinks)  # micro-batches; parts of later ones are reduced, too
+        for sink in sinks:
+            sink.fresh = True
+            sink.seen -= complete * sink.uses
+        bucket.forget_memory()  # a view of the scratch would keep it alive
+        self.missing = sum(sink.seen < sink.uses for sink in sinks)
 
     def finish(self) -> None:
         super().finish()
@@ -122,14 +127,6 @@ class StreamedGradient(BucketGradient):
         self.finish()
         if not self._slice_is_valid:  # nothing has arrived in this batch
             self.reduced.zero_()
-
-    def _next_round(self) -> None:
-        sinks = self._sinks
-        complete = min(sink.seen // sink.uses for sink in sinks)
-        for sink in sinks:
-            sink.next_round(complete)
-        self.bucket.forget_memory()  # a view of the scratch would keep it alive
-        self.missing = sum(sink.seen < sink.uses for sink in sinks)
 
 
 class StreamingSink(GradSink):
@@ -167,11 +164,6 @@ class StreamingSink(GradSink):
     def reopen(self) -> None:
         super().reopen()
         self.seen = 0
-
-    def next_round(self, complete: int) -> None:
-        """Begins a round: `complete` micro-batches, perhaps with a part of later ones, are being reduced."""
-        self.fresh = True
-        self.seen -= complete * self.uses
 
     def expect(self, contributions: int) -> None:
         """Every micro-batch is reduced by itself; which is the last matters only to what follows the reduction."""
