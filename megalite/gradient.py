@@ -30,7 +30,7 @@ class Node(Function):
     apply: ClassVar[Callable[..., Tensor]]
 
     def __init_subclass__(cls) -> None:
-        cls.backward = staticmethod(once_differentiable(cls.backward))  # type: ignore[method-assign, assignment]
+        setattr(cls, "backward", staticmethod(once_differentiable(cls.backward)))  # noqa: B010
 
 
 # Elements that are widened at a time. A CPU kernel that adds or sums in a wider dtype first makes a wide copy of its
