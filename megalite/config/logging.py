@@ -5,8 +5,8 @@ from __future__ import annotations
 from megalite.config.schema import Section, Spelled, option
 
 
-class WandB(Spelled, needs="wandb_project"):
-    """Weights & Biases."""
+class WandB(Spelled, flag="wandb", needs="wandb_project"):
+    """Weights & Biases"""
 
     wandb_project: str | None = option(None, "log to this Weights & Biases project (offline without a key)")
     wandb_exp_name: str | None = option(None, "name of the run there; unset: the name of `save`")
@@ -14,10 +14,10 @@ class WandB(Spelled, needs="wandb_project"):
     wandb_save_dir: str | None = option(None, "folder of its local files; unset: `save`", metavar="DIR")
 
 
-class Profiling(Spelled, only_with="profile"):
-    """torch's profiler over some iterations."""
+class Profiling(Spelled, flag="profile", only_with="profile"):
+    """write a Chrome trace of some iterations with torch's profiler"""
 
-    profile: bool = option(False, "write a Chrome trace of some iterations with torch's profiler")
+    profile: bool = option(False, "write a Chrome trace of some iterations with torch's profiler", switch="profile")
     profile_step_start: int = option(10, "first iteration profiled", ge=0)
     profile_step_end: int = option(12, "iteration before which the profile ends", ge=1)
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0)
@@ -38,18 +38,18 @@ class Samples(Spelled):
     sample_tokens: int = option(64, "new tokens of each", ge=1, only_with="sample_interval")
 
 
-class EvalTasks(Spelled, needs="eval_task_files"):
-    """Tasks of lm-evaluation-harness on the way."""
+class EvalTasks(Spelled, flag="eval_tasks", needs="eval_task_files"):
+    """tasks of lm-evaluation-harness that measure the model during the training"""
 
     eval_task_files: tuple[str, ...] = option(
-        (), "task files (YAML) of lm-evaluation-harness that the model is measured by", metavar="FILE"
+        (), "task files (YAML) of lm-evaluation-harness that the model is measured by", metavar="FILE", arg="files"
     )
     eval_tasks_interval: int | None = option(None, "iterations between two times; unset: only at the end", ge=1)
     eval_tasks_limit: int | None = option(None, "questions of each task; unset: all", ge=1)
 
 
-class Prometheus(Spelled):
-    """Numbers for Prometheus."""
+class Prometheus(Spelled, flag="prometheus"):
+    """the newest numbers of the run in Prometheus' format"""
 
     prometheus_port: int | None = option(None, "port of the loopback device that serves them", ge=1, le=65535)
     prometheus_file: str | None = option(

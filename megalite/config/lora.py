@@ -45,8 +45,8 @@ TOGETHER: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "fc1": ("gate
 """One adapter for a whole layer, and those of its parts, which exclude it."""
 
 
-class Lora(Spelled, needs="lora_rank"):
-    """Adapters, which are trained in place of the model; they are saved apart."""
+class Lora(Spelled, flag="lora", needs="lora_rank"):
+    """adapters (LoRA and others), which are trained in place of the model; they are saved apart"""
 
     lora_rank: int | None = option(
         None,
@@ -59,6 +59,7 @@ class Lora(Spelled, needs="lora_rank"):
         "what adapters are: products beside matrices (lora), layers behind attention and MLP (bottleneck), keys and "
         "values in front of the text (prefix)",
         choices=("lora", "bottleneck", "prefix"),
+        arg="kind",
     )
     lora_alpha: float | None = option(None, "what an adapter computes is multiplied by this / R; unset: R", gt=0)
     lora_targets: tuple[str, ...] = option(
@@ -68,12 +69,14 @@ class Lora(Spelled, needs="lora_rank"):
         metavar="NAME",
     )
     lora_shared_a: bool = option(
-        False, "experts of a layer share the matrix A of their adapters, and each has its own B"
+        False, "experts of a layer share the matrix A of their adapters, and each has its own B", alone="true"
     )
 
     frozen_weights_int8: bool = option(
         False,
         "frozen matrices of blocks are held in 8 bits, a scale for each row, and dequantised where they are multiplied",
+        arg="int8",
+        alone="true",
     )
 
     @property

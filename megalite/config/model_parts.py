@@ -7,39 +7,33 @@ import math
 from megalite.config.schema import Spelled, option
 
 
-class RopeScaling(Spelled):
-    """Scaling of RoPE, to read further than it was trained."""
+class RopeScaling(Spelled, flag="rope_scaling", only_with="use_rope_scaling"):
+    """scaling of RoPE, to read further than it was trained"""
 
     rotary_seq_len_interpolation_factor: float = option(
-        1.0, "positions are divided by it before rotation (linear scaling)", ge=1
+        1.0, "positions are divided by it before rotation (linear scaling)", ge=1, flag=None, only_with=None
     )
-    use_rope_scaling: bool = option(False, "scale the rotary frequencies")
+    use_rope_scaling: bool = option(False, "scale the rotary frequencies", switch="rope_scaling")
     rope_scaling_type: str = option(
         "llama3",
         "llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
         choices=("llama3", "yarn"),
-        only_with="use_rope_scaling",
     )
-    rope_scaling_factor: float = option(8.0, "factor for the low frequencies", ge=1, only_with="use_rope_scaling")
-    rope_scaling_original_length: int = option(
-        8192, "sequence length of the training before it", ge=1, only_with="use_rope_scaling"
-    )
+    rope_scaling_factor: float = option(8.0, "factor for the low frequencies", ge=1)
+    rope_scaling_original_length: int = option(8192, "sequence length of the training before it", ge=1)
     yarn_beta_fast: float = option(
-        32.0, "YaRN: channels that turn more often in that length are kept", gt=0, only_with="use_rope_scaling"
+        32.0, "YaRN: channels that turn more often in that length are kept", gt=0, arg="beta_fast"
     )
-    yarn_beta_slow: float = option(
-        1.0, "YaRN: those that turn less often are slowed down fully", gt=0, only_with="use_rope_scaling"
-    )
-    yarn_correction_range_round_to_int: bool = option(
-        True, "YaRN: blend between whole channels", only_with="use_rope_scaling"
-    )
+    yarn_beta_slow: float = option(1.0, "YaRN: those that turn less often are slowed down fully", gt=0, arg="beta_slow")
+    yarn_correction_range_round_to_int: bool = option(True, "YaRN: blend between whole channels", arg="round_to_int")
     mscale: float | None = option(
         None,
         "YaRN: temperature (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1); unset: 0.1 ln factor + 1",
         gt=0,
         needs="mscale_all_dim",
+        only_with=None,
     )
-    mscale_all_dim: float | None = option(None, "YaRN: see mscale", gt=0, needs="mscale")
+    mscale_all_dim: float | None = option(None, "YaRN: see mscale", gt=0, needs="mscale", only_with=None)
 
     @property
     def kind(self) -> str | None:
@@ -62,12 +56,14 @@ class RopeScaling(Spelled):
         return 0.1 * math.log(self.rope_scaling_factor) * self.mscale_all_dim + 1.0
 
 
-class Latent(Spelled, needs="multi_latent_attention"):
-    """Widths of latent attention (MLA, DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one
-    small vector a token, which is all that generation keeps. Without the switch attention has keys and values of its
-    own."""
+class Latent(Spelled, flag="mla", prefix="latent_", needs="multi_latent_attention"):
+    """latent attention: keys and values of all heads are made of one small vector a token
 
-    multi_latent_attention: bool = option(False, "latent attention (MLA) in place of grouped queries")
+    MLA (DeepSeek-V2, arXiv 2405.04434): the vector is all that generation keeps. Without the switch attention has keys
+    and values of its own.
+    """
+
+    multi_latent_attention: bool = option(False, "latent attention (MLA) in place of grouped queries", switch="mla")
     q_lora_rank: int | None = option(
         None, "width of the vector that queries are made of; unset: of the block's input", ge=1
     )
@@ -90,16 +86,20 @@ class Latent(Spelled, needs="multi_latent_attention"):
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
 
 
-class Delta(Spelled, needs="experimental_attention_variant"):
-    """Layers whose tokens meet in a state, and the state's sizes: Gated DeltaNet (arXiv 2412.06464)."""
+class Delta(Spelled, flag="linear_attention", prefix="linear_", needs="experimental_attention_variant"):
+    """layers whose tokens meet in a state: Gated DeltaNet
+
+    Yang et al., arXiv 2412.06464.
+    """
 
     experimental_attention_variant: str | None = option(
-        None, "gdn: Gated DeltaNet in place of attention", choices=("gdn",)
+        None, "gdn: Gated DeltaNet in place of attention", choices=("gdn",), arg="variant"
     )
     linear_attention_freq: str | None = option(
         None,
         "layers that keep attention: N, every N-th; or a list, 1 without and 0 with it: '([1]*3+[0])*2'; unset: none",
         metavar="N|LIST",
+        arg="freq",
     )
     linear_key_head_dim: int = option(128, "channels of a head's queries and keys", ge=1)
     linear_value_head_dim: int = option(128, "channels of a head's values", ge=1)
@@ -181,9 +181,11 @@ class Experts(Spelled, needs="num_experts"):
         return self.moe_router_load_balancing_type != "none" and self.moe_aux_loss_coeff > 0
 
 
-class FurtherTokens(Spelled):
-    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, 2.2): behind the last block further ones, each of which
-    predicts one token further; how many, and what that counts in the loss."""
+class FurtherTokens(Spelled, flag="mtp"):
+    """multi-token prediction: tokens beyond the next one
+
+    DeepSeek-V3 (arXiv 2412.19437, 2.2): behind the last block further ones, each of which predicts one token further.
+    """
 
     mtp_num_layers: int | None = option(
         None, "tokens beyond the next that are predicted, each by a block of its own; unset: none", ge=1, le=16
@@ -198,11 +200,13 @@ class FurtherTokens(Spelled):
         return self.mtp_num_layers or 0
 
 
-class QKClip(Spelled, only_with="qk_clip"):
-    """What bounds the scores of attention by scaling projections after each update."""
+class QKClip(Spelled, flag="qk_clip", only_with="qk_clip"):
+    """scores of attention, bounded by scaling the projections of queries and keys after an update"""
 
     qk_clip: bool = option(
-        False, "after each update scale the projections of queries and keys whose largest score was above a threshold"
+        False,
+        "after each update scale the projections of queries and keys whose largest score was above a threshold",
+        switch="qk_clip",
     )
     qk_clip_threshold: float = option(100.0, "the largest score that stays as it is", gt=0)
     qk_clip_alpha: float = option(

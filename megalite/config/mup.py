@@ -32,12 +32,12 @@ DECOUPLED = ("embedding.word_embeddings.weight", "head.output.weight")
 """What Megatron-LM's decoupled learning rate is of; positions are not."""
 
 
-class Mup(Spelled, needs="use_mup"):
-    """The model that was tuned."""
+class Mup(Spelled, flag="mup", needs="use_mup"):
+    """muP and CompleteP: what was tuned for a small model holds for a wide and a deep one"""
 
     use_mup: bool = option(
         False, "muP: initial weights, learning rates, scores and logits scale with the width, so that a learning rate "
-        "that was found for a narrow model holds"
+        "that was found for a narrow model holds", switch="mup"
     )  # fmt: skip
     mup_base_hidden_size: int | None = option(None, "width of the model that was tuned; unset: this one's", ge=1)
     mup_base_num_layers: int | None = option(None, "its layers: with them depth scales, too (CompleteP)", ge=1)

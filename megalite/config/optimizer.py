@@ -7,8 +7,8 @@ from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS
 
 
-class Decay(OneOf):
-    """Length of the decay to --min-lr; without it that of the training."""
+class Decay(OneOf, flag="lr_decay"):
+    """length of the decay to `min_lr`; without it that of the training"""
 
     lr_decay_iters: int | None = option(None, "in iterations", ge=1)
     lr_decay_samples: int | None = option(None, "in samples", ge=1)
@@ -18,8 +18,8 @@ class Decay(OneOf):
         return self.lr_decay_samples or (self.lr_decay_iters or 0) * batch_size or whole
 
 
-class Warmup(OneOf):
-    """Linear warm-up of the learning rate."""
+class Warmup(OneOf, flag="lr_warmup"):
+    """linear warm-up of the learning rate, its length in one of three units"""
 
     lr_warmup_iters: int = option(0, "in iterations", ge=0)
     lr_warmup_samples: int = option(0, "in samples", ge=0)
@@ -33,8 +33,8 @@ class Warmup(OneOf):
         return self.lr_warmup_samples or self.lr_warmup_iters * batch_size
 
 
-class FinalDecay(OneOf):
-    """Final decay of WSD."""
+class FinalDecay(OneOf, flag="lr_wsd_decay"):
+    """final decay of WSD, its length in one of two units"""
 
     lr_wsd_decay_iters: int | None = option(None, "in iterations", ge=1)
     lr_wsd_decay_samples: int | None = option(None, "in samples", ge=1)
@@ -50,12 +50,14 @@ class FinalDecay(OneOf):
         return self.lr_wsd_decay_samples or (self.lr_wsd_decay_iters or 0) * batch_size
 
 
-class WeightDecayRamp(Spelled):
-    """Weight decay that changes over the training."""
+class WeightDecayRamp(Spelled, flag="weight_decay_ramp"):
+    """weight decay that changes over the training"""
 
-    start_weight_decay: float | None = option(None, "at the start; unset: `weight_decay`", ge=0)
-    end_weight_decay: float | None = option(None, "at the end; unset: `weight_decay`", ge=0)
-    weight_decay_incr_style: str = option("constant", "way between", choices=("constant", "linear", "cosine"))
+    start_weight_decay: float | None = option(None, "at the start; unset: `weight_decay`", ge=0, arg="start")
+    end_weight_decay: float | None = option(None, "at the end; unset: `weight_decay`", ge=0, arg="end")
+    weight_decay_incr_style: str = option(
+        "constant", "way between", choices=("constant", "linear", "cosine"), arg="style"
+    )
 
 
 class OptimizerArgs(Spelled):
@@ -145,6 +147,7 @@ class HostOffload(Spelled):
         "keep the rows of the word embedding and their moments in host memory and update them there; the device has a "
         "cache of rows (Bagpipe)",
         choices=("cpu",),
+        alone="cpu",
     )
     embedding_lookahead: int = option(
         2, "micro-batches whose rows come into the cache before they are used", ge=0, needs="embedding_offload"
@@ -161,6 +164,7 @@ class HostOffload(Spelled):
         "keep weights and gradients in host memory, and masters and moments there or in files: those of a layer "
         "are on the device while it uses them. auto: where `device_memory_budget_gb` needs it",
         choices=("none", "cpu", "auto"),
+        alone="cpu",
     )
 
 

@@ -149,8 +149,11 @@ def grids_of(mode: str, most: int) -> list[GridShape]:
     return [shape for shape in shapes.get(mode, []) if math.prod(shape) <= most]
 
 
-class ZeroPlusPlus(Spelled):
-    """What ZeRO-3 sends less of (arXiv:2306.10209)."""
+class ZeroPlusPlus(Spelled, flag="zero_plus_plus", prefix="zero_quantized_"):
+    """ZeRO-3 that sends less (ZeRO++), in 8 or 4 bits, and between nodes above all
+
+    arXiv 2306.10209.
+    """
 
     zero_quantized_weights: bool = option(
         False, "weights travel in 8 bits, blocks of 64 between their least and largest: what computes is rounded"
@@ -163,6 +166,7 @@ class ZeroPlusPlus(Spelled):
         "neighbours among the ranks that ZeRO shards over (those of a node) that keep all weights from a step's "
         "first gather on, so that later ones stay among them",
         ge=1,
+        arg="partition",
     )
 
     def __str__(self) -> str:

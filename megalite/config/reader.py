@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megalite.config.arguments import ARGUMENT_FLAGS, argument_words, shown_flag
+from megalite.config.arguments import argument_flags, argument_words, shown_flag
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, SHORT_FORMS, nearest
 from megalite.config.schema import Option
@@ -38,8 +38,9 @@ class GivenOption:
 def known_options(options: Mapping[str, Option]) -> set[str]:
     """Every name that may be typed, with underscores: fields, aliases and `no_` forms."""
     switches = {name for name, option in options.items() if option.kind is bool} | set(CONSTANT_FLAGS)
-    switches |= {name for name, made in ARGUMENT_FLAGS.items() if made.switch is not None}
-    return {*options, *ARGUMENT_FLAGS, *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS, *(f"no_{name}" for name in switches)}
+    switches |= {name for name, made in argument_flags().items() if made.switch is not None}
+    known = {*options, *argument_flags(), *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS}
+    return known | {f"no_{name}" for name in switches}
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Reader:
         seen: dict[str, str] = {}
         for entry in entries:
             name, where, section = entry.name, entry.where, entry.section
-            if section is not None and section in ARGUMENT_FLAGS:
+            if section is not None and section in argument_flags():
                 givens += self._entry_of(section, entry)
                 continue
             target = self._target(name)
@@ -106,7 +107,7 @@ class Reader:
 
     def _entry_of(self, flag: str, entry: Written) -> list[GivenOption]:
         """Convert `project: lm` of `wandb: {project: lm}`."""
-        made = ARGUMENT_FLAGS[flag]
+        made = argument_flags()[flag]
         name = made.fields.get(entry.name)
         if name is None:
             names = ", ".join(made.fields)
@@ -117,8 +118,8 @@ class Reader:
 
     def _section(self, target: str) -> str | None:
         """The section that a target belongs to."""
-        if target in ARGUMENT_FLAGS:
-            target = next(iter(ARGUMENT_FLAGS[target].fields.values()))
+        if target in argument_flags():
+            target = next(iter(argument_flags()[target].fields.values()))
         return self.options[target].section if target in self.options else None
 
     def _target(self, name: str) -> str | None:
@@ -127,19 +128,19 @@ class Reader:
             return RENAMED[name]
         if name in CONSTANT_FLAGS:
             return CONSTANT_FLAGS[name][0]
-        if name in self.options or name in ARGUMENT_FLAGS or name in EXTRA_OPTIONS:
+        if name in self.options or name in argument_flags() or name in EXTRA_OPTIONS:
             return name
         return self._target(name[3:]) if self._is_negation(name) else None
 
     def _takes_many(self, target: str | None) -> bool:
         option = self.options.get(target or "")
-        return target in ARGUMENT_FLAGS or (option is not None and option.many)
+        return target in argument_flags() or (option is not None and option.many)
 
     def _is_switch(self, name: str) -> bool:
         if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and EXTRA_OPTIONS[name] is None):
             return True
-        if name in ARGUMENT_FLAGS:
-            return ARGUMENT_FLAGS[name].switch is not None
+        if name in argument_flags():
+            return argument_flags()[name].switch is not None
         return name in self.options and self.options[name].kind is bool
 
     def _is_negation(self, name: str) -> bool:
@@ -166,7 +167,7 @@ class Reader:
         assert target is not None
         negated = self._is_negation(typed.name)
         base = typed.name[3:] if negated else typed.name
-        if base in ARGUMENT_FLAGS:
+        if base in argument_flags():
             return self._arguments(typed, base, negated)
         try:
             value = self._switch(typed, base, negated) if self._is_switch(base) else self._value(typed, target)
@@ -179,7 +180,7 @@ class Reader:
 
     def _arguments(self, typed: Written, flag: str, negated: bool) -> list[GivenOption]:
         """Read `NAME=VALUE ...`, each for the field of that name."""
-        made, texts = ARGUMENT_FLAGS[flag], [scalar.text for scalar in typed.scalars]
+        made, texts = argument_flags()[flag], [scalar.text for scalar in typed.scalars]
         if made.switch is not None and (not texts or (len(texts) == 1 and typed.scalars[0].tag == "bool")):
             on = not texts or bool(convert(self.options[made.switch], texts[0]))
             return [GivenOption(made.switch, flag, on is not negated, typed.where)]
@@ -190,9 +191,7 @@ class Reader:
             word = argument if text is None else f"{argument}={text}"
             name = made.fields.get(argument)
             try:
-                givens.append(
-                    self._argument(typed, flag, word, name, made.alone.get(argument) if text is None else text)
-                )
+                givens.append(self._argument(typed, flag, word, name, text))
             except BadValue as bad:
                 meant = name or made.fields.get(_meant(argument, made.fields) or "")
                 self._bad(typed, meant, typed.label(word), str(bad))
@@ -203,8 +202,10 @@ class Reader:
     def _argument(self, typed: Written, flag: str, word: str, name: str | None, text: str | None) -> GivenOption:
         """Convert one word. Raises BadValue."""
         option = self.options.get(name or "")
+        if option is not None and text is None:
+            text = option.facts.get("alone")
         if option is None or (text is None and option.kind is not bool):
-            raise BadValue(_no_argument(word, text, ARGUMENT_FLAGS[flag].fields))
+            raise BadValue(_no_argument(word, text, argument_flags()[flag].fields))
         texts = ["true" if text is None else text]
         if option.many:
             texts = texts[0].replace(",", " ").split()

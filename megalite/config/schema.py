@@ -32,8 +32,9 @@ def option(default: Any, help: str, **facts: Any) -> Any:
         flags of one way go together, one of none with all), `one_of` (a word: fields that share it are ways of one
         thing, as those of a `OneOf`), `rival` (a field that cannot stand beside this one, whatever their ways), `needs`
         (a flag of the same section without which this one is refused), `only_with` (one without which it has no effect,
-        a warning), `stores` (a path that
-        may be a URL of a store), `units` (an integer that may end in K, M, G, B or T).
+        a warning), `stores` (a path that may be a URL of a store), `units` (an integer that may end in K, M, G, B or
+        T), `flag` (it is an argument of that flag), `arg` (by this word; else its name without `prefix` or the flag's),
+        `alone` (its value where none is written), `switch` (of the flag that it turns on: `arguments`).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 

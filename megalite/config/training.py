@@ -67,8 +67,8 @@ class Precision(OneOf):
         return self.bf16 or self.fp16
 
 
-class Float8(Spelled, only_with="fp8_format"):
-    """Products of linear layers inside of blocks in 8 bits."""
+class Float8(Spelled, flag="fp8", only_with="fp8_format"):
+    """products of linear layers inside of blocks in 8 bits"""
 
     fp8_format: str | None = option(
         None,
@@ -87,27 +87,34 @@ class Float8(Spelled, only_with="fp8_format"):
     )
 
 
-class LossScaling(Spelled):
-    """Loss scaling of --fp16, and how many updates may be skipped."""
+class LossScaling(Spelled, flag="loss_scaling", only_with="fp16"):
+    """the dynamic loss scale of `fp16`, and how many updates may be skipped"""
 
-    loss_scale: float | None = option(None, "constant scale; unset: dynamic", gt=0, needs="fp16")
-    initial_loss_scale: float = option(2.0**32, "first dynamic scale", gt=0, only_with="fp16")
-    min_loss_scale: float = option(1.0, "smallest dynamic scale", gt=0, only_with="fp16")
-    loss_scale_window: int = option(1000, "good iterations before the dynamic scale doubles", ge=1, only_with="fp16")
-    hysteresis: int = option(2, "overflows before the dynamic scale halves", ge=1, only_with="fp16")
+    loss_scale: float | None = option(
+        None, "constant scale; unset: dynamic", gt=0, needs="fp16", only_with=None, flag=None
+    )
+    initial_loss_scale: float = option(2.0**32, "first dynamic scale", gt=0, arg="initial")
+    min_loss_scale: float = option(1.0, "smallest dynamic scale", gt=0, arg="min")
+    loss_scale_window: int = option(1000, "good iterations before the dynamic scale doubles", ge=1, arg="window")
+    hysteresis: int = option(2, "overflows before the dynamic scale halves", ge=1)
     max_skipped_updates: int = option(
-        50, "updates skipped in a row, at a scale that cannot fall, that end the run", ge=1
+        50,
+        "updates skipped in a row, at a scale that cannot fall, that end the run",
+        ge=1,
+        only_with=None,
+        arg="max_skipped",
     )
 
 
-class Spikes(Spelled):
-    """Spikes of the gradient norm."""
+class Spikes(Spelled, flag="spikes", prefix="spike_"):
+    """updates whose gradient norm is far above those before"""
 
     on_spike: str | None = option(
         None,
         "an update whose gradient norm is far above those before it: log it, skip it (at most `max_skipped_updates` in "
         "a row), stop before it, or go back to a checkpoint and pass over the samples around it",
         choices=("log", "skip", "stop", "rollback"),
+        arg="action",
     )
     spike_sigma: float = option(
         6.0, "how many standard deviations above the mean of the window is far", gt=0, only_with="on_spike"
@@ -116,11 +123,11 @@ class Spikes(Spelled):
         128, "latest updates that are compared with; nothing is a spike before half of them", ge=2, only_with="on_spike"
     )
     rollback_iters: int = option(
-        100, "rollback: how many iterations before a spike the samples begin that are passed over", ge=1
+        100, "rollback: how many iterations before a spike the samples begin that are passed over", ge=1, arg="back"
     )
-    rollback_skip_iters: int = option(200, "rollback: how many iterations are passed over", ge=1)
+    rollback_skip_iters: int = option(200, "rollback: how many iterations are passed over", ge=1, arg="pass_over")
     rollback_limit: int = option(
-        3, "rollback: how many times the samples passed over may grow before the run ends instead", ge=1
+        3, "rollback: how many times the samples passed over may grow before the run ends instead", ge=1, arg="times"
     )
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megalite.config.arguments import ARGUMENT_FLAGS, places, shown_flag
+from megalite.config.arguments import argument_flags, places, shown_flag
 from megalite.config.names import CONSTANT_FLAGS, RENAMED
 from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
@@ -54,11 +54,11 @@ def listing(options: Mapping[str, Option]) -> Iterator[Listed]:
             section, headed = option.section, False
             yield Listed("section", section)
         flag, _ = places().get(option.name, ("", ""))
-        if flag and option is next(options[name] for name in ARGUMENT_FLAGS[flag].fields.values() if name in places()):
-            made = ARGUMENT_FLAGS[flag]
+        made = argument_flags().get(flag)
+        if made is not None and option is next(options[name] for name in made.fields.values() if name in places()):
             yield Listed("flag", flag_of(flag), "NAME=VALUE ...", spelled(made.help, shown_flag))
             for argument, name in made.fields.items():
-                yield _argument(argument, options[name], alone=argument in made.alone)
+                yield _argument(argument, options[name], alone="alone" in options[name].facts)
         if flag:
             continue
         if option.field != field:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from megalite.config.arguments import ARGUMENT_FLAGS
+from megalite.config.arguments import argument_flags
 from megalite.errors import ConfigError, flag_of
 
 COMMAND_LINE = "command line"
@@ -142,7 +142,7 @@ def _collect(
             continue
         seen[key] = where
         if isinstance(value_node, yaml.MappingNode):
-            if section is None or key in ARGUMENT_FLAGS:
+            if section is None or key in argument_flags():
                 _collect(path, value_node, key, entries, problems)
             else:
                 problems.append(f"{where}: '{key_node.value}' is not a section; expected a plain value")

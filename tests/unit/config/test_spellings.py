@@ -8,7 +8,7 @@ import pytest
 from config_arguments import argv
 
 from megalite.config import Config, dump_yaml, from_dict, parse, parse_with_origins, read_unjudged, to_dict
-from megalite.config.arguments import ARGUMENT_FLAGS
+from megalite.config.arguments import argument_flags
 from megalite.config.root import SECTIONS, all_options
 from megalite.config.schema import build_section, flat
 from megalite.config.values import as_typed
@@ -202,7 +202,7 @@ def test_arguments_of_a_flag_set_the_fields_that_names_of_their_own_set(
 def test_every_argument_is_read(tmp_path: Path) -> None:
     """By the flag and in a file, as the field's own name is; a wrong one has a line that says which there are."""
     options, file = all_options(), tmp_path / "a.yaml"
-    for flag, made in ARGUMENT_FLAGS.items():
+    for flag, made in argument_flags().items():
         for argument, name in made.fields.items():
             option = options[name]
             value = "true" if option.kind is bool else (option.choices or ("3",))[-1]
