@@ -19,7 +19,6 @@ The loader is imported at its first use: nothing else here needs torch, so the t
 from typing import TYPE_CHECKING, Any
 
 from megalite.data.beside import as_hugging_face
-from megalite.data.blend import BlendParts, PhasedDataset
 from megalite.data.build import Dataset, Datasets, build_datasets, build_tokenizer
 from megalite.data.cache import cache_directory
 from megalite.data.chat import ChatTemplate, Messages, parse_messages, preprocess_chat
@@ -31,7 +30,7 @@ from megalite.data.indexed import MARKS, IndexedDataset, IndexedWriter, is_index
 from megalite.data.preprocess import preprocess
 from megalite.data.splits import UnusableSplit
 from megalite.data.subword import HuggingFaceTokenizer, SentencePieceTokenizer, byte_level_alphabet
-from megalite.data.survey import Survey, begun_phases, phase_differences, survey_differences, surveys_to_meta
+from megalite.data.survey import begun_phases, phase_differences, survey_differences, surveys_to_meta
 from megalite.data.token_store import MockStore
 from megalite.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 from megalite.data.tokenizer_io import (

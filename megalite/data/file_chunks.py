@@ -95,10 +95,8 @@ def input_size(inputs: Sequence[str]) -> int:
 
 def input_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
     """The units of one input, in order. Raises DataError where it is not there or cannot be read."""
-    if path.startswith("hf:"):
-        return _hub_units(path, keys)
-    if os.path.isdir(path):
-        return _saved_units(path, keys)
+    if path.startswith("hf:") or os.path.isdir(path):
+        return _dataset_units(path, keys)
     if not os.path.isfile(path):
         raise DataError(f"`input`={path}: no such file")
     if path.endswith(".parquet"):
@@ -177,29 +175,23 @@ def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
         yield InputUnit(path, int(size * batch.num_rows / rows), columns=columns)
 
 
-def _saved_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
-    """A folder written by `datasets.save_to_disk`."""
-    if not any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+def _dataset_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
+    """A folder written by `datasets.save_to_disk`, or `hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under
+    that name, streamed; SPLIT is else train."""
+    if path.startswith("hf:"):
+        name, _, split = path[3:].partition("@")
+        name, _, config = name.partition(":")
+        data = open_dataset(path, "`input`", (name, config or None, split or "train"))
+    elif any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        data = open_dataset(path, "`input`")
+    else:
         raise DataError(f"`input`={path}: is a folder without a saved data set; name its files")
-    data = open_dataset(path, "`input`")
     for part in data.values() if isinstance(data, dict) else [data]:
-        yield from _dataset_units(path, part, keys)
-
-
-def _hub_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
-    """`hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under that name, streamed; SPLIT is else train."""
-    name, _, split = path[3:].partition("@")
-    name, _, config = name.partition(":")
-    data = open_dataset(path, "`input`", (name, config or None, split or "train"))
-    yield from _dataset_units(path, data, keys)
-
-
-def _dataset_units(path: str, data: Any, keys: Sequence[str]) -> Iterator[InputUnit]:
-    if data.column_names is not None:
-        _check_columns(path, keys, data.column_names)
-    for batch in data.iter(batch_size=1024):
-        _check_columns(path, keys, list(batch))
-        yield InputUnit(path, 0, columns=[_texts(path, key, batch[key]) for key in keys])
+        if part.column_names is not None:
+            _check_columns(path, keys, part.column_names)
+        for batch in part.iter(batch_size=1024):
+            _check_columns(path, keys, list(batch))
+            yield InputUnit(path, 0, columns=[_texts(path, key, batch[key]) for key in keys])
 
 
 def _check_columns(path: str, keys: Sequence[str], names: Sequence[str]) -> None:

@@ -24,12 +24,11 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megalite.data.token_store import WRITTEN_BY, TokenStore
+from megalite.data.token_store import WRITTEN_BY, Tokens, TokenStore
 from megalite.data.tokenizer import token_dtype
 from megalite.errors import DataError
 from megalite.files import served_url
@@ -63,14 +62,6 @@ def strip_suffix(path: str) -> str:
 def is_indexed(prefix: str) -> bool:
     """Whether a pair is there; of what a URL names only a pair can be read."""
     return served_url(prefix) is not None or os.path.isfile(prefix + ".bin") and os.path.isfile(prefix + ".idx")
-
-
-class Tokens(Protocol):
-    """An array of tokens `[T]`, mapped or fetched."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> NDArray[np.integer]: ...
 
 
 class IndexedDataset(TokenStore):
@@ -275,8 +266,9 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype) if dtype is not None else token_dtype(vocab_size or 0)
         self._lengths: list[NDArray[np.int32]] = []
         self._documents: list[NDArray[np.int64]] = [np.zeros(1, np.int64)]
-        self._sequences = 0
-        self.tokens, self._marked = 0, marked
+        self._sequences = self._open = 0  # _open: tokens of a document that goes on
+        self.tokens = self.documents = 0
+        self._marked = marked
         self._partial = partial
         ending = "partial" if partial else f"tmp-{os.getpid()}"
         self._temporary = [f"{self.prefix}{suffix}.{ending}" for suffix in (".bin", ".idx")]
@@ -302,11 +294,19 @@ class IndexedWriter:
         self._documents.append(other.document_indices[1:] + self._sequences)
         self._sequences += len(other)
 
-    def extend(self, lengths: NDArray[np.int32]) -> None:
-        """Note documents whose tokens are written already; one without a token has no sequence, as in Megatron."""
-        filled = lengths > 0
+    def extend(self, lengths: NDArray[np.int32], *, goes_on: bool = False) -> None:
+        """Note documents whose tokens are written already; one without a token has no sequence, as in Megatron. The
+        last one may go on: the first of the next call is then its rest."""
+        sizes = lengths.astype(np.int64)
+        sizes[:1] += self._open
+        self._open = int(sizes[-1]) if goes_on else 0
+        sizes = sizes[: len(sizes) - goes_on]
+        if (longest := int(sizes.max(initial=0))) > np.iinfo(np.int32).max:
+            raise DataError(f"{self.prefix}: a document of {longest} tokens is too long for the format; cut it")
+        filled = sizes > 0
+        self.documents += len(sizes)
         self._documents.append(np.cumsum(filled, dtype=np.int64) + self._sequences)
-        self._lengths.append(lengths[filled])
+        self._lengths.append(sizes[filled].astype(np.int32))
         self._sequences += int(filled.sum())
 
     def write(self, ids: NDArray[np.integer]) -> None:

@@ -124,9 +124,13 @@ def write_units(
             stack.enter_context(IndexedWriter(prefix, dtype=dtype, partial=True, marked=job.marked and not i))
             for i, (prefix, dtype) in enumerate(zip(totals.prefixes, job.dtypes, strict=True))
         ]
-        merge = _Merger(writers)
         for unit, result, written in _results(job, units, workers, kept, writers):
-            merge.add(unit, result, written=written)
+            for writer, ids, lengths in zip(writers, result.ids, result.lengths, strict=True):
+                if written:
+                    writer.skip(ids.size)
+                else:
+                    writer.write(ids)
+                writer.extend(lengths, goes_on=unit.goes_on)
             if not written:
                 kept.add(result, writers)
                 totals.text_bytes += result.text_bytes
@@ -136,7 +140,7 @@ def write_units(
             totals.roles |= result.roles
             totals.lost_calls += result.lost_calls
             counted = writers[:1] if job.marked else writers
-            totals.documents, totals.tokens = merge.documents, sum(writer.tokens for writer in counted)
+            totals.documents, totals.tokens = writers[0].documents, sum(writer.tokens for writer in counted)
             on_progress(totals.done, totals.size or None, totals.counts())
         for writer in writers:
             if source and not writer.tokens:
@@ -200,38 +204,6 @@ class UnitJob:
             total += sum(map(utf8_length, column))
         reasons = tuple(skipped[:REASONS])
         return UnitTokens(ids, lengths, total, len(skipped), unit_digest(unit), reasons)
-
-
-class _Merger:
-    """Appends units in order, joining a document that continues in the next unit."""
-
-    def __init__(self, writers: Sequence[IndexedWriter]) -> None:
-        self._writers = list(writers)
-        self._open = [0] * len(writers)
-        self.documents = 0
-
-    def add(self, unit: InputUnit, result: UnitTokens, *, written: bool = False) -> None:
-        """written: the tokens are in the writers' files already."""
-        for number, (writer, ids, lengths) in enumerate(zip(self._writers, result.ids, result.lengths, strict=True)):
-            if written:
-                writer.skip(ids.size)
-            else:
-                writer.write(ids)
-            sizes = lengths.astype(np.int64)
-            if len(sizes):
-                sizes[0] += self._open[number]
-            if unit.goes_on:
-                self._open[number] = int(sizes[-1])
-                sizes = sizes[:-1]
-            else:
-                self._open[number] = 0
-            if len(sizes) and int(sizes.max()) > np.iinfo(np.int32).max:
-                raise DataError(
-                    f"{writer.prefix}: a document of {int(sizes.max())} tokens is too long for the format; cut it"
-                )
-            writer.extend(sizes.astype(np.int32))
-            if number == 0:
-                self.documents += len(sizes)
 
 
 def _in_processes(job: UnitJob, units: Iterator[InputUnit], workers: int) -> Iterator[tuple[InputUnit, UnitTokens]]:

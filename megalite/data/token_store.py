@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,14 @@ WRITTEN_BY = ".tokenizer.json"
 
 NUM_DOCUMENTS = 10_000
 MAX_LENGTH = 4096
+
+
+class Tokens(Protocol):
+    """An array of tokens `[T]`, mapped or fetched."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> NDArray[np.integer]: ...
 
 
 class TokenStore:

@@ -9,7 +9,7 @@ harness         the model in the terms of lm-evaluation-harness; its tasks durin
 """
 
 from megalite.inference.chat import chat_prompts, chat_template, model_sampling
-from megalite.inference.evaluation import TextWindows, as_measured, how_scored, open_data_path, score_source, score_text
+from megalite.inference.evaluation import as_measured, how_scored, open_data_path, score_source, score_text
 from megalite.inference.generate import generate
 from megalite.inference.harness import TaskEvaluator, harness_model, measures_of
 from megalite.inference.loaded_model import LoadedModel, load_for_inference

@@ -49,16 +49,8 @@ def slowest_rank(work: Sequence[float], stages: Sequence[int]) -> tuple[int, flo
     return max((each for each in found if each is not None), key=lambda each: each[1], default=None)
 
 
-def slowest_stage(work: Sequence[float], stages: Sequence[int]) -> tuple[int, float] | None:
-    """The pipeline rank that works longest beside the others, and how many times as long.
-
-    One slow rank does not make a stage slow: a stage is as fast as the lower median of its ranks.
-    """
-    return slowest(by_stage(work, stages))
-
-
 def by_stage(work: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
-    """Stage -> the lower median of its ranks."""
+    """Pipeline rank -> the lower median of its ranks: one slow rank does not make a stage slow."""
     found: dict[int, list[float]] = {}
     for seconds, stage in zip(work, stages, strict=True):
         found.setdefault(stage, []).append(seconds)
@@ -140,12 +132,13 @@ class SlowRankHook(Hook):
         if rank is not None and rank == self._suspect_rank:
             record |= {"slowest_rank": rank, "slowest_rank_ratio": ratio, "slowest_rank_host": self._hosts[rank]}
         self._suspect_rank = rank
-        stage, ratio = slowest_stage(work, stages) or (None, 0.0)
+        seconds = by_stage(work, stages)
+        stage, ratio = slowest(seconds) or (None, 0.0)
         if stage is not None and stage == self._suspect_stage and ratio > RATIO * self._said.get(stage, 0.0):
             self._said[stage] = ratio
             hosts = dict.fromkeys(host for host, other in zip(self._hosts, stages, strict=True) if other == stage)
             record |= {"slowest_stage": stage, "slowest_stage_ratio": ratio, "slowest_stage_hosts": ", ".join(hosts)}
-            record |= self._way_out(by_stage(work, stages), by_stage(cores, stages)[stage])
+            record |= self._way_out(seconds, by_stage(cores, stages)[stage])
         self._suspect_stage = stage
 
     def _way_out(self, seconds: dict[int, float], core: float) -> Record:

@@ -14,7 +14,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.loggers import ConsoleHook, evened
-from megalite.observe.slow_ranks import SlowRankHook, slowest_rank, slowest_stage
+from megalite.observe.slow_ranks import SlowRankHook, by_stage, slowest, slowest_rank
 from megalite.observe.stats import IntervalStats, Record
 from megalite.schedule import expand_layout
 from megalite.testing import run_ranks
@@ -50,7 +50,7 @@ def test_who_stands_out(work: list[list[float]], rank: int | None, stage: int | 
     flat = [seconds for seconds_of_stage in work for seconds in seconds_of_stage]
     stages = [number for number, seconds_of_stage in enumerate(work) for _ in seconds_of_stage]
     assert (slowest_rank(flat, stages) or (None,))[0] == rank
-    assert (slowest_stage(flat, stages) or (None,))[0] == stage
+    assert (slowest(by_stage(flat, stages)) or (None,))[0] == stage
 
 
 class _Keep(Hook):
