@@ -176,8 +176,8 @@ def _parquet_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
 
 
 def _dataset_units(path: str, keys: Sequence[str]) -> Iterator[InputUnit]:
-    """A folder written by `datasets.save_to_disk`, or `hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset` finds under
-    that name, streamed; SPLIT is else train."""
+    """Of a folder written by `datasets.save_to_disk`, or of `hf:NAME[:CONFIG][@SPLIT]`: what `datasets.load_dataset`
+    finds under that name, streamed; SPLIT is else train."""
     if path.startswith("hf:"):
         name, _, split = path[3:].partition("@")
         name, _, config = name.partition(":")
