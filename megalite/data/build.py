@@ -166,7 +166,6 @@ class _Opener:
     def __post_init__(self) -> None:
         self.sources = sources_of(self.cfg)
         self._stores: dict[str, IndexedDataset] = {}
-        self._corpora: dict[str, TextCorpus] = {}
         self._used: dict[str, dict[str, TokenStore]] = {}
         self._surveys: dict[int, Survey] = {}
         self.talks = (0, 0)
@@ -224,9 +223,9 @@ class _Opener:
         """Data set of one split, by its totals of samples. source: None: the split's own."""
         if self.cfg.mock_data:
             mock = MockStore(seed=self.seed, vocab_size=self.vocab_size, eod_id=self.tokenizer.eod_id)
-            parts = dict(zip(SPLIT_NAMES, parse_split(self.cfg.split), strict=True))
+            part = parse_split(self.cfg.split)[SPLIT_NAMES.index(split)]
             self._note(split, "`mock_data`", mock)
-            return self._dataset(mock, bounds_of(parts[split], len(mock.lengths)), split, requests)
+            return self._dataset(mock, bounds_of(part, len(mock.lengths)), split, requests)
         if not self.sources:
             store = self._tokens("", (0.0, 1.0), split, "`data_path`")
             self._note(split, f"`data_path` ({store.name})", store)
@@ -333,10 +332,9 @@ class _Opener:
 
     def _tokens(self, path: str, part: SplitRange | None, split: str, flag: str) -> IndexedDataset:
         """Tokens of raw text; path "" is the default corpus."""
-        if path not in self._corpora:
-            self._corpora[path] = _open_raw(path, flag) if path else stdlib_corpus()
+        corpus = _open_raw(path, flag) if path else stdlib_corpus()
         assert self.cache_dir is not None, "raw text needs a cache folder"
-        return tokenise_corpus(self._corpora[path], part, split, self.tokenizer, self.cache_dir)
+        return tokenise_corpus(corpus, part, split, self.tokenizer, self.cache_dir)
 
 
 def _open_raw(path: str, flag: str) -> TextCorpus:
