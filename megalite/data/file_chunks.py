@@ -145,16 +145,11 @@ def _text_units(path: str) -> Iterator[InputUnit]:
     try:
         with open_text(path, "`input`") as file:
             rest = ""
-            while True:
-                block = file.read(UNIT_BYTES)
-                rest += block
-                pieces = list(text_pieces(rest, UNIT_BYTES // 2)) if block else [rest]
-                for piece in pieces[:-1]:
+            while block := file.read(UNIT_BYTES):
+                *pieces, rest = text_pieces(rest + block, UNIT_BYTES // 2)
+                for piece in pieces:
                     yield InputUnit(path, len(piece.encode()), columns=[[piece]], goes_on=True)
-                rest = pieces[-1] if pieces else ""
-                if not block:
-                    yield InputUnit(path, len(rest.encode()), columns=[[rest]])
-                    return
+            yield InputUnit(path, len(rest.encode()), columns=[[rest]])
     except UnicodeDecodeError as error:
         raise DataError(
             f"`input`={path}: not UTF-8 text ({error.reason} at byte {error.start} of a block); convert it"

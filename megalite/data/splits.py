@@ -3,6 +3,7 @@ documents (or characters) trains, validates and tests (`--split A,B,C`, Megatron
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -36,10 +37,8 @@ def parse_split(text: str) -> list[tuple[float, float] | None]:
         raise DataError(f"`split`={text}: weights must be 0 or more and not all 0; {advice}")
     weights += [0.0] * (3 - len(weights))
     total = sum(weights)
-    edges = [0.0]
-    for weight in weights:
-        edges.append(edges[-1] + weight / total)
-    return [(low, high) if high > low else None for low, high in zip(edges[:-1], edges[1:], strict=True)]
+    edges = [0.0, *itertools.accumulate(weight / total for weight in weights)]
+    return [(low, high) if high > low else None for low, high in itertools.pairwise(edges)]
 
 
 def bounds_of(part: tuple[float, float] | None, count: int) -> tuple[int, int]:

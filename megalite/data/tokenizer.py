@@ -6,6 +6,7 @@ it is made of, so that a checkpoint carries it and generation needs nothing else
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -135,14 +136,12 @@ class CharTokenizer(Tokenizer):
     @classmethod
     def from_texts(cls, texts: Iterable[str]) -> CharTokenizer:
         """Vocabulary = every character that occurs in `texts`."""
-        found: set[str] = set()
-        for text in texts:
-            found.update(text)
+        found = sorted(set(itertools.chain.from_iterable(texts)))
         if not found:
             raise DataError(
                 "`tokenizer_type`=CharTokenizer: the text is empty (0 characters); give a file that holds text"
             )
-        return cls("".join(sorted(found)))
+        return cls("".join(found))
 
     @classmethod
     def from_json(cls, content: bytes, origin: str) -> CharTokenizer:
