@@ -37,7 +37,6 @@ from megalite.config.data import (
     VOCABULARIES,
     DataConfig,
 )
-from megalite.config.embedding_cache import cache_problem, cache_rows, own_rows
 from megalite.config.files import (
     as_it_is_there,
     ids_of_files,
@@ -67,6 +66,7 @@ from megalite.config.parallel import (
     ZeroPlusPlus,
 )
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
+from megalite.config.rules.offload import cache_problem
 from megalite.config.rules.shape import model_shape
 from megalite.config.rules.text import divisors
 from megalite.config.sampling import Sampling

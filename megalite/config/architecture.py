@@ -16,38 +16,10 @@ from megalite.config.model_parts import Delta, Latent, RopeScaling
 from megalite.config.mup import Mup
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config
-from megalite.config.schema import flat
+from megalite.config.schema import flat, options_of
 from megalite.config.values import show
 from megalite.errors import ConfigError
 
-# These change how the model is trained or held, not which function of the weights it is.
-FREE = frozenset(
-    {
-        "model_type",  # sets defaults of the others
-        "seq_length",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "make_vocab_size_divisible_by",
-        "fp32_residual_connection",
-        "attention_softmax_in_fp32",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "cpu_offloading_num_layers",
-        "moe_router_load_balancing_type",
-        "mtp_loss_scaling_factor",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "z_loss_coeff",
-        "qk_clip",
-        "qk_clip_threshold",
-        "qk_clip_alpha",
-        "moe_expert_capacity_factor",
-        "moe_router_bias_update_rate",
-        "tensor_parallel_globs",
-    }
-)
 # Taken by --use-checkpoint-args as well, as in Megatron-LM, but a flag may say otherwise.
 TAKEN_FREELY = ("model_type", "seq_length", "hidden_dropout", "attention_dropout")
 # What YaRN alone reads.
@@ -62,7 +34,8 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
     the user's own there is nothing to compare but its vocabulary: checkpoints know its tensors."""
     if model.is_foreign:
         return {"model_module": "the user's", "vocab_size": model.vocab_size}
-    values = {name: value for name, value in flat(model).items() if name not in FREE}
+    bound = {option.name for option in options_of("model", ModelConfig) if not option.facts.get("free")}
+    values = {name: value for name, value in flat(model).items() if name in bound}
     values["ffn_hidden_size"] = model.ffn_size
     values["num_query_groups"] = model.query_groups
     values["kv_channels"] = model.head_dim

@@ -13,7 +13,7 @@ class WhoseSchedules(OneOf, saved=False):
     use_checkpoint_opt_param_scheduler: bool = option(False, "take those of `load`")
 
 
-class LocalSaveConfig(Spelled):
+class LocalSaveConfig(Spelled, only_with="non_persistent_save_interval"):
     """Saves on the hosts themselves, between those in `save`."""
 
     non_persistent_save_interval: int | None = option(
@@ -27,17 +27,13 @@ class LocalSaveConfig(Spelled):
         "where on the hosts: local: on disk; in_memory: in a file system in memory",
         choices=("local", "in_memory"),
         needs="save",
-        only_with="non_persistent_save_interval",
     )
     non_persistent_local_ckpt_dir: str | None = option(
         None,
         "folder of each host's own for these saves; unset: /dev/shm/megalite for in_memory",
         metavar="DIR",
-        only_with="non_persistent_save_interval",
     )
-    replication: bool = option(
-        False, "keep each of their files on several hosts", only_with="non_persistent_save_interval"
-    )
+    replication: bool = option(False, "keep each of their files on several hosts")
     replication_jump: int | None = option(
         None,
         "ranks between two that keep the same file; unset: those with the same place on the next hosts",

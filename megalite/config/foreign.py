@@ -22,6 +22,7 @@ class ForeignModule(Spelled):
         "its linear layers that tensor-parallel ranks share, by name: col:*.up_proj row:*.down_proj vocab:lm_head",
         metavar="KIND:GLOB",
         needs="model_module",
+        free=True,
     )
 
     @property

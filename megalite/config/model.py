@@ -50,6 +50,7 @@ class ModelConfig(Section):
         "family, which sets defaults: gpt (learned positions, LayerNorm, GELU, biases, tied embeddings) or "
         "llama (RoPE, RMSNorm, SwiGLU, no linear biases, untied)",
         choices=tuple(FAMILY_DEFAULTS),
+        free=True,
     )
     num_layers: int = required("transformer layers L", ge=1, le=10_000)
     hidden_size: int = required("width h of the residual stream", ge=1)
@@ -61,7 +62,7 @@ class ModelConfig(Section):
         None, "key/value heads g of grouped-query attention; unset: one per query head", ge=1
     )
     kv_channels: int | None = option(None, "width d of one attention head; unset: h / a", ge=1)
-    seq_length: int = required("tokens s of a training sample", ge=1)
+    seq_length: int = required("tokens s of a training sample", ge=1, free=True)
     max_position_embeddings: int | None = option(
         None, "longest sequence the model can represent; unset, or with rope below it: `seq_length`", ge=1
     )
@@ -155,45 +156,54 @@ class ModelConfig(Section):
         gt=0,
     )
     untie_embeddings_and_output_weights: bool = option(False, "give the output layer weights of its own")
-    hidden_dropout: float = option(0.0, "dropout of embeddings and residual branches", ge=0, lt=1)
-    attention_dropout: float = option(0.0, "dropout of attention weights", ge=0, lt=1)
+    hidden_dropout: float = option(0.0, "dropout of embeddings and residual branches", ge=0, lt=1, free=True)
+    attention_dropout: float = option(0.0, "dropout of attention weights", ge=0, lt=1, free=True)
     z_loss_coeff: float = option(
         0.0,
         "coefficient of the squared log-sum of the logits in the loss (z-loss; PaLM: 1e-4, OLMo 2: 1e-5); what is "
         "logged is without it",
         ge=0,
+        free=True,
     )
     init_method_std: float = option(
-        0.02, "standard deviation of initial weights; layers that write to the residual stream: / sqrt(2L)", ge=0
+        0.02,
+        "standard deviation of initial weights; layers that write to the residual stream: / sqrt(2L)",
+        ge=0,
+        free=True,
     )
     vocab_size: int = option(
         0, "token ids; 0: taken from the tokenizer, which this may only enlarge (NullTokenizer needs it)", ge=0
     )
     make_vocab_size_divisible_by: int = option(
-        128, "the vocabulary is padded in memory to a multiple of this times the tensor-parallel size", ge=1
+        128, "the vocabulary is padded in memory to a multiple of this times the tensor-parallel size", ge=1, free=True
     )
-    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32 (or wider)")
-    attention_softmax_in_fp32: bool = option(False, "compute attention scores and softmax in fp32 (or wider)")
+    fp32_residual_connection: bool = option(False, "keep the residual stream in fp32 (or wider)", free=True)
+    attention_softmax_in_fp32: bool = option(
+        False, "compute attention scores and softmax in fp32 (or wider)", free=True
+    )
     recompute_granularity: str | None = option(
         None,
         "recompute in backward: selective (attention core), full (whole layers), auto (the fewest whole layers with "
         "which `device_memory_budget_gb` is kept) or none; unset: auto under a budget where it is possible, else none",
         choices=("selective", "full", "auto", "none"),
+        free=True,
     )
     recompute_method: str | None = option(
         None,
         "for full: uniform (chunks of `recompute_num_layers` layers, each recomputed from its input) or "
         "block (the first `recompute_num_layers` layers of each stage)",
         choices=("uniform", "block"),
+        free=True,
     )
     recompute_num_layers: tuple[int, ...] | None = option(
         None,
         "layers of one chunk (uniform) or of a stage (block); for block also one number per stage, first stage first: "
         "4 2 1 0",
         ge=0,
+        free=True,
     )
     cpu_offloading_num_layers: int = option(
-        0, "first layers of each stage whose activations wait in host memory for their backward", ge=0
+        0, "first layers of each stage whose activations wait in host memory for their backward", ge=0, free=True
     )
 
     @property

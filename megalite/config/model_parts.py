@@ -146,15 +146,17 @@ class Experts(Spelled, needs="num_experts"):
         "what the auxiliary loss balances: the tokens of a micro-batch (aux_loss), of each sequence (seq_aux_loss), "
         "or nothing (none)",
         choices=("aux_loss", "seq_aux_loss", "none"),
+        free=True,
     )
-    moe_aux_loss_coeff: float = option(0.0, "coefficient of the auxiliary loss", ge=0)
+    moe_aux_loss_coeff: float = option(0.0, "coefficient of the auxiliary loss", ge=0, free=True)
     moe_z_loss_coeff: float = option(
-        0.0, "coefficient of the z-loss, the mean squared log-sum of the router's logits", ge=0
+        0.0, "coefficient of the z-loss, the mean squared log-sum of the router's logits", ge=0, free=True
     )
     moe_expert_capacity_factor: float | None = option(
         None,
         "in training an expert takes at most this times k s / E tokens of a sequence, the first ones; unset: all",
         gt=0,
+        free=True,
     )
     moe_router_score_function: str = option("softmax", "of the router's logits", choices=("softmax", "sigmoid"))
     moe_router_pre_softmax: bool = option(
@@ -172,7 +174,7 @@ class Experts(Spelled, needs="num_experts"):
         False, "a bias of each expert helps to choose, and every update moves it towards even loads"
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "how far an update moves the bias of an expert", ge=0, needs="moe_router_enable_expert_bias"
+        1e-3, "how far an update moves the bias of an expert", ge=0, needs="moe_router_enable_expert_bias", free=True
     )
 
     @property
@@ -191,7 +193,7 @@ class FurtherTokens(Spelled, flag="mtp"):
         None, "tokens beyond the next that are predicted, each by a block of its own; unset: none", ge=1, le=16
     )
     mtp_loss_scaling_factor: float = option(
-        0.1, "weight of the mean of their losses beside that of the next token", ge=0, needs="mtp_num_layers"
+        0.1, "weight of the mean of their losses beside that of the next token", ge=0, needs="mtp_num_layers", free=True
     )
 
     @property
@@ -200,7 +202,7 @@ class FurtherTokens(Spelled, flag="mtp"):
         return self.mtp_num_layers or 0
 
 
-class QKClip(Spelled, flag="qk_clip", only_with="qk_clip"):
+class QKClip(Spelled, flag="qk_clip", only_with="qk_clip", free=True):
     """scores of attention, bounded by scaling the projections of queries and keys after an update"""
 
     qk_clip: bool = option(

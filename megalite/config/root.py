@@ -153,6 +153,25 @@ class Config:
         return dataclasses.replace(self, model=model, training=changed)
 
     @property
+    def embedding_rows(self) -> int:
+        """Rows of the word embedding on a rank of the first stage, with padding; 0 while the vocabulary is unknown."""
+        return self.padded_vocab_size() // self.parallel.tensor_model_parallel_size if self.model.vocab_size else 0
+
+    @property
+    def rows_at_once(self) -> int:
+        """The most of them that one micro-batch can use on a rank: one for each of its tokens."""
+        tokens = self.training.micro_batch_size * self.model.seq_length
+        tokens //= self.parallel.context.context_parallel_size
+        return min(tokens, self.embedding_rows or tokens)
+
+    @property
+    def cached_rows(self) -> int:
+        """Those of the cache of `--embedding-offload`."""
+        given = self.optimizer.offload
+        wanted = given.embedding_cache_rows or (given.embedding_lookahead + 1) * self.rows_at_once
+        return min(wanted, self.embedding_rows or wanted)
+
+    @property
     def staleness(self) -> Correction:
         """What is done about delayed gradients, the defaults filled in."""
         return correction_of(self)

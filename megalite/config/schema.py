@@ -34,7 +34,8 @@ def option(default: Any, help: str, **facts: Any) -> Any:
         (a flag of the same section without which this one is refused), `only_with` (one without which it has no effect,
         a warning), `stores` (a path that may be a URL of a store), `units` (an integer that may end in K, M, G, B or
         T), `flag` (it is an argument of that flag), `arg` (by this word; else its name without `prefix` or the flag's),
-        `alone` (its value where none is written), `switch` (of the flag that it turns on: `arguments`).
+        `alone` (its value where none is written), `switch` (of the flag that it turns on: `arguments`), `free` (of the
+        model section: it changes how the model is trained or held, not which function of the weights it is).
     """
     return dataclasses.field(default=default, metadata={"help": help, **facts})
 

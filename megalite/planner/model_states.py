@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, own_rows, rates_of
+from megalite.config import OPTIMIZER_SPECS, Config, rates_of
 from megalite.inventory import (
     WORD_EMBEDDINGS,
     BucketPlan,
@@ -133,7 +133,7 @@ def embedding_rows(config: Config) -> StateBytes:
         OPTIMIZER_SPECS[config.optimizer.optimizer],
     )
     of_element = size.wide + sum(size.wide if dtype == "fp32" else 2 for dtype in moments.moments(config.optimizer))
-    cached, rows = (cache_rows(config) + 1) * columns, own_rows(config)
+    cached, rows = (config.cached_rows + 1) * columns, config.embedding_rows
     return StateBytes(
         weights=cached * size.compute, gradients=cached * size.gradient, host=rows * (columns * of_element + 8)
     )

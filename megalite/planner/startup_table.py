@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalite.config import Config, ModelConfig, StageLayout, cache_rows, has_delay, own_rows
+from megalite.config import Config, ModelConfig, StageLayout, has_delay
 from megalite.inventory import (
     FLOPS_CONVENTION,
     MemoryPlan,
@@ -161,7 +161,9 @@ def embedding_rows(config: Config) -> list[tuple[str, str]]:
     count = given.embedding_lookahead
     where = " of a rank of the first stage" if config.parallel.pipeline_model_parallel_size > 1 else ""
     ahead = f"those of {count} micro-batch{'es' * (count != 1)} come ahead"
-    return [("embedding", f"{own_rows(config):,} rows on the host{where}, {cache_rows(config):,} in a cache; {ahead}")]
+    return [
+        ("embedding", f"{config.embedding_rows:,} rows on the host{where}, {config.cached_rows:,} in a cache; {ahead}")
+    ]
 
 
 def _parameters(model: ModelConfig) -> str:

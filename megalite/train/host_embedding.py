@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis, ParallelMesh, TensorShard, all_reduce_
-from megalite.config import OPTIMIZER_SPECS, Config, cache_rows, rates_of
+from megalite.config import OPTIMIZER_SPECS, Config, rates_of
 from megalite.data import BatchLoader
 from megalite.engine import rule_maker
 from megalite.inventory import computations, placement_of
@@ -55,7 +55,7 @@ def make_rows(
         HostRows(initial.detach(), rule, trained=placement.valid_shape(tuple(initial.shape))[0]),
         name=WORD_EMBEDDINGS,
         placement=placement,
-        slots=cache_rows(config),
+        slots=config.cached_rows,
         dtype=ctx.dtype,
         gradient_dtype=torch.bfloat16 if config.parallel.grad_reduce_in_bf16 else ctx.wide_dtype,
         mover=mover,

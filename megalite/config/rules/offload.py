@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.embedding_cache import cache_problem
 from megalite.config.root import Config
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.schedule import find_schedule
@@ -58,3 +57,14 @@ def embedding_offload(config: Config, world_size: int) -> Iterator[str]:
     problem = cache_problem(config)
     if problem is not None:
         yield problem
+
+
+def cache_problem(config: Config) -> str | None:
+    """Why the cache that is asked for is too small; None where it is not, or the vocabulary is not known yet."""
+    rows, needed = config.optimizer.offload.embedding_cache_rows, config.rows_at_once
+    if not config.model.vocab_size or rows is None or rows >= needed:
+        return None
+    return (
+        f"`embedding_cache_rows`={rows}: a micro-batch may use {needed:,} rows at once; use {needed} or more, or a "
+        "smaller `micro_batch_size`"
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from config_arguments import argv, problems_of
 
-from megalite.config import cache_problem, cache_rows, own_rows, parse, with_vocab_size
+from megalite.config import cache_problem, parse, with_vocab_size
 
 PP = "--pipeline-model-parallel-size"
 ROWS = "--embedding-offload cpu --untie-embeddings-and-output-weights"
@@ -59,13 +59,13 @@ def test_a_problem_is_one_line(flags: str, world_size: int, line: str) -> None:
 def test_the_size_of_the_cache() -> None:
     """Of one micro-batch more than looked ahead, at most this rank's part of the vocabulary (100, padded to 128)."""
     config = parse(argv(f"{ROWS} --embedding-lookahead 0"))
-    assert (own_rows(config), cache_rows(config)) == (128, 64)
-    assert cache_rows(parse(argv(ROWS))) == 128
-    assert cache_rows(parse(argv(f"{ROWS} --embedding-cache-rows 70"))) == 70
+    assert (config.embedding_rows, config.cached_rows) == (128, 64)
+    assert parse(argv(ROWS)).cached_rows == 128
+    assert parse(argv(f"{ROWS} --embedding-cache-rows 70")).cached_rows == 70
     two = parse(argv(f"{ROWS} --tensor-model-parallel-size 2 --sequence-parallel"), world_size=2)
-    assert (own_rows(two), cache_rows(two)) == (128, 128)
+    assert (two.embedding_rows, two.cached_rows) == (128, 128)
 
 
 def test_a_vocabulary_that_is_not_known_yet_is_asked_later() -> None:
     config = with_vocab_size(parse(argv(f"{ROWS} --embedding-cache-rows 64")), 0)
-    assert cache_problem(config) is None and own_rows(config) == 0
+    assert cache_problem(config) is None and config.embedding_rows == 0
