@@ -1,9 +1,9 @@
 """Object stores: runs and tokens under a URL such as `s3://bucket/run`, by fsspec (extra `cloud`).
 
     url.py       StoreUrl, a place in a store, with the few methods of a path that readers use
-    store.py     Store: names, read, size, put, create, swap, delete; our own retries, counted
+    store.py     Store: names, read, size, put, create, swap, delete; our own retries, counted. What fsspec serves
+                 (memory, Google's), in whole objects
     s3.py        ... of S3 and what speaks its language: parts, conditions by ETag
-    generic.py   ... of whatever else fsspec serves (memory, Google's): whole objects
     ahead.py     ranges of an object, merged and read several at a time before they are asked for
 
 An object is written whole or not at all, and there is no rename. So what must appear at once is one small object, made

@@ -26,9 +26,6 @@ class S3Store(Store):
     """A bucket of S3. Uploads carry CRC-32, which the server checks; downloads are checked by their readers."""
 
     def __init__(self, bucket: str) -> None:
-        super().__init__(f"s3://{bucket}")
-        s3fs = optional_package(f"s3://{bucket}", "s3fs")
-        self._sync = optional_package(f"s3://{bucket}", "fsspec.asyn", "s3fs").sync
         settings = {
             "retries": {"total_max_attempts": 1},
             "connect_timeout": 10,
@@ -37,8 +34,8 @@ class S3Store(Store):
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
         }
-        self._fs = s3fs.S3FileSystem(config_kwargs=settings, skip_instance_cache=True, use_listings_cache=False)
-        self._bucket = bucket
+        super().__init__("s3", bucket, config_kwargs=settings, skip_instance_cache=True)
+        self._sync = optional_package(self.root, "fsspec.asyn", "s3fs").sync
         for noisy in ("botocore", "aiobotocore", "aiobotocore.credentials"):  # they report where keys were found
             logging.getLogger(noisy).setLevel(logging.WARNING)
 

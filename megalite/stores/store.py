@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megalite.errors import CheckpointError
+from megalite.extras import optional_package
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,7 @@ ATTEMPT = 120.0  # seconds for one
 END_SECONDS, LAST_SECONDS = 20.0, 5.0  # both, of a process that is to end
 PART_BYTES = 16 * 2**20
 NO_OBJECT = ""
+CLIENTS = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 PASSING_SECONDS, TOLD_SECONDS = 5.0, 60.0  # an outage is told once it has lasted so long, and so often
 REREADS = 3  # a bit can flip on the way: what is not as expected is asked for again
 
@@ -53,16 +56,20 @@ class Store:
     """A bucket. Names are keys in it. Methods raise StoreError; one that reads a missing object, Missing.
 
     root: scheme and bucket, for messages. retries: attempts that had to be repeated so far. deadline: seconds after
-    which a request is given up. attempt: for one attempt. A subclass gives the attempts, methods with an underscore,
-    which raise `Missing`, `Refused`, `Again` (worth a repetition) or StoreError.
+    which a request is given up. attempt: for one attempt. Attempts, the last methods here, raise
+    `Missing`, `Refused`, `Again` (worth a repetition) or StoreError. They are fsspec's own calls, on whole objects:
+    these can create, but a swap reads and then writes, so two writers are told apart at the commit, and not before.
+    Memory is one process's alone, so its swap is safe.
     """
 
-    conditional = True
     deadline, attempt = DEADLINE, ATTEMPT
     retries, _ends, _told = 0, False, -TOLD_SECONDS
 
-    def __init__(self, root: str) -> None:
-        self.root = root
+    def __init__(self, scheme: str, bucket: str, **options: Any) -> None:
+        self.root, self._bucket, self.conditional = f"{scheme}://{bucket}", bucket, scheme != "gs"
+        optional_package(self.root, CLIENTS[scheme])
+        fsspec = optional_package(self.root, "fsspec")
+        self._fs = fsspec.filesystem(scheme, use_listings_cache=False, **options)
 
     def names(self, prefix: str) -> list[str]:
         """Objects and folders, these with a slash, directly under `prefix` (a folder's name without its slash, or "");
@@ -90,13 +97,6 @@ class Store:
         """Bytes and tag of an object."""
         return self._retrying(lambda: self._head(name), f"look at {name}")
 
-    def exists(self, name: str) -> bool:
-        try:
-            self.size(name)
-        except Missing:
-            return False
-        return True
-
     def put(self, name: str, content: Path | bytes) -> None:
         """Writes a whole object, replacing what is there."""
         if isinstance(content, bytes):
@@ -118,18 +118,10 @@ class Store:
         try:
             return self._retrying(lambda: self._write(name, data, etag), f"{what} {name}")
         except (Refused, Missing):
-            return self._holds(name, data)
-
-    def _holds(self, name: str, data: bytes) -> str | None:
-        """The tag of an object if its content is `data`."""
-        for _ in range(REREADS):
-            try:
-                found = self.read_tagged(name)
-            except Missing:
-                return None
-            if found.data == data:
-                return found.etag
-        return None
+            with suppress(Missing):
+                found = (self.read_tagged(name) for _ in range(REREADS))
+                return next((etag for there, etag in found if there == data), None)
+            return None
 
     def delete(self, name: str) -> None:
         """Removes an object; no error where there is none."""
@@ -178,36 +170,54 @@ class Store:
                     raise StoreError(f"{self.root}: could not {what} in {count} attempts: {error}") from None
                 self.retries += 1
                 logger.debug("%s: could not %s (%s), again in %.1f s", self.root, what, error, pause)
-                self._tell_outage(began, what, error)
-                again = time.monotonic() + pause
-                while time.monotonic() < min(again, began + self.deadline):
+                now = time.monotonic()
+                if now - began > PASSING_SECONDS and now - self._told > TOLD_SECONDS:  # no fault that passes
+                    self._told, left = now, began + self.deadline - now
+                    logger.warning("%s: could not %s (%s); it is asked for %.0f s more", self.root, what, error, left)
+                while time.monotonic() < min(now + pause, began + self.deadline):
                     time.sleep(min(pause, 1.0))
 
-    def _tell_outage(self, began: float, what: str, error: Again) -> None:
-        """Not of a fault that passes, and not of each request."""
-        now = time.monotonic()
-        if now - began > PASSING_SECONDS and now - self._told > TOLD_SECONDS:
-            self._told = now
-            left = began + self.deadline - now
-            logger.warning("%s: could not %s (%s); it is asked for %.0f s more", self.root, what, error, left)
+    # What is done in one attempt.
 
-    # What a kind of store does in one attempt.
+    def _ask(self, name: str, call: Callable[..., T], *arguments: Any, **more: Any) -> T:
+        try:
+            return call(f"{self._bucket}/{name}", *arguments, **more)
+        except FileNotFoundError:
+            raise Missing(f"{self.root}/{name}: no such object") from None
+        except FileExistsError as error:
+            raise Refused(str(error)) from None
+        except PermissionError as error:
+            raise StoreError(f"{self.root}/{name}: refused ({error}); check the credentials and their rights") from None
+        except Exception as error:
+            raise Again(f"{type(error).__name__}: {str(error)[:200]}") from None
 
     def _names(self, prefix: str) -> list[str]:
-        raise NotImplementedError
+        try:
+            entries = self._ask(prefix, self._fs.ls, detail=True, refresh=True)
+        except Missing:
+            return []
+        kinds = {entry["name"].rstrip("/").rpartition("/")[2]: entry["type"] for entry in entries}
+        return [name + "/" * (kinds[name] == "directory") for name in sorted(kinds)]
 
     def _read(self, name: str, start: int, stop: int | None) -> Tagged:
-        raise NotImplementedError
+        data = bytes(self._ask(name, self._fs.cat_file, start=start or None, end=stop))
+        return Tagged(data, hashlib.sha256(data).hexdigest())
 
     def _head(self, name: str) -> tuple[int, str]:
-        raise NotImplementedError
+        found = self._ask(name, self._fs.info)
+        if found["type"] != "file":
+            raise Missing(f"{self.root}/{name}: no such object")
+        return int(found["size"]), str(found.get("etag") or found.get("generation") or found.get("created") or "")
 
     def _write(self, name: str, data: bytes, etag: str | None) -> str:
         """Returns the new tag. etag: of the version that must be there; NO_OBJECT: of none; None: of any or none."""
-        raise NotImplementedError
+        if etag and self._read(name, 0, None).etag != etag:
+            raise Refused("another version")
+        self._ask(name, self._fs.pipe_file, data, mode="create" if etag == NO_OBJECT else "overwrite")
+        return hashlib.sha256(data).hexdigest()
 
     def _put_file(self, name: str, file: Path) -> None:
-        raise NotImplementedError
+        self._retrying(lambda: self._ask(name, lambda key: self._fs.put_file(str(file), key)), f"write {name}")
 
     def _delete(self, name: str) -> None:
-        raise NotImplementedError
+        self._ask(name, self._fs.rm_file)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megalite.errors import CheckpointError
 from megalite.files import served_url, url_problem
-from megalite.stores.generic import GenericStore
 from megalite.stores.s3 import S3Store
 from megalite.stores.store import Missing, Store
 
@@ -18,7 +17,7 @@ from megalite.stores.store import Missing, Store
 @functools.cache
 def _opened(scheme: str, bucket: str, process: int) -> Store:
     """The store of a bucket, opened once a process: a client does not survive a fork."""
-    return S3Store(bucket) if scheme == "s3" else GenericStore(scheme, bucket)
+    return S3Store(bucket) if scheme == "s3" else Store(scheme, bucket)
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +53,11 @@ class StoreUrl:
         return self
 
     def is_file(self) -> bool:
-        return self.store.exists(self.key)
+        try:
+            self.store.size(self.key)
+        except Missing:
+            return False
+        return True
 
     def read_bytes(self) -> bytes:
         return self.store.read(self.key)

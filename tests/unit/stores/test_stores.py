@@ -67,7 +67,7 @@ def test_conditions_and_ranges(url: StoreUrl) -> None:
     assert store.names("other") == ["a/"] and store.names("other/a") == ["b"] and store.names("none") == []
     store.delete(name)
     store.delete(name)
-    assert not store.exists(name) and store.is_safe_for_two(f"{name}.probe")
+    assert not url.is_file() and store.is_safe_for_two(f"{name}.probe")
     pieces = [(0, 4), (4, 6), (9, 10)]
     assert merged(pieces) == merged(pieces, gap=3, most=8) == [pieces[:2], pieces[2:]]
     assert merged(pieces, gap=3) == [pieces]
@@ -100,7 +100,7 @@ class Failing(Store):
 
 
 def test_retries_are_counted_and_end() -> None:
-    store = Failing("s3://b")
+    store = Failing("memory", "b")
     assert store.read("k") == b"x" and store.retries == 3
     store.left, store.deadline = 10**6, 0.05
     with pytest.raises(StoreError, match=r"could not read k in \d+ attempts: 503"):
@@ -110,7 +110,7 @@ def test_retries_are_counted_and_end() -> None:
 def test_an_outage_is_told_and_a_passing_fault_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = Failing("s3://b")
+    store = Failing("memory", "b")
     store.deadline = 100.0
     monkeypatch.setattr(store_module, "FIRST_PAUSE", 0.001)
     store.read("k")
@@ -119,7 +119,7 @@ def test_an_outage_is_told_and_a_passing_fault_is_not(
     monkeypatch.setattr(store_module, "PASSING_SECONDS", 0.0)
     store.read("k")
     (line,) = [record.getMessage() for record in caplog.records]  # of several attempts
-    assert re.fullmatch(r"s3://b: could not read k \(503\); it is asked for (99|100) s more", line)
+    assert re.fullmatch(r"memory://b: could not read k \(503\); it is asked for (99|100) s more", line)
 
 
 def test_saved_swept_aside_and_deleted(url: StoreUrl, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, mo
         save(url, tmp_path, 10, lock=first)
     assert committed(url) == []
     second.release()
-    assert not url.store.exists(second.path.key)
+    assert not second.path.is_file()
 
 
 def test_a_bit_that_flips_on_the_way_takes_no_lease(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
