@@ -12,8 +12,8 @@
     saving.py       one save of one rank; background.py: those that are written, or sent to a store, meanwhile
     remote.py       ... in a store: commit without rename, sweep; lease.py: its lock
     local.py        saves on the hosts themselves; hosts.py: which these are; replicas.py: files sent between them
-    loading.py      slices of a layout cut out of stored rectangles; every byte against its checksum
-    agreement.py    do the ranks' plans add up to one load
+    loading.py      slices of a layout cut out of stored rectangles, every byte against its checksum; do the ranks'
+                    plans add up to one load
     run_dir.py      newest committed checkpoint, retention; lock.py: one run, one directory
     start_decision.py   from where a run starts
     meta.py         typed reading of `meta`; is it a checkpoint of this model

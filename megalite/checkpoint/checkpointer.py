@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.agreement import agree_on_load
 from megalite.checkpoint.background import PendingSaves, StagingMemory, settle, staging_problem
 from megalite.checkpoint.format import BLOCK_BYTES, checksum
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
@@ -111,11 +110,7 @@ class Checkpointer:
             return self._last
         started = time.perf_counter()
         job = self._prepare(step, shards, meta, files or {})
-
-        def done() -> None:
-            self.committed_at = time.time()
-            self._after_commit(job, started)
-
+        done = partial(self._after_commit, job, started)
         self._in_flight = self._in_flight or background or self.in_store
         if background:
             if self.in_store:
@@ -269,7 +264,7 @@ class Checkpointer:
         return self._plan[1]
 
     def _after_commit(self, job: SaveJob, started: float) -> None:
-        seconds = time.perf_counter() - started
+        self.committed_at, seconds = time.time(), time.perf_counter() - started
         logger.info("saved %s (%s in %.2f s)", job.final, amount(job.plan.nbytes, "B"), seconds)
         retain(self.directory, keep_last=self._keep_last, retain_interval=self._retain_interval)
         if self.after_upload is not None:
@@ -345,7 +340,7 @@ class Checkpointer:
         gathering = GatheredJson([mine.problem, mine.save_id, mine.mask], self.world)
         # The message travels while the first block is read; what it says is known before more is read.
         mine.read_first(rank=self.world.rank, all_here=not scattered)
-        manifest = agree_on_load(mine, gathering.wait(), speaks=self.world.is_first)
+        manifest = mine.agree(gathering.wait(), speaks=self.world.is_first)
         patiently(mine.read_rest, self.world)
         self._together(mine.problem)
         seconds = time.perf_counter() - started

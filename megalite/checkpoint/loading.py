@@ -5,7 +5,9 @@ Values are written through the shards' views; the only buffer is one block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from megalite.checkpoint.format import Manifest, StoredFile, StoredShard
-from megalite.checkpoint.reading import check_size, check_sizes, files_of, open_shard_file, read_extra, read_manifest
+from megalite.checkpoint.reading import check_size, files_of, open_shard_file, read_extra, read_manifest
+from megalite.checkpoint.saving import raise_first
 from megalite.checkpoint.storage import flat_bytes
 from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
@@ -21,6 +24,10 @@ from megalite.faults import fault_point
 from megalite.inventory import Box, cover
 from megalite.progress import OnProgress, no_progress
 from megalite.stores import Place, place
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 16  # at a time, at sizes of files
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ def _pieces(
 class RankLoad:
     """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it.
 
-    files: that it reads.
+    files: that it reads. mask: a bit for each stored tensor, in hex: whether this rank asks for it.
     """
 
     def __init__(self, path: Place, shards: Sequence[TensorShard], *, cast: bool) -> None:
@@ -183,7 +190,9 @@ class RankLoad:
         with self._note_problem():
             manifest = read_manifest(path)
             reads = plan_reads(manifest, shards, cast=cast, where=str(path))
-            self.save_id, self.mask = manifest.save_id, names_mask(manifest, {shard.name for shard in shards})
+            names = {shard.name for shard in shards}
+            bits = "".join("1" if name in names else "0" for name in manifest.tensors)
+            self.save_id, self.mask = manifest.save_id, f"{int(bits or '0', 2):x}"  # short: every rank gathers it
             self._counts = run_reads(path, manifest, reads)
             self.manifest, self.files = manifest, [*reads]
 
@@ -193,8 +202,38 @@ class RankLoad:
             with self._note_problem():
                 fault_point("load", rank=rank, step=self.manifest.step)
                 if rank == 0 and all_here:
-                    verify_unread(self.path, self.manifest)
+                    self._verify_unread(self.manifest)
                 self.nbytes += next(self._counts, 0)
+
+    def _verify_unread(self, manifest: Manifest) -> None:
+        """Raises CheckpointError where an extra file is damaged, or a file is not whole that no rank may need."""
+        for name in manifest.extra_files:
+            read_extra(self.path, manifest, name)
+        folder = files_of(self.path, manifest)
+        with ThreadPoolExecutor(_LOOKS) as pool:  # a store is asked for several at once
+            list(pool.map(lambda name: check_size(folder / name, manifest.files[name].nbytes), manifest.files))
+
+    def agree(self, plans: Sequence[tuple[str | None, str, str]], *, speaks: bool) -> Manifest:
+        """Raises CheckpointError, on all ranks alike, where the ranks' plans do not add up to one load. plans: problem,
+        save id and mask of each."""
+        raise_first([problem for problem, _, _ in plans])
+        assert self.manifest is not None
+        if any(save_id != self.save_id for _, save_id, _ in plans):
+            raise CheckpointError(
+                f"{self.path}: the ranks see different checkpoints; is the directory shared by all hosts?"
+            )
+        used = 0
+        for _, _, mask in plans:
+            used |= int(mask, 16)
+        bits = f"{used:0{len(self.manifest.tensors)}b}"
+        unused = [name for name, bit in zip(self.manifest.tensors, bits, strict=False) if bit == "0"]
+        weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
+        if weights:
+            more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
+            raise CheckpointError(f"{self.path}: holds weights that this model lacks: {', '.join(weights[:3])}{more}")
+        if unused and speaks:
+            logger.info("%s: %d state tensors were not asked for and not loaded", self.path, len(unused))
+        return self.manifest
 
     def read_rest(self) -> None:
         """Reads the others, unless something is wrong already."""
@@ -210,14 +249,6 @@ class RankLoad:
             self.problem = error.text
         except OSError as error:
             self.problem = f"{self.path}: cannot be read ({error.strerror})"
-
-
-def verify_unread(path: Place, manifest: Manifest) -> None:
-    """Raises CheckpointError where an extra file is damaged or a file that this layout need not read is not whole."""
-    for name in manifest.extra_files:
-        read_extra(path, manifest, name)
-    folder = files_of(path, manifest)
-    check_sizes([(folder / name, stored.nbytes) for name, stored in manifest.files.items()])
 
 
 class CheckpointReader:
@@ -266,12 +297,6 @@ class CheckpointReader:
         rows = max(1, max_bytes // (stored.nbytes // stored.shape[0]))
         for first in range(0, stored.shape[0], rows):
             yield whole.rows(first, min(first + rows, stored.shape[0]))
-
-
-def names_mask(manifest: Manifest, names: Collection[str]) -> str:
-    """Which of the stored tensors are among `names`: a bit for each, in hex (short: it is gathered from every rank)."""
-    bits = "".join("1" if name in names else "0" for name in manifest.tensors)
-    return f"{int(bits or '0', 2):x}"
 
 
 def verify_checkpoint(

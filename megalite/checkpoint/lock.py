@@ -202,7 +202,8 @@ class RunLock:
         except OSError as error:
             raise self._not_writable(error) from None
         finally:
-            _remove(temporary)
+            with suppress(OSError):  # on a directory that has become read-only, and no matter
+                temporary.unlink()
 
     def _not_writable(self, error: OSError) -> CheckpointError:
         return CheckpointError(f"{self._flag}: cannot write there ({error.strerror}); choose another `save`")
@@ -322,9 +323,3 @@ def _only_one(file: IO[bytes]) -> bool:
     except OSError:  # a file system without it
         return True
     return True
-
-
-def _remove(path: Path) -> None:
-    """Removes a file if that is possible: on a directory that has become read-only it is not, and no matter."""
-    with suppress(OSError):
-        path.unlink()

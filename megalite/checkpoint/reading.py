@@ -10,8 +10,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
 
 import xxhash
@@ -35,7 +34,6 @@ from megalite.errors import CheckpointError
 from megalite.stores import REREADS, Missing, Place, RangesAhead, StoreUrl
 
 _READ_BYTES = 2**18  # hashing and copying alternate in pieces that stay in the processor's cache
-_LOOKS = 16
 
 
 class ShardReader:
@@ -124,12 +122,6 @@ def _damaged(path: Place, what: str, found: str, expected: str) -> CheckpointErr
     )
 
 
-def check_sizes(files: Sequence[tuple[Place, int]]) -> None:
-    """Raises CheckpointError where a file is missing, or has another size; a store is asked for several at once."""
-    with ThreadPoolExecutor(_LOOKS) as pool:
-        list(pool.map(lambda file: check_size(*file), files))
-
-
 def check_size(path: Place, nbytes: int) -> None:
     """Raises CheckpointError where a file is missing, or has another size."""
     if not isinstance(path, StoreUrl):
@@ -149,7 +141,10 @@ def open_plain(path: Path, nbytes: int | None = None) -> int:
         # not blocking: to open a pipe for reading waits for a writer
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise CheckpointError(f"{path}: {_reason(error)}{_advice(error)}") from None
+        advice = "; the checkpoint is damaged" if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO) else ""
+        if isinstance(error, PermissionError):
+            advice = "; the checkpoint may be whole, give this user the right to read it"
+        raise CheckpointError(f"{path}: {_reason(error)}{advice}") from None
     found, problem = os.fstat(fd), None
     if not stat.S_ISREG(found.st_mode):
         problem = "not a plain file"
@@ -162,16 +157,7 @@ def open_plain(path: Path, nbytes: int | None = None) -> int:
 
 
 def _reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    return f"cannot be read ({error.strerror})"
-
-
-def _advice(error: OSError) -> str:
-    """What to do about an error of the system: a file that this user may not read can be whole."""
-    if isinstance(error, PermissionError):
-        return "; the checkpoint may be whole, give this user the right to read it"
-    return "; the checkpoint is damaged" if error.errno in (errno.ENOENT, errno.ELOOP, errno.EIO) else ""
+    return "missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
 
 
 def read_small(path: Path, limit: int, nbytes: int | None = None) -> bytes:

@@ -68,23 +68,19 @@ def save_id_of(path: StoreUrl) -> str | None:
     return None if found is None else found[2].decode()
 
 
-def committed_urls(directory: StoreUrl) -> list[StoreUrl]:
-    """The committed checkpoints that a listing shows, by step."""
-    found = [path for path in directory.iterdir() if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name[5:]))
-
-
-def settled_urls(directory: StoreUrl, tracker: str, *, seconds: float = SETTLE_SECONDS) -> list[StoreUrl]:
-    """... where a listing may be older than the newest commit: the tracker file names that, and it is looked for."""
-    deadline = time.monotonic() + seconds
+def committed_urls(directory: StoreUrl, tracker: str) -> list[StoreUrl]:
+    """The committed checkpoints, by step. A listing may be older than the newest commit: the tracker file names that,
+    and it is looked for."""
+    deadline = time.monotonic() + SETTLE_SECONDS
     while True:
-        found = committed_urls(directory)
+        named = [path for path in directory.iterdir() if _CHECKPOINT.fullmatch(path.name)]
+        found = sorted(named, key=lambda path: int(path.name[5:]))
         newest = ((directory / tracker).read_if_there() or b"")[:20].strip()
         if not newest.isdigit() or (found and int(found[-1].name[5:]) >= int(newest)):
             return found
-        named = directory / f"iter_{int(newest):07d}"
-        if (named / COMMITTED).is_file():
-            return [path for path in found if path != named] + [named]
+        last = directory / f"iter_{int(newest):07d}"
+        if (last / COMMITTED).is_file():
+            return [path for path in found if path != last] + [last]
         if time.monotonic() > deadline:
             logger.warning("%s: %s is ahead of what is there; is the listing stale?", directory, tracker)
             return found
@@ -185,13 +181,10 @@ def send_along(folder: Path, directory: StoreUrl, names: Sequence[str]) -> None:
             logger.warning("could not copy %s to %s: %s", folder / name, directory, error)
 
 
-def set_aside_urls(paths: Sequence[StoreUrl]) -> list[StoreUrl]:
-    """Takes their names from checkpoints: COMMITTED moves, the files stay where they are."""
-    moved = []
-    for path in paths:
-        proof, save_id = (path / COMMITTED).read_bytes(), save_id_of(path)
-        aside = path.with_name(f"{path.name}.aside-{save_id}")
-        (aside / COMMITTED).write_bytes(proof)
-        (path / COMMITTED).unlink()
-        moved.append(aside)
-    return moved
+def set_aside_url(path: StoreUrl) -> StoreUrl:
+    """Takes its name from a checkpoint: COMMITTED moves, the files stay where they are."""
+    proof, save_id = (path / COMMITTED).read_bytes(), save_id_of(path)
+    aside = path.with_name(f"{path.name}.aside-{save_id}")
+    (aside / COMMITTED).write_bytes(proof)
+    (path / COMMITTED).unlink()
+    return aside

@@ -10,6 +10,7 @@ has arrived.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -54,18 +55,15 @@ class Transfer(NamedTuple):
 
 def rounds_of(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
     """The transfers in rounds, in each of which a rank sends at most one file and receives at most one."""
-    rounds: list[list[Transfer]] = []
-    busy: list[tuple[set[int], set[int]]] = []
+    rounds: dict[int, list[Transfer]] = defaultdict(list)
+    busy: set[tuple[int, str, int]] = set()
     for each in transfers:
-        free = (n for n, (out, in_) in enumerate(busy) if each.source not in out and each.target not in in_)
-        number = next(free, len(rounds))
-        if number == len(rounds):
-            rounds.append([])
-            busy.append((set(), set()))
+        number = 0
+        while busy & (ends := {(number, "from", each.source), (number, "to", each.target)}):
+            number += 1
+        busy |= ends
         rounds[number].append(each)
-        busy[number][0].add(each.source)
-        busy[number][1].add(each.target)
-    return rounds
+    return [*rounds.values()]
 
 
 def send_files(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST
-from megalite.checkpoint.remote import remove_url, set_aside_urls, settled_urls, sweep
+from megalite.checkpoint.remote import committed_urls, remove_url, set_aside_url, sweep
 from megalite.checkpoint.storage import fsync_directory
 from megalite.config import as_it_is_there
 from megalite.errors import CheckpointError
@@ -56,7 +56,7 @@ def committed(directory: Place | str) -> list[Place]:
     """The committed checkpoints of a directory, oldest first; empty where there is no such directory."""
     where = place(directory)
     if isinstance(where, StoreUrl):
-        return [*settled_urls(where, TRACKER)]
+        return [*committed_urls(where, TRACKER)]
     return [path for path in _named(where) if os.path.isfile(path / COMMITTED)]
 
 
@@ -323,12 +323,11 @@ def set_aside_newer(save: Place | str, step: int) -> list[Place]:
     """
     where = place(save)
     if isinstance(where, StoreUrl):
-        found = settled_urls(where, TRACKER)
-        newer = set_aside_urls([path for path in found if step_of(path) > step])
-        if newer:
+        moved: list[Place] = [set_aside_url(p) for p in committed_urls(where, TRACKER) if step_of(p) > step]
+        if moved:
             write_tracker(where, step)
-        return [*newer]
-    moved: list[Place] = []
+        return moved
+    moved = []
     for paths, why in ((committed(where), "aside"), (uncommitted(where), "damaged")):
         for path in paths:
             assert isinstance(path, Path)

@@ -158,7 +158,7 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     holdings = []
     for ranks in members:
         rows = descriptions[ranks[0]].rows
-        copies = [_expanded(descriptions[rank].replicas) for rank in ranks]
+        copies = [[n for n, count in descriptions[rank].replicas for _ in range(count)] for rank in ranks]
         first = np.array(copies).min(0).tolist() if len(ranks) > 1 else copies[0]
         holdings.append(_rectangles(rows, first, ranks[0], tensors))
     duties = share_out(holdings, kinds)
@@ -197,10 +197,6 @@ def write_whole(
         stored[file_name] = write_shard_file(staging / file_name, parts, save_id=save_id, block_bytes=BLOCK_BYTES)
     extra = {name: ExtraFile(len(data), write_file(staging / name, data)) for name, data in files.items()}
     write_proof(staging, Manifest(step, save_id, 1, tensors, stored, extra, meta(tensors)))
-
-
-def _expanded(runs: Sequence[Sequence[int]]) -> list[int]:
-    return [replica for replica, count in runs for _ in range(count)]
 
 
 def _rectangles(

@@ -256,16 +256,14 @@ class UploadsHook(Hook):
         self._seen = 0
 
     def on_save(self, trainer: TrainerView, record: Record) -> None:
-        where = self._checkpointer.directory
-        if not isinstance(where, StoreUrl):
-            return
-        retries = where.store.retries
-        record["store_retries"], record["uploads_waiting"] = retries - self._seen, len(self._checkpointer.pending)
-        record["save_timestamp_seconds"] = self._checkpointer.committed_at
-        self._seen = retries
+        if isinstance(where := self._checkpointer.directory, StoreUrl):
+            retries, waiting = where.store.retries, len(self._checkpointer.pending)
+            record["store_retries"], record["uploads_waiting"] = retries - self._seen, waiting
+            self._seen = retries
+            self.on_log(trainer, record)
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        if isinstance(self._checkpointer.directory, StoreUrl):
+        if self._checkpointer.in_store:
             record["save_timestamp_seconds"] = self._checkpointer.committed_at
 
 
