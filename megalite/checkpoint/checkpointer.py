@@ -150,10 +150,8 @@ class Checkpointer:
         return self.local is not None and self.local.save(self._prepare(step, shards, meta, files, self.local))
 
     def check_room(self, shards: Sequence[TensorShard]) -> None:
-        """Checks that what `save` would write now fits on the disk, before training finds out hours later.
-
-        Leftovers of interrupted saves are removed first. Raises CheckpointError.
-        """
+        """Checks that what `save` would write now fits on the disk, before training finds out hours later. Leftovers of
+        interrupted saves are removed first. Raises CheckpointError."""
         plan = self._agree_on_plan(shards)
 
         def look() -> None:
@@ -175,10 +173,7 @@ class Checkpointer:
 
     @property
     def failure(self) -> str | None:
-        """Local: why the save in flight has failed, as far as this rank knows.
-
-        For the trainer's once-a-step agreement; `wait` then raises it on all ranks.
-        """
+        """Local: why the save in flight has failed, as far as this rank knows; `wait` raises it on all ranks."""
         return self.pending.failure
 
     def wait(self) -> None:

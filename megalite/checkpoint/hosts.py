@@ -43,8 +43,7 @@ class LocalSettings:
 
 
 class Hosts:
-    """The hosts of a run, found together. Raises CheckpointError, on all ranks alike, where hosts share the folder, or
-    a copy would be on the host of its original.
+    """The hosts of a run, found together. Raises CheckpointError as `LocalSaves` does.
 
     names: rank -> name of its host. numbers: rank -> the first rank of its host. mine: the ranks of this host; leads:
     whether this is the first of them. buddies: rank -> the ranks that keep a copy of its file.

@@ -70,10 +70,8 @@ Places = Mapping[str, Sequence[tuple[str, StoredShard]]]
 def plan_reads(
     manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool, where: str, places_of: Places | None = None
 ) -> Reads:
-    """file name -> its needed rectangles, each with where its values go; all is checked before a byte is read.
-
-    Raises CheckpointError naming tensors that are missing, of another shape or of another dtype (unless `cast`).
-    """
+    """file name -> its needed rectangles, each with where its values go; all is checked before a byte is read. Raises
+    CheckpointError naming tensors that are missing, of another shape or of another dtype (unless `cast`)."""
     table = places_of if places_of is not None else manifest.shards_by_tensor()
     wanted: dict[str, dict[int, tuple[StoredShard, list[LoadTarget]]]] = {}
     problems: list[str] = []
@@ -109,10 +107,8 @@ def plan_reads(
 
 
 def run_reads(path: Place, manifest: Manifest, reads: Reads) -> Iterator[int]:
-    """Reads, verifies and distributes, block by block; yields the bytes of each.
-
-    The only buffer is one block. Raises CheckpointError naming the file.
-    """
+    """Reads, verifies and distributes, block by block; yields the bytes of each. Raises CheckpointError naming the
+    file."""
     scratch = torch.empty(manifest.block_bytes, dtype=torch.uint8)
     files = files_of(path, manifest)
     for file_name, places in reads.items():
@@ -174,10 +170,8 @@ def _pieces(
 
 
 class RankLoad:
-    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it.
-
-    files: that it reads. mask: a bit for each stored tensor, in hex: whether this rank asks for it.
-    """
+    """One rank's part of a collective load. What goes wrong stays in `problem` until the ranks agree on it. files: that
+    it reads. mask: a bit for each stored tensor, in hex: whether this rank asks for it."""
 
     def __init__(self, path: Place, shards: Sequence[TensorShard], *, cast: bool) -> None:
         self.path = path
@@ -319,7 +313,7 @@ def verify_checkpoint(
     except CheckpointError as error:
         return [str(error)]
     problems = []
-    names = sorted(manifest.files)[share::shares]
+    names, folder = sorted(manifest.files)[share::shares], files_of(root, manifest)
     done, total = 0, sum(manifest.files[name].nbytes for name in names)
 
     def read(nbytes: int) -> None:
@@ -327,19 +321,17 @@ def verify_checkpoint(
         done += nbytes
         on_progress(done, total, "")
 
-    for name in names:
+    for name in [*names, *(manifest.extra_files if share == 0 else ())]:
         try:
-            file, stored = files_of(root, manifest) / name, manifest.files[name]
-            verify_file(file, stored, manifest.block_bytes, read, with_state=with_state, contents=contents)
+            if name in manifest.extra_files:
+                read_extra(root, manifest, name)
+                continue
+            stored = manifest.files[name]
+            verify_file(folder / name, stored, manifest.block_bytes, read, with_state=with_state, contents=contents)
         except CheckpointError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{root / name}: cannot be read ({error.strerror})")
-    for name in manifest.extra_files if share == 0 else ():
-        try:
-            read_extra(root, manifest, name)
-        except CheckpointError as error:
-            problems.append(str(error))
     return problems
 
 

@@ -76,10 +76,8 @@ class LockHolder:
 
 
 def process_start(pid: int) -> str | None:
-    """Start time of a process, which distinguishes it from a later one of the same number; None where there is none.
-
-    A zombie has ended, though its parent has not asked how: it is no process. Empty if the system does not say.
-    """
+    """Start time of a process, which distinguishes it from a later one of the same number; None where there is none (a
+    zombie has ended, though its parent has not asked how). Empty if the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -104,11 +102,8 @@ def process_space() -> str:
 
 
 class RunLock:
-    """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it.
-
-    waits: watches a holder on another host for some heartbeats, however late the last one: it may be lost, and its run
-    be this one. Raises CheckpointError where another live process holds it.
-    """
+    """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it. waits: watches a
+    holder on another host for some heartbeats, however late the last one: it may be lost, and its run be this one."""
 
     def __init__(
         self,
@@ -149,9 +144,8 @@ class RunLock:
         return self
 
     def check(self) -> None:
-        """Raises CheckpointError where another live process holds the directory, and `acquire` would. Does not wait:
-        whether a holder is dead that seems so is left to `acquire`.
-        """
+        """Raises CheckpointError where another live process holds the directory. Does not wait: whether a holder is
+        dead that seems so is left to `acquire`."""
         self._refuse_directory()
         if os.path.isfile(self.path):
             self._refuse_live(self._holder(), watches=False)
@@ -238,10 +232,7 @@ class RunLock:
         grave.unlink(missing_ok=True)
 
     def _refuse_live(self, holder: LockHolder | None, *, watches: bool = True) -> bool:
-        """False where the lock is gone. Raises CheckpointError where its holder lives.
-
-        watches: waits for a heartbeat of a holder that seems dead.
-        """
+        """False where the lock is gone. Raises CheckpointError where its holder lives. watches: one that seems dead."""
         last = self._last_beat()
         if last is None:
             return False

@@ -95,10 +95,8 @@ class Meta:
 
 
 def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
-    """Raises CheckpointError naming every flag in which the checkpoint's model differs.
-
-    where: how the message begins, e.g. `--load=runs/a`.
-    """
+    """Raises CheckpointError naming every flag in which the checkpoint's model differs. where: how the message begins,
+    e.g. `--load=runs/a`."""
     differing = architecture_differences(saved, now)
     if differing:
         whose = " (the vocabulary of a tokenizer, if no flag gives it)" * ("vocab_size" in differing)
@@ -109,10 +107,8 @@ def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
 
 
 def check_tensors(model: ModelConfig, tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Raises CheckpointError where a checkpoint does not hold the weights of the model that it describes.
-
-    Asked before anything of the model's size is allocated: what a checkpoint can demand is bounded by what it holds.
-    """
+    """Raises CheckpointError where a checkpoint does not hold the weights of the model that it describes. Asked before
+    anything of the model's size is allocated: what a checkpoint can demand is bounded by what it holds."""
     if not model.vocab_size or model.num_layers > len(tensors):
         size = f"{model.num_layers} layers and a vocabulary of {model.vocab_size}"
         raise CheckpointError(f"{where}: damaged ({len(tensors)} tensors cannot be {size})")

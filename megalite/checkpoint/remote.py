@@ -135,10 +135,8 @@ def remove_url(path: StoreUrl) -> None:
 
 
 def sweep(directory: StoreUrl) -> None:
-    """Removes what interrupted uploads and deletions left. Only for a new holder of the lease.
-
-    COMMITTED is read, not listed: a listing may be older than a commit.
-    """
+    """Removes what interrupted uploads and deletions left. Only for a new holder of the lease. COMMITTED is read, not
+    listed: a listing may be older than a commit."""
     for path in directory.iterdir():
         attempt = _ATTEMPT.fullmatch(path.name)
         if attempt is None:

@@ -71,9 +71,8 @@ def _named(directory: Place | str) -> list[Path]:
 
 
 def listing(directory: Place | str) -> list[Path]:
-    """Lists a directory, sorted; empty where there is none. Raises CheckpointError where it cannot be read.
-
-    Empty also for a store, where what has no COMMITTED has no name of a checkpoint either."""
+    """Lists a directory, sorted; empty where there is none. Raises CheckpointError where it cannot be read. Empty also
+    for a store, where what has no COMMITTED has no name of a checkpoint either."""
     where = place(directory)
     if isinstance(where, StoreUrl):
         return []
@@ -103,10 +102,8 @@ def resolve_checkpoint(
     flag: str = "`load`=",
     advice: str = "give a run's `save`, or train without `load`",
 ) -> Place:
-    """The checkpoint that `--load` (a directory of checkpoints, or one checkpoint) and `--ckpt-step` mean.
-
-    Raises CheckpointError. flag: what its message begins with. advice: what else could be given.
-    """
+    """The checkpoint that `--load` (a directory of checkpoints, or one checkpoint) and `--ckpt-step` mean. Raises
+    CheckpointError. flag: what its message begins with. advice: what else could be given."""
     root = place(load)
     if isinstance(root, Path):
         _check_folder(root, load, flag, advice)
@@ -185,9 +182,7 @@ def _what_file(path: Path) -> str:
 
 
 def torn_shards(root: Place | str) -> str | None:
-    """The name of the newest folder of `.distcp` files that a save has not finished, where there is one.
-
-    The `.metadata` that makes a checkpoint of them is written last."""
+    """The name of the newest folder of `.distcp` files that a save has not finished (`.metadata` is written last)."""
     where = place(root)
     if isinstance(where, StoreUrl):
         return None
@@ -268,11 +263,8 @@ def remove(path: Place) -> None:
 
 
 def retain(directory: Place | str, *, keep_last: int | None, retain_interval: int | None) -> None:
-    """Deletes all but the newest `keep_last` and the milestones (every `retain_interval` steps).
-
-    Called after a commit only, so at least one whole checkpoint remains at every instant. A deletion that fails is a
-    warning: the save itself has succeeded.
-    """
+    """Deletes all but the newest `keep_last` and the milestones (every `retain_interval` steps), after a commit. A
+    deletion that fails is a warning: the save itself has succeeded."""
     held = [] if keep_last is None else committed(directory)
     for path in held[: -max(1, keep_last or 1)]:
         if retain_interval and step_of(path) % retain_interval == 0:
@@ -318,9 +310,7 @@ def write_small(path: Place, data: bytes) -> None:
 
 def set_aside_newer(save: Place | str, step: int) -> list[Place]:
     """Renames what is named as a checkpoint newer than `step`, whole or damaged: a run from `step` on will reach it.
-
-    Nothing is deleted; the new names are not taken for checkpoints. Returns the new paths.
-    """
+    The new names are not taken for checkpoints. Returns the new paths."""
     where = place(save)
     if isinstance(where, StoreUrl):
         moved: list[Place] = [set_aside_url(p) for p in committed_urls(where, TRACKER) if step_of(p) > step]

@@ -103,10 +103,8 @@ class Description(NamedTuple):
 
 
 def describe(shards: Sequence[TensorShard]) -> Description:
-    """The description of its shards that a rank sends to the others (JSON).
-
-    Raises CheckpointError for a dtype that the format does not support.
-    """
+    """The description of its shards that a rank sends to the others (JSON). Raises CheckpointError for a dtype that the
+    format does not support."""
     rows = []
     for shard in shards:
         dtype = DTYPE_NAMES.get(shard.local.dtype)
@@ -144,10 +142,7 @@ def without_gc() -> Iterator[None]:
 @without_gc()
 def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     """The plan from all ranks' `describe`; the same on every rank. Ranks whose `rows` are one object are looked at
-    once.
-
-    Raises CheckpointError where ranks disagree about a tensor or the shards do not cover it exactly once.
-    """
+    once. Raises CheckpointError where ranks disagree about a tensor or the shards do not cover it exactly once."""
     tensors: dict[str, StoredTensor] = {}
     keys = dict.fromkeys(id(description.rows) for description in descriptions)
     places = {key: number for number, key in enumerate(keys)}
@@ -182,11 +177,8 @@ def write_whole(
     meta: Callable[[Mapping[str, StoredTensor]], Mapping[str, Any]],
     step: int = 0,
 ) -> None:
-    """Writes a checkpoint of iteration `step` from one process into a staging directory; it is not published.
-
-    layers: whole tensors by name, a file for each layer. files: name -> content. meta: from all tensors. Raises
-    OSError.
-    """
+    """Writes a checkpoint of iteration `step` from one process into a staging directory; it is not published. layers:
+    whole tensors by name, a file for each layer. files: name -> content. meta: from all tensors. Raises OSError."""
     save_id = new_id()
     tensors: dict[str, StoredTensor] = {}
     stored: dict[str, StoredFile] = {}

@@ -35,12 +35,8 @@ from megalite.stores import Place, place
 
 @dataclass(frozen=True)
 class StartDecision:
-    """The start of a run: from checkpoints, or fresh.
-
-    candidates: checkpoints to load, best first; empty: a fresh start.
-    reason: one line for the log.
-    passed_over: what has the name of a newer checkpoint and is none.
-    """
+    """The start of a run. candidates: checkpoints to load, best first; empty: a fresh start. reason: one line for the
+    log. passed_over: what has the name of a newer checkpoint and is none."""
 
     candidates: tuple[Place, ...]
     reason: str

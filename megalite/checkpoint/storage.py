@@ -69,10 +69,8 @@ class TensorPart:
 
 
 def flat_bytes(values: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, shared with it.
-
-    Not by `Tensor.numpy`, after which a storage can never be resized again: masters kept as remainders come and go.
-    """
+    """The bytes of a contiguous CPU tensor, shared with it. Not by `Tensor.numpy`, after which a storage can never be
+    resized again: masters kept as remainders come and go."""
     flat = values.detach().reshape(-1).view(torch.uint8)
     if not flat.numel():
         return memoryview(bytearray())
@@ -82,10 +80,8 @@ def flat_bytes(values: Tensor) -> memoryview:
 
 
 def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """The bytes of a tensor of any strides on any device, row-major, in blocks, each valid until the next is asked for.
-
-    Shared with the tensor where possible, otherwise gathered into one buffer of a block.
-    """
+    """The bytes of a tensor of any strides on any device, row-major, in blocks, each valid until the next is asked for:
+    shared with the tensor where possible, otherwise gathered into one buffer of a block."""
     values = values.detach()
     if values.device.type == "cpu" and values.is_contiguous():
         raw = flat_bytes(values)
@@ -131,11 +127,8 @@ def write_shard_file(
     block_bytes: int,
     on_half: Callable[[], None] | None = None,
 ) -> StoredFile:
-    """Streams the parts into a new file and syncs it. Returns its manifest entry.
-
-    `on_half` is called once, when half of the parts are written. Raises OSError (disk full, no permission, file
-    exists).
-    """
+    """Streams the parts into a new file and syncs it. Returns its manifest entry. `on_half` is called once, when half
+    of the parts are written. Raises OSError (disk full, no permission, file exists)."""
     # Widest first keeps every tensor aligned for readers that map.
     parts = sorted(parts, key=lambda part: -part.values.element_size())
     header = _header(parts, save_id)

@@ -119,12 +119,10 @@ def choose_backend(parallel: ParallelConfig, device: torch.device) -> str:
 
 
 def library_settings(parallel: ParallelConfig) -> dict[str, str]:
-    """Environment variables for a rank with a GPU, where the user has not set them.
-
-    Memory grows in segments, so that it does not fragment. The flight recorder keeps the last collectives and writes
-    them at a time-out. One hardware queue where tensor parallelism overlaps by the order of launches (as Megatron-LM
-    asks for); not with ZeRO-3, experts or halves, whose messages wait for other streams.
-    """
+    """Environment variables for a rank with a GPU, where the user has not set them: memory grows in segments, so that
+    it does not fragment; the flight recorder keeps the last collectives and writes them at a time-out; one hardware
+    queue where tensor parallelism overlaps by the order of launches (as Megatron-LM asks for), not with ZeRO-3, experts
+    or halves, whose messages wait for other streams."""
     settings = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -137,20 +135,16 @@ def library_settings(parallel: ParallelConfig) -> dict[str, str]:
 
 
 def threads_of(place: LaunchEnvironment, cores: int, allowed: int) -> int:
-    """How many threads a rank gets on a host with `cores` cores, of which it may use `allowed`.
-
-    srun and mpirun may have bound it to its share already; --nprocs and torchrun leave the sharing to us.
-    """
+    """How many threads a rank gets on a host with `cores` cores, of which it may use `allowed`: srun and mpirun may
+    have bound it to its share already; --nprocs and torchrun leave the sharing to us."""
     bound = place.launcher in ("srun", "mpirun") and allowed < cores
     return max(1, allowed if bound else allowed // place.local_size)
 
 
 def bind_to_node(gpu: Any, system: Path = Path("/sys")) -> set[int]:
-    """Keeps this process on the cores next to its GPU, whose memory they reach without another socket; returns them.
-
-    Where the process may not use all cores of the host, somebody has bound it already, and where the system does not
-    tell which cores these are, nothing is done: no core is returned. gpu: its properties, of torch.
-    """
+    """Keeps this process on the cores next to its GPU, whose memory they reach without another socket; returns them:
+    none where the process may not use all cores of the host, since somebody has bound it already, and where the system
+    does not tell which cores these are. gpu: its properties, of torch."""
     place: list[Any] = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
     if sys.platform != "linux" or None in place or len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
         return set()
@@ -167,10 +161,8 @@ def bind_to_node(gpu: Any, system: Path = Path("/sys")) -> set[int]:
 
 
 def busy_cores() -> int | None:
-    """Cores of this host that other programs keep busy at this moment; None where the system does not tell.
-
-    Linux counts the threads that run or could run; the middle one of a few looks counts, less this thread.
-    """
+    """Cores of this host that other programs keep busy at this moment; None where the system does not tell. Linux
+    counts the threads that run or could run; the middle one of a few looks counts, less this thread."""
     counts = []
     try:
         for _ in range(LOOKS):

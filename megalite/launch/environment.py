@@ -51,10 +51,8 @@ class LaunchEnvironment:
 
 
 def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
-    """Reads who started this process.
-
-    Raises ConfigError with every contradiction found, in the form `env: SLURM_NTASKS=16 but WORLD_SIZE=8; ...`.
-    """
+    """Reads who started this process. Raises ConfigError with every contradiction found, in the form
+    `env: SLURM_NTASKS=16 but WORLD_SIZE=8; ...`."""
     problems: list[str] = []
     for launcher, rank_name, size_name, local_rank_name, local_size_name in LAUNCHERS:
         if rank_name not in environment and size_name not in environment:

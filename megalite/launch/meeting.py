@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 def open_store(
     place: LaunchEnvironment, host: str, seconds: float, *, rendezvous: Path | None = None, serves: bool = False
 ) -> dist.Store:
-    """A connection to the key-value store where ranks meet: a private file on one host, else TCP.
-
-    serves: rank 0 serves the store with this connection, unless its launcher does. Raises ConfigError where it cannot,
-    RuntimeFailure where it is not reached in `seconds`.
-    """
+    """A connection to the key-value store where ranks meet: a private file on one host, else TCP. serves: rank 0 serves
+    the store with this connection, unless its launcher does. Raises ConfigError where it cannot, RuntimeFailure where
+    it is not reached in `seconds`."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=seconds)
@@ -47,9 +45,7 @@ def open_store(
 
 def leave_together(store: dist.Store, rank: int, size: int) -> None:
     """Returns when every rank has called it, and to rank 0, which may serve the store, when all others have returned.
-
-    Raises torch's DistStoreError where a rank does not come within the store's time-out.
-    """
+    Raises torch's DistStoreError where a rank does not come within the store's time-out."""
     if store.add("leaving", 1) == size:
         store.set("all leave", "")
     store.wait(["all leave"])

@@ -52,13 +52,9 @@ ASIDES = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?|\. This is typically caused by
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception as it left a rank.
-
-    exit_code: the status that the exception asks for.
-    for_user: `text` is written for the user, the traceback is not wanted.
-    communication: a peer was missing, so the cause is elsewhere.
-    seconds: when, on the monotonic clock.
-    """
+    """An exception as it left a rank. exit_code: the status that it asks for. for_user: `text` is written for the user,
+    the traceback is not wanted. communication: a peer was missing, so the cause is elsewhere. seconds: when, on the
+    monotonic clock."""
 
     type: str
     text: str

@@ -64,12 +64,9 @@ def _source_digest() -> str:
 def roll_call(
     store: dist.Store, world: World, stage: str, facts: str, timeout: float, judge: Callable[[list[str]], list[str]]
 ) -> None:
-    """Waits until every rank has called this for the same `stage`, and lets rank 0 judge the `facts` of all.
-
-    `judge` turns the facts by rank into lines about what is wrong. Raises on every rank alike: RuntimeFailure that
-    names the ranks (and hosts, where they are known) that did not answer in `timeout` seconds, or ConfigError with
-    the lines.
-    """
+    """Waits until every rank has called this for the same `stage`, and lets rank 0 `judge` the `facts` of all, by rank:
+    lines about what is wrong. Raises on every rank alike: RuntimeFailure that names the ranks (and hosts, where they
+    are known) that did not answer in `timeout` seconds, or ConfigError with the lines."""
     store.set(f"{stage}/{world.rank}", facts)
     verdict = f"{stage}/verdict"
     if world.rank != 0:
@@ -107,10 +104,8 @@ def _silent_ranks(store: dist.Store, world: World, stage: str, timeout: float) -
 
 
 def check_same_config(store: dist.Store, world: World, facts: Mapping[str, str], timeout: float) -> None:
-    """Roll call with a comparison of `facts` (see `run_fingerprint`).
-
-    Raises on every rank: RuntimeFailure if a rank is missing, ConfigError with the fields that differ from rank 0.
-    """
+    """Roll call with a comparison of `facts` (see `run_fingerprint`). Raises on every rank: RuntimeFailure if a rank is
+    missing, ConfigError with the fields that differ from rank 0."""
     store.set(f"host/{world.rank}", world.host)
     store.set(f"facts/{world.rank}", json.dumps(dict(facts)))
 
@@ -131,15 +126,13 @@ def _difference(store: dist.Store, rank: int, facts: Mapping[str, str]) -> str:
 
 
 def check_collective(store: dist.Store, world: World, timeout: float, hint: str = "") -> None:
-    """Sums rank + 1 over all ranks on `world.device`, with a result that is known.
-
-    hint: what the first rank of each host says once it has waited for a while, and rank 0 at the end.
-
-    Raises RuntimeFailure on every rank that can still speak, naming the ranks that did not get through.
-    """
+    """Sums rank + 1 over all ranks on `world.device`. hint: what the first rank of each host says once it has waited
+    for a while, and rank 0 at the end. Raises RuntimeFailure on every rank that can still speak, naming the ranks that
+    did not get through."""
     value = torch.full((1024,), float(world.rank + 1), device=world.device)
     failure = ""
-    reminder = threading.Timer(REMIND_SECONDS, _say_that_nothing_arrives, (hint,))  # NCCL waits inside of the call
+    line = "all-reduce: no answer for %.0f s; %s"
+    reminder = threading.Timer(REMIND_SECONDS, logger.warning, (line, REMIND_SECONDS, hint))  # NCCL waits in the call
     reminder.daemon = True
     if hint and world.local_rank == 0:
         reminder.start()
@@ -170,7 +163,3 @@ def check_collective(store: dist.Store, world: World, timeout: float, hint: str 
     except ConfigError as error:
         text = str(error).replace("\n", "; ")
         raise RuntimeFailure(f"start-up all-reduce failed on {world.device.type}: {text}") from None
-
-
-def _say_that_nothing_arrives(hint: str) -> None:
-    logger.warning("all-reduce: no answer for %.0f s; %s", REMIND_SECONDS, hint)

@@ -30,11 +30,8 @@ FAREWELL_SECONDS = 5.0
 
 
 def take_seat(place: LaunchEnvironment, ranks: int, together: int) -> LaunchEnvironment | None:
-    """The place of this process among the `ranks` that train; None for a spare.
-
-    together: neighbours that stay on one host, if a host has room for them. Raises ConfigError where the launcher does
-    not number ranks host by host.
-    """
+    """The place of this process among the `ranks` that train; None for a spare. together: neighbours that stay on one
+    host, if a host has room for them. Raises ConfigError where the launcher does not number ranks host by host."""
     if ranks == place.size:
         return place
     if place.size % place.local_size or (place.rank - place.local_rank) % place.local_size:
@@ -42,9 +39,7 @@ def take_seat(place: LaunchEnvironment, ranks: int, together: int) -> LaunchEnvi
             f"`elastic`: rank {place.rank} is number {place.local_rank} of {place.local_size} on its host; start as "
             "many ranks on every host, numbered host by host"
         )
-    per_host = place.local_size
-    if together <= per_host:
-        per_host = per_host // together * together
+    per_host = place.local_size // together * together or place.local_size
     first = place.rank // place.local_size * per_host
     here = min(per_host, ranks - first)
     if place.local_rank >= here:

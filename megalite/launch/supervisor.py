@@ -40,13 +40,8 @@ INTERRUPTED = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
-
-    status: exit code, or minus the signal.
-    hung: it had stopped running Python.
-    ended: the supervisor ended it.
-    seconds: when, on the monotonic clock.
-    """
+    """How one rank ended. status: exit code, or minus the signal. hung: it had stopped running Python. ended: the
+    supervisor ended it. seconds: when, on the monotonic clock."""
 
     rank: int
     status: int
@@ -74,10 +69,8 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How all ranks ended. `culprit` is the one that failed first, None if all ended with status 0.
-
-    signals: those that the supervisor has passed on to the ranks. at_once: a second Ctrl-C ended them all.
-    """
+    """How all ranks ended. `culprit` is the one that failed first, None if all ended with status 0. signals: those that
+    the supervisor has passed on to the ranks. at_once: a second Ctrl-C ended them all."""
 
     ends: tuple[RankEnd, ...]
     culprit: RankEnd | None
@@ -230,11 +223,8 @@ def _fork_ranks(
 
 
 def find_culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that failed first; a rank that only lost its peer is named if there is no other.
-
-    In this order: a rank that stopped answering, the first that failed on its own, one that never came back to the
-    others, the first that lost a peer.
-    """
+    """The first rank that failed on its own; else one that stopped answering, one that never came back to the others,
+    the first that lost a peer."""
 
     def first(candidates: list[RankEnd]) -> RankEnd | None:
         return min(candidates, key=lambda end: end.seconds, default=None)

@@ -47,10 +47,8 @@ OVER, CAUSE, TOLD = "end/over", "end/cause", "end/told"
 
 
 class RankWatch:
-    """Watches over one rank of an outer launcher, from the beginning of the process.
-
-    page: what the rank does. hang_seconds: a rank that runs no Python for so long is ended, from its first phase on.
-    """
+    """Watches over one rank of an outer launcher, from the beginning of the process. page: what the rank does.
+    hang_seconds: a rank that runs no Python for so long is ended, from its first phase on."""
 
     def __init__(self, place: LaunchEnvironment, page: RankPage, *, hang_seconds: float, host: str) -> None:
         self._place, self._page, self._host = place, page, host
@@ -68,10 +66,8 @@ class RankWatch:
         page.start_beating(self._on_beat)
 
     def meet(self, store: dist.Store) -> None:
-        """The ranks meet in `store`: from now on it is asked whether one of them is lost or has failed.
-
-        store: a connection of this watch's own: where the rank waits in the store, others that use it wait too.
-        """
+        """The ranks meet in `store`: from now on it is asked whether one of them is lost or has failed. It is a
+        connection of this watch's own: where the rank waits in the store, others that use it wait too."""
         self._store = store
         self._answered = Patience()
         watched = Pulse(store, self._place, self._host)
@@ -81,10 +77,8 @@ class RankWatch:
         self._leaving.set()
 
     def tells(self, text: str) -> bool | None:
-        """Whether no other rank prints this error already (nor is the meeting point gone with the rank that did).
-
-        None where the ranks have not met.
-        """
+        """Whether no other rank prints this error already (nor is the meeting point gone with the rank that did). None
+        where the ranks have not met."""
         if self._store is None:
             return None
         store, key = self._store, "told/" + hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
