@@ -60,11 +60,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def measure_local(size: int, device: str, **layout: Any) -> None:
-    """Forks `size` ranks on this machine and prints what the test finds. device: "cpu" (gloo) or "cuda" (NCCL,
-    one GPU a rank). layout: fields of `ParallelConfig`.
-
-    Must be called before this process has computed anything (see `supervise`). Raises RuntimeFailure where it fails.
-    """
+    """Forks `size` ranks on this machine, before it has computed anything (see `supervise`), and prints what the test
+    finds. device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank). layout: fields of `ParallelConfig`. Raises
+    RuntimeFailure where it fails."""
     hardware = DeviceOptions(device=device)
     parallel = ParallelConfig(nprocs=size, hardware=hardware, distributed_timeout_minutes=1.0, **layout)
 

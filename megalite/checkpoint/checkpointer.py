@@ -147,7 +147,7 @@ class Checkpointer:
         self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> bool:
         """`save` on the hosts themselves; whether that has succeeded."""
-        return self.local is not None and self.local.save(self._prepare(step, shards, meta, files, self.local))
+        return self.local is not None and self.local.save(self._prepare(step, shards, meta, files, local=True))
 
     def check_room(self, shards: Sequence[TensorShard]) -> None:
         """Checks that what `save` would write now fits on the disk, before training finds out hours later. Leftovers of
@@ -199,23 +199,18 @@ class Checkpointer:
         shards: Sequence[TensorShard],
         meta: Mapping[str, Any],
         files: Mapping[str, bytes],
-        local: LocalSaves | None = None,
+        *,
+        local: bool = False,
     ) -> SaveJob:
         """What `save` has to do, or `save_locally` with `local`."""
         rank = self.world.rank
         fault_point("save.begin", rank=rank, step=step)
         plan = self._agree_on_plan(shards)
         parts = SaveJob.parts_of(shards, plan.duties.of(rank))
-        save_id = self._on_first(lambda: self._stage(step, plan.nbytes) if local is None else new_id())
-        name = f"{directory_name(step)}.tmp-{save_id}"
-        if local is not None:
-            size, flag = local.settings.block_bytes, "non_persistent_local_ckpt_dir"
-            return SaveJob(
-                local.root, local.root / name, step, save_id, rank, plan, parts, meta, files, size, flag=flag
-            )
-        staging = self._staging / name
-        if self.in_store:  # each rank's own: the ranks of a host are done with it at different times
-            staging = staging.with_name(f"{name}-{rank}")
+        save_id = self._on_first(new_id if local else partial(self._stage, step, plan.nbytes))
+        staging = self._staging / f"{directory_name(step)}.tmp-{save_id}"
+        if self.in_store and not local:  # each rank's own: the ranks of a host are done with it at different times
+            staging = staging.with_name(f"{staging.name}-{rank}")
             staging.mkdir(parents=True, exist_ok=True)
         size, lock = self._block_bytes, self._lock
         return SaveJob(self.directory, staging, step, save_id, rank, plan, parts, meta, files, size, lock)

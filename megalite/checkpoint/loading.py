@@ -32,11 +32,9 @@ _LOOKS = 16  # at a time, at sizes of files
 
 @dataclass(frozen=True)
 class LoadTarget:
-    """Destination of a piece of a stored rectangle: the wanted shard and the common box.
-
-    Where the piece is one contiguous range both in the file and in `shard.local`, `flat` is the range `first .. last`
-    of the stored rectangle's elements, and `shift` is what must be added to come to the element in `shard.local`.
-    """
+    """Destination of a piece of a stored rectangle: the wanted shard and the common box. flat: where the piece is one
+    contiguous range both in the file and in `shard.local`, the first and last of the stored rectangle's elements, and
+    what must be added to come to the element in `shard.local`."""
 
     shard: TensorShard
     common: Box
@@ -246,11 +244,9 @@ class RankLoad:
 
 
 class CheckpointReader:
-    """One process reads a checkpoint tensor by tensor, or slice by slice: for conversion and inspection.
-
-    use_ema: averages (`--ema-decay`) in place of the weights that have one, `averaged`. Raises CheckpointError where
-    the checkpoint is not committed, or holds no average, and from every read that meets damage.
-    """
+    """One process reads a checkpoint tensor by tensor, or slice by slice: for conversion and inspection. use_ema:
+    averages (`--ema-decay`) in place of the weights that have one, `averaged`. Raises CheckpointError where the
+    checkpoint is not committed, or holds no average, and from every read that meets damage."""
 
     def __init__(self, path: Place | str, *, use_ema: bool = False) -> None:
         self.path = self.directory = place(path)
@@ -302,11 +298,9 @@ def verify_checkpoint(
     contents: bool = True,
     on_progress: OnProgress = no_progress,
 ) -> list[str]:
-    """Verifies a checkpoint: one line for each damaged file, empty if it is whole.
-
-    With `shares` ranks at work each verifies every `shares`-th file; `share` 0 also the small files. with_state: else
-    the weights alone. contents: else only whether the files are there, as long as they were, with their headers.
-    """
+    """Verifies a checkpoint: one line for each damaged file, empty if it is whole. With `shares` ranks at work each
+    verifies every `shares`-th file; `share` 0 also the small files. with_state: else the weights alone. contents: else
+    only whether the files are there, as long as they were, with their headers."""
     root = place(path)
     try:
         manifest = read_manifest(root)

@@ -46,10 +46,8 @@ MOST_FAILED = 3
 
 class LocalSaves:
     """The saves of one run on its hosts. All methods are collective over `world`. Raises CheckpointError, on all ranks
-    alike, from the first one where hosts share the folder, or a copy would be on the host of its original.
-
-    token: names the run, if it has begun. mine: the ranks that share this host's folder.
-    """
+    alike, from the first one where hosts share the folder, or a copy would be on the host of its original. token: names
+    the run, if it has begun. mine: the ranks that share this host's folder."""
 
     token = ""
 
@@ -77,7 +75,7 @@ class LocalSaves:
     def save(self, job: SaveJob) -> bool:
         """Writes, sends and commits one save; whether that has succeeded. A failure is a warning, the older save
         stays. Raises CheckpointError after three in a row."""
-        started = time.perf_counter()
+        started, job = time.perf_counter(), replace(self._here(job), block_bytes=self.settings.block_bytes)
         try:
             self._write(job, job.write_part)
         except CheckpointError as error:
@@ -99,18 +97,23 @@ class LocalSaves:
 
     def keep(self, job: SaveJob, report: SaveReport) -> None:
         """Makes a save on the hosts of what the ranks have staged for a store. Raises CheckpointError."""
-        staging = self.root / f"{directory_name(job.step)}.tmp-{job.save_id}"
+        here = self._here(job)
 
         def move() -> SaveReport:
             try:
                 if "file" in report:
-                    shutil.move(job.staging / report["file"], staging)
+                    shutil.move(job.staging / report["file"], here.staging)
                 shutil.rmtree(job.staging, ignore_errors=True)
             except OSError as error:
                 return {"error": job.explain(error)}
             return report
 
-        self._write(replace(job, directory=self.root, staging=staging), move)
+        self._write(here, move)
+
+    def _here(self, job: SaveJob) -> SaveJob:
+        """The job as one of this folder."""
+        staging = self.root / f"{directory_name(job.step)}.tmp-{job.save_id}"
+        return replace(job, directory=self.root, staging=staging, flag="non_persistent_local_ckpt_dir")
 
     def _write(self, job: SaveJob, write: Callable[[], SaveReport]) -> None:
         """All of one save, of which older ones are deleted. Raises CheckpointError, on all ranks alike."""

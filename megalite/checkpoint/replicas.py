@@ -28,11 +28,9 @@ from megalite.faults import fault_point
 
 
 def buddies_of(hosts: Sequence[int], jump: int | None, factor: int) -> list[list[int]]:
-    """rank -> the ranks that keep a copy of its file, each on another host.
-
-    hosts: rank -> number of its host. jump: ranks between two that keep the same file; None: those with the same place
-    on the next hosts. factor: hosts that hold each file, its own included; fewer where there are not so many.
-    """
+    """rank -> the ranks that keep a copy of its file, each on another host. hosts: rank -> number of its host. jump:
+    ranks between two that keep the same file; None: those with the same place on the next hosts. factor: hosts that
+    hold each file, its own included; fewer where there are not so many."""
     ranks_of = {host: [r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)}
     order, found = [*ranks_of], []
     for rank, host in enumerate(hosts):

@@ -47,10 +47,8 @@ class RemoteTokens:
 
 
 class RemoteIndexedDataset(IndexedDataset):
-    """A `.bin/.idx` pair under a URL.
-
-    cache: where its index is kept on this host. at_once: requests of this process at a time.
-    """
+    """A `.bin/.idx` pair under a URL. cache: where its index is kept on this host. at_once: requests of this process at
+    a time."""
 
     def __init__(self, prefix: str, cache: Path, at_once: int, *, flag: str = "`data_path`") -> None:
         self._cache, self._at_once = cache, at_once

@@ -262,7 +262,8 @@ def _run_rank(
     if config.parallel.hardware.deterministic_mode:
         be_deterministic()
     device = choose_device(config.parallel, place)
-    _set_threads(place)
+    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads_of(place, *_cores()))
     if device.type == "cuda":
         for name, value in library_settings(config.parallel).items():
             if name != "PYTORCH_ALLOC_CONF" or "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
@@ -358,14 +359,6 @@ def be_deterministic() -> None:
     os.environ.setdefault("NCCL_ALGO", "^NVLS")  # rings and trees add in one order, a switch does not
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in torch's stubs
-
-
-def _set_threads(place: LaunchEnvironment) -> None:
-    """Shares the cores of this host among its ranks, unless OMP_NUM_THREADS says otherwise."""
-    import torch
-
-    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_of(place, *_cores()))
 
 
 def _cores() -> tuple[int, int]:

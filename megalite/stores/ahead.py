@@ -29,10 +29,8 @@ def merged(pieces: Iterable[tuple[int, int]], *, most: int = PART_BYTES, gap: in
 
 
 class RangesAhead:
-    """Serves pieces of an object that were announced, each once; what was not announced is read at once.
-
-    at_once: requests. most: bytes that are fetched before somebody reads them.
-    """
+    """Serves pieces of an object that were announced, each once; what was not announced is read at once. at_once:
+    requests. most: bytes that are fetched before somebody reads them."""
 
     def __init__(
         self, url: StoreUrl, at_once: int = AT_ONCE, most: float = AT_ONCE * PART_BYTES, name: str = "read-ahead"

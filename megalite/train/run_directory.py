@@ -45,12 +45,9 @@ LOCAL_TOKEN = "local_saves.txt"
 
 
 class RunDirectory:
-    """Holds `--save` from start to end; without `--save` only looks for what to load.
-
-    Use as a context manager on all ranks: rank 0 holds the lock, a refusal is raised everywhere. launch: names the
-    launch, if its ranks are restarted after a failure: a lock that seems held may be that of a host which is lost.
-    host: the name of this rank's.
-    """
+    """Holds `--save` from start to end; without `--save` only looks for what to load. A context manager on all ranks:
+    rank 0 holds the lock, a refusal is raised everywhere. launch: names the launch, if its ranks are restarted after a
+    failure: a lock that seems held may be that of a host which is lost. host: the name of this rank's."""
 
     def __init__(self, config: Config, world: Axis, launch: str = "", host: str = "localhost") -> None:
         self.config = config
@@ -127,10 +124,8 @@ class RunDirectory:
 
     def start(self) -> StartingPoint | None:
         """What the run begins with, None for a fresh start; `config` takes the checkpoint's seed, `base` is the model
-        beside adapters.
-
-        Raises CheckpointError; ConfigError for a Hugging Face model that we do not have, and for adapters beside none.
-        """
+        beside adapters. Raises CheckpointError; ConfigError for a Hugging Face model that we do not have, and for
+        adapters beside none."""
         start = self._start()
         self.base = settle_base(self.config, start, self._world)
         return start
