@@ -20,7 +20,7 @@ require_core(torch=False, plain=PLANNERS)
 from megalite.config import without_effect
 from megalite.errors import ConfigError, MegaliteError, in_flags
 from megalite.files import input_problem, url_problem
-from megalite.launch import INTERRUPTED
+from megalite.launch import INTERRUPTED, print_error
 from megalite.streams import escape_unsayable
 
 PATHS = ("DIR", "FILE", "OTHER", "PATH", "PREFIX", "RUN")
@@ -106,8 +106,7 @@ def run_tool(main: Callable[[list[str]], int | None], argv: list[str] | None = N
     try:
         return main(sys.argv[1:] if argv is None else argv) or 0
     except MegaliteError as error:
-        for line in str(error).split("\n"):
-            print(f"error: {line}", file=sys.stderr)
+        print_error(error)
         return error.exit_code
     except PermissionError as error:  # another user's file, wherever it was met
         print(f"error: {error.filename}: cannot be read or written by this user ({error.strerror})", file=sys.stderr)

@@ -159,7 +159,7 @@ class Checkpointer:
             if isinstance(self.directory, Path):
                 check_space(self.directory, plan.nbytes)
 
-        self._on_first(look)
+        self.on_first(look)
         if self.local is not None:
             self.local.check_room(plan.nbytes)
         if self.in_store:
@@ -207,7 +207,7 @@ class Checkpointer:
         fault_point("save.begin", rank=rank, step=step)
         plan = self._agree_on_plan(shards)
         parts = SaveJob.parts_of(shards, plan.duties.of(rank))
-        save_id = self._on_first(new_id if local else partial(self._stage, step, plan.nbytes))
+        save_id = self.on_first(new_id if local else partial(self._stage, step, plan.nbytes))
         staging = self._staging / f"{directory_name(step)}.tmp-{save_id}"
         if self.in_store and not local:  # each rank's own: the ranks of a host are done with it at different times
             staging = staging.with_name(f"{staging.name}-{rank}")
@@ -280,7 +280,7 @@ class Checkpointer:
                 logger.warning("passed over %s: newer, but %s", path, what)
             return [str(path) for path in start.candidates]
 
-        candidates = [place(name) for name in self._on_first(decide)]
+        candidates = [place(name) for name in self.on_first(decide)]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         damaged = []
@@ -309,7 +309,7 @@ class Checkpointer:
                 fault_point("rollback.put_aside", rank=self.world.rank)
             return str(old[-1]) if old else None
 
-        found = self._on_first(look)
+        found = self.on_first(look)
         back = None if found is None else place(found)
         self._last = back or self._last
         if back is not None and self.local is not None:
@@ -339,7 +339,7 @@ class Checkpointer:
 
     # ---- agreement
 
-    def _on_first(self, call: Callable[[], Any]) -> Any:
+    def on_first(self, call: Callable[[], Any]) -> Any:
         """Calls on rank 0 and returns its result (JSON) on all ranks; all raise its CheckpointError."""
         answer = problem = None
         if self.world.is_first:

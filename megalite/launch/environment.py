@@ -57,7 +57,9 @@ def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
     for launcher, rank_name, size_name, local_rank_name, local_size_name in LAUNCHERS:
         if rank_name not in environment and size_name not in environment:
             continue
-        if launcher == "srun" and (rank_name not in environment or _is_batch_script(environment)):
+        # SLURM gives a job script the variables of task 0, though srun started nothing yet.
+        batch = environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
+        if launcher == "srun" and (batch or rank_name not in environment):
             return LaunchEnvironment()
         rank = _number(environment, rank_name, problems)
         size = _number(environment, size_name, problems)
@@ -86,11 +88,6 @@ def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
         rest = (address, port, agent_store, attempt, launch, parent, keeps_status)
         return LaunchEnvironment(launcher, rank, size, local_rank, local_size, *rest)
     return LaunchEnvironment()
-
-
-def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """SLURM gives a job script the variables of task 0, though srun started nothing yet."""
-    return environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
 
 
 def _number(environment: Mapping[str, str], name: str, problems: list[str], default: int | None = None) -> int:

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 REMIND_SECONDS = 30.0
 MAX_DIFFERENCES = 5
-# Kinds of rank 0's verdict.
-MISSING, JUDGED = "missing", "judged"
 
 
 def run_fingerprint(config: Any) -> dict[str, str]:
@@ -75,14 +73,14 @@ def roll_call(
         except Exception as error:
             raise RuntimeFailure(f"{stage}: rank 0 did not answer within {timeout:g} s") from error
     elif silent := _silent_ranks(store, world, stage, timeout):
-        text = f"{stage}: {rank_names(store, silent)} did not answer within {timeout:g} s"
-        store.set(verdict, json.dumps([MISSING, [text]]))
+        missing = f"{stage}: {rank_names(store, silent)} did not answer within {timeout:g} s"
+        store.set(verdict, json.dumps([missing, []]))
     else:
         lines = judge([store.get(f"{stage}/{rank}").decode() for rank in range(world.size)])
-        store.set(verdict, json.dumps([JUDGED, lines]))
-    kind, lines = json.loads(store.get(verdict).decode())
-    if kind == MISSING:
-        raise RuntimeFailure("\n".join(lines))
+        store.set(verdict, json.dumps(["", lines]))
+    missing, lines = json.loads(store.get(verdict).decode())
+    if missing:
+        raise RuntimeFailure(missing)
     if lines:
         raise ConfigError(lines)
 

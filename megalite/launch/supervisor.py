@@ -113,11 +113,6 @@ class _Rank:
         self.hung = False
         self.ended = False
 
-    @property
-    def is_frozen(self) -> bool:
-        """Alive, but has not run Python for a while."""
-        return self.end is None and self.page.beat_age > STALE_SECONDS
-
     def reap(self) -> bool:
         """Takes the exit status if the process is over; returns whether it is."""
         if self.end is not None:
@@ -252,7 +247,7 @@ def _end(ranks: Sequence[_Rank], *, show_stacks: bool) -> None:
     """Ends every rank that still runs; notes which of them were frozen."""
     alive = [rank for rank in ranks if rank.end is None]
     for rank in alive:
-        rank.hung = rank.is_frozen
+        rank.hung = rank.page.beat_age > STALE_SECONDS  # it has not run Python for a while
         if show_stacks:
             rank.send(signal.SIGUSR2)
     if show_stacks:

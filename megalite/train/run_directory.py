@@ -28,7 +28,7 @@ from megalite.checkpoint import (
     take_up,
     write_small,
 )
-from megalite.comm import Axis, all_gather_json
+from megalite.comm import Axis
 from megalite.config import Config, dump_yaml
 from megalite.convert import BaseModel
 from megalite.errors import CheckpointError, ConfigError
@@ -54,7 +54,7 @@ class RunDirectory:
         self.base: BaseModel | None = None
         self._world = world
         self._host = host
-        self._token, self._continues = "", False
+        self._continues = False
         self._save = config.checkpoint.save
         writes = self._save is not None and not config.training.skip_train
         locks = writes and world.is_first
@@ -74,20 +74,18 @@ class RunDirectory:
 
     def __enter__(self) -> RunDirectory:
         with ExitStack() as undone:
-            problem = None
             if self._lock is not None:
                 undone.callback(self._lock.release)
-                try:
-                    self._lock.acquire()
-                    problem = in_the_way(str(self._save), (CONFIG_FILE, *RUN_FILES))
-                except CheckpointError as error:
-                    problem = str(error)
-            problem = all_gather_json(problem, self._world)[0]
-            if problem:
-                raise CheckpointError(problem)
+            self.checkpointer.on_first(self._take)
             self.checkpointer.local = self._local_saves()
             self._held = undone.pop_all()
         return self
+
+    def _take(self) -> None:
+        if self._lock is not None:
+            self._lock.acquire()
+            if problem := in_the_way(str(self._save), (CONFIG_FILE, *RUN_FILES)):
+                raise CheckpointError(problem)
 
     def _local_saves(self) -> LocalSaves | None:
         """The saves on the hosts themselves, if they are asked for; beside a store, of what that does not take.
@@ -106,8 +104,7 @@ class RunDirectory:
         else:
             settings = LocalSettings(self._folder.absolute(), kept=True)
         local = LocalSaves(settings, self._world, self._host)
-        self._token = str(all_gather_json(self._read_token() if self._world.is_first else "", self._world)[0])
-        local.token = self._token
+        local.token = self.checkpointer.on_first(self._read_token)
         return local
 
     def _read_token(self) -> str:
@@ -180,10 +177,9 @@ class RunDirectory:
         is asked for. Collective."""
         given, local = self.config.checkpoint, self.checkpointer.local
         asked = given.ckpt_step is None and (given.auto_resume or self._loads_itself)
-        if local is None or not self._token or not asked:
+        if local is None or not local.token or not asked:
             return None
-        newest = latest(str(self._save)) if self._world.is_first else None
-        step = all_gather_json(0 if newest is None else step_of(newest), self._world)[0]
+        step = self.checkpointer.on_first(lambda: 0 if (newest := latest(str(self._save))) is None else step_of(newest))
         path = local.newest(step)
         if path is not None and self._world.is_first:
             logger.info("%s: newer than what `save`=%s holds (iteration %d)", path, self._save, step)
@@ -198,34 +194,31 @@ class RunDirectory:
     def begin(self, iteration: int) -> None:
         """Training starts after `iteration`: writes config.yaml, puts newer checkpoints and what has their names aside,
         takes COMPLETED away. Raises CheckpointError, on all ranks."""
-        problem = None
-        if self._save is not None and self._world.is_first:
-            try:
-                self._attempts.begin(iteration)
-                self._begin(place(self._save), iteration)
-            except CheckpointError as error:
-                problem = error.text
-            except OSError as error:
-                where = error.filename or self._save
-                problem = f"`save`={self._save}: could not write {where}: {error.strerror}; choose another `save`"
-        problem, self._token = all_gather_json([problem, self._token], self._world)[0]
-        if problem:
-            raise CheckpointError(problem)
-        if self.checkpointer.local is not None:
-            self.checkpointer.local.token = self._token
-            self.checkpointer.local.drop_after(iteration)
+        local, save = self.checkpointer.local, None if self._save is None else place(self._save)
+        token = self.checkpointer.on_first(lambda: "" if save is None else self._begin(save, iteration))
+        if local is not None:
+            local.token = token
+            local.drop_after(iteration)
 
-    def _begin(self, save: Place, iteration: int) -> None:
-        for path in set_aside_newer(save, iteration):
-            logger.warning("this run continues from iteration %d: what was newer is now %s", iteration, path.name)
-        clear_completed(save)
-        if self.checkpointer.local is not None and not (self._token and self._continues):
-            self._token = uuid.uuid4().hex[:16]
-            write_small(save / LOCAL_TOKEN, f"{self._token}\n".encode())
-        write_small(save / CONFIG_FILE, dump_yaml(self.config).encode())
-        if isinstance(save, StoreUrl) and self._folder is not None:
-            take_up(save, self._folder, RUN_FILES)
-            self.checkpointer.after_upload = partial(send_along, self._folder, save, RUN_FILES)
+    def _begin(self, save: Place, iteration: int) -> str:
+        """Rank 0's part. Returns the token of the saves on hosts."""
+        token = "" if self.checkpointer.local is None else self.checkpointer.local.token
+        try:
+            self._attempts.begin(iteration)
+            for path in set_aside_newer(save, iteration):
+                logger.warning("this run continues from iteration %d: what was newer is now %s", iteration, path.name)
+            clear_completed(save)
+            if self.checkpointer.local is not None and not (token and self._continues):
+                token = uuid.uuid4().hex[:16]
+                write_small(save / LOCAL_TOKEN, f"{token}\n".encode())
+            write_small(save / CONFIG_FILE, dump_yaml(self.config).encode())
+            if isinstance(save, StoreUrl) and self._folder is not None:
+                take_up(save, self._folder, RUN_FILES)
+                self.checkpointer.after_upload = partial(send_along, self._folder, save, RUN_FILES)
+        except OSError as error:
+            where = f"could not write {error.filename or self._save}: {error.strerror}"
+            raise CheckpointError(f"`save`={self._save}: {where}; choose another `save`") from None
+        return token
 
     def end(self, iteration: int, *, completed: bool) -> None:
         """Training has ended; the last checkpoint is durable before COMPLETED says so."""
