@@ -190,11 +190,6 @@ class PendingSaves:
         self._wait(lambda: all(save.report is not None for save in self._waiting))
 
     @property
-    def oldest(self) -> int | None:
-        """The step of the first save that is not committed, on rank 0."""
-        return self._waiting[0].job.step if self._waiting else None
-
-    @property
     def reports(self) -> list[tuple[int, Any]]:
         """Step and report of each."""
         return [(save.job.step, save.report) for save in self._waiting]
@@ -292,7 +287,7 @@ class PendingSaves:
 def settle(saves: PendingSaves, problem: str | None, local: LocalSaves | None, world: Axis) -> None:
     """Ranks agree on what is committed; or on what is wrong, and then keep the newest save on their hosts. Collective.
     Raises CheckpointError."""
-    told = all_gather_json([problem, saves.oldest], world)
+    told = all_gather_json([problem, saves.reports[0][0] if saves.reports else None], world)
     problem = first_problem([problem for problem, _ in told])
     if problem is None:
         saves.forget(told[0][1])

@@ -122,14 +122,8 @@ class Checkpointer:
             settle(self.pending, staged.problem if staged.final else None, self.local, self.world)
         else:
             reports = all_gather_json(patiently(job.write_part, self.world), self.world)
-
-            def commit() -> str | None:
-                problem = job.try_commit(reports)
-                if problem is None:
-                    done()
-                return problem
-
-            self._together(patiently(commit if self.world.is_first else None, self.world))
+            commit = partial(job.try_commit, reports, done) if self.world.is_first else None
+            self._together(patiently(commit, self.world))
         self._last = job.final
         return job.final
 
@@ -265,11 +259,9 @@ class Checkpointer:
     def decide_start(
         self, *, save: str | None, load: str | None, auto_resume: bool = False, **how: Any
     ) -> Place | None:
-        """The checkpoint that a run begins with (see run_dir.py), None for a fresh start.
-
-        With `auto_resume` damaged checkpoints are passed over, each with a warning; if none of them is whole that is an
-        error, never a fresh start. Raises CheckpointError.
-        """
+        """The checkpoint that a run begins with (see start_decision.py), None for a fresh start. With `auto_resume`
+        damaged checkpoints are passed over, each with a warning; if none of them is whole that is an error, never a
+        fresh start. Raises CheckpointError."""
 
         def decide() -> list[str]:
             start = decide_start(save=save, load=load, auto_resume=auto_resume, **how)

@@ -37,8 +37,8 @@ class RunLease(RunLock):
             lives = process_lives(holder)
             if lives is None:
                 host = holder.host if holder is not None else "another host"
-                logger.warning("%s: held by a run on %s; watching it for %.0f s", self.path, host, self._stale_after)
-                lives = self._changes(found.data, lambda: (now := self._read()) and now.data, self._stale_after)
+                logger.warning("%s: held by a run on %s; watching it for %.0f s", self.path, host, self.stale_after)
+                lives = self._changes(found.data, lambda: (now := self._read()) and now.data, self.stale_after)
             if lives:
                 raise self._in_use(holder)
             etag = store.swap(self.path.key, self._text(me), found.etag)
@@ -73,7 +73,7 @@ class RunLease(RunLock):
     def _beat(self) -> None:
         assert self._me is not None
         renewed = time.monotonic()
-        while not self._stop.wait(self._heartbeat):
+        while not self._stop.wait(self.heartbeat):
             try:
                 etag = self.path.store.swap(self.path.key, self._text(self._me), self._etag)
                 if etag is None:
@@ -83,9 +83,9 @@ class RunLease(RunLock):
                 self._etag, renewed = etag, time.monotonic()
             except StoreError as error:
                 logger.warning("could not renew %s: %s", self.path, error)
-                if time.monotonic() - renewed > self._stale_after:
+                if time.monotonic() - renewed > self.stale_after:
                     self._lost = True
-                    logger.error("%s: not renewed for %.0f s; this run saves no more", self.path, self._stale_after)
+                    logger.error("%s: not renewed for %.0f s; this run saves no more", self.path, self.stale_after)
                     return
 
 

@@ -105,17 +105,12 @@ class RunLock:
     """Holds `directory` for this process, from `acquire` to `release`. Only rank 0 of a run takes it. waits: watches a
     holder on another host for some heartbeats, however late the last one: it may be lost, and its run be this one."""
 
-    def __init__(
-        self,
-        directory: Place | str,
-        *,
-        heartbeat: float = HEARTBEAT_SECONDS,
-        stale_after: float = STALE_SECONDS,
-        waits: bool = False,
-    ) -> None:
+    heartbeat, stale_after = HEARTBEAT_SECONDS, STALE_SECONDS
+
+    def __init__(self, directory: Place | str, *, waits: bool = False) -> None:
         self.path: Path = place(directory) / LOCK_FILE  # type: ignore[assignment]  # an object of a store: `RunLease`
         self._flag = f"`save`={place(directory)}"
-        self._heartbeat, self._stale_after, self._waits = heartbeat, stale_after, waits
+        self._waits = waits
         self._me: LockHolder | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -242,13 +237,13 @@ class RunLock:
             raise self._not_writable(error) from None
         lives = process_lives(holder)
         if lives is None:
-            lives = 0.0 <= age <= self._stale_after and not (self._waits and watches)
+            lives = 0.0 <= age <= self.stale_after and not (self._waits and watches)
             if not lives and watches:
                 logger.warning(
                     "%s: last sign of life of another run %.0f s ago; waiting %.0f s for the next one",
-                    self.path, age, WATCHED_BEATS * self._heartbeat,
+                    self.path, age, WATCHED_BEATS * self.heartbeat,
                 )  # fmt: skip
-                lives, age = self._changes(last, self._last_beat, WATCHED_BEATS * self._heartbeat), 0.0
+                lives, age = self._changes(last, self._last_beat, WATCHED_BEATS * self.heartbeat), 0.0
         if lives:
             raise self._in_use(holder, f", last sign of life {max(age, 0.0):.0f} s ago")
         return True
@@ -274,13 +269,13 @@ class RunLock:
         """Whether the holder makes `look` see something new within some time; not where the lock is given back."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            time.sleep(min(1.0, self._heartbeat / 10))
+            time.sleep(min(1.0, self.heartbeat / 10))
             if (now := look()) != seen:
                 return now is not None
         return False
 
     def _beat(self) -> None:
-        while not self._stop.wait(self._heartbeat):
+        while not self._stop.wait(self.heartbeat):
             if not self.held:
                 logger.error("%s was taken over by another run while this one lives", self.path)
                 return

@@ -74,15 +74,14 @@ class Duties:
         return sorted(mine, key=lambda duty: (duty.index, duty.box.offset))
 
 
-def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int] | None = None) -> Duties:
+def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int]) -> Duties:
     """Decides who writes what: every box once, the bytes spread over the ranks that hold copies.
 
-    holdings[k] is what a rank of kind k holds, kinds[r] the kind of rank r (None: each is its own): replicas of a model
-    are alike, so the work does not grow with them. A box of which nobody holds replica 0 is a copy of parts of others
+    holdings[k] is what a rank of kind k holds, kinds[r] the kind of rank r: replicas of a model are alike, so the work
+    does not grow with them. A box of which nobody holds replica 0 is a copy of parts of others
     and is not written. The result depends only on the arguments, so every rank computes the same. Large boxes are cut
     by rows over their holders; small ones go, largest first, to the holder with the fewest bytes so far.
     """
-    kinds = range(len(holdings)) if kinds is None else kinds
     members: list[list[int]] = [[] for _ in holdings]
     for rank, kind in enumerate(kinds):
         members[kind].append(rank)

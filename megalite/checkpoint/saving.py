@@ -289,13 +289,14 @@ class SaveJob:
         fault_point("save.after_rename", rank=self.rank, step=self.step)
         write_tracker(self.directory, self.step)
 
-    def try_commit(self, reports: Sequence[SaveReport]) -> str | None:
-        """`commit` on a disk. Returns what prevents it, if anything; nothing of the save stays then."""
+    def try_commit(self, reports: Sequence[SaveReport], done: Callable[[], None] = lambda: None) -> str | None:
+        """`commit` on a disk, then `done`. Returns what prevents it, if anything; nothing of the save stays then."""
         try:
             self.commit(reports)
         except Exception as error:
             shutil.rmtree(self.staging, ignore_errors=True)
             return self.explain(error)
+        done()
         return None
 
     def explain(self, error: Exception) -> str:

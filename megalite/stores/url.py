@@ -107,8 +107,6 @@ def close_stores() -> None:
     _opened.cache_clear()
     asyn = sys.modules.get("fsspec.asyn")
     if asyn is not None and asyn.loop[0] is not None:
-        loop, thread = asyn.loop[0], asyn.iothread[0]
-        loop.call_soon_threadsafe(loop.stop)
-        if thread is not None:
-            thread.join()
+        asyn.loop[0].call_soon_threadsafe(asyn.loop[0].stop)
+        asyn.iothread[0].join()
         asyn.reset_lock()

@@ -31,11 +31,8 @@ class ProgramCache:
 
     def prove(self, world_size: int, world: Axis) -> None:
         """Validates the programs of all batch sizes of a run of `world_size` ranks, each on one rank of `world`.
-        Collective. Raises ScheduleError, the same on all ranks.
-
-        A program is a pure function of configuration and source, which the self-test has compared; of a schedule file
-        the ranks compare a digest.
-        """
+        Collective. Raises ScheduleError, the same on all ranks. A program is a pure function of configuration and
+        source, which the self-test has compared; of a schedule file the ranks compare a digest."""
         parallel, unit = self.config.parallel, self.config.training.micro_batch_size
         unit *= self.config.data_parallel_size(world_size)
         kinds = sorted({self._kind(iteration) for iteration in (1, parallel.pipeline_flush_steps + 1)})

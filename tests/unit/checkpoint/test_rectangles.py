@@ -56,7 +56,7 @@ def test_work_is_spread_over_copies_and_every_box_is_written_once() -> None:
         + [HeldRectangle(name, small, 4, 1 + i, rank) for i, name in enumerate(names)]
         for rank in range(4)
     ]
-    shared = share_out(holdings)
+    shared = share_out(holdings, range(len(holdings)))
     duties = [shared.of(rank) for rank in range(len(holdings))]
     rows = sorted((d.box.offset[0], d.box.end[0]) for mine in duties for d in mine if d.index == 0)
     assert rows[0][0] == 0 and rows[-1][1] == 1001
@@ -68,7 +68,7 @@ def test_work_is_spread_over_copies_and_every_box_is_written_once() -> None:
 
 def test_a_box_without_replica_zero_is_not_written() -> None:
     whole, half = Box((0,), (8,)), Box((0,), (4,))
-    duties = share_out([[HeldRectangle("w", whole, 4, 0, 0)], [HeldRectangle("w", half, 4, 0, 1)]])
+    duties = share_out([[HeldRectangle("w", whole, 4, 0, 0)], [HeldRectangle("w", half, 4, 0, 1)]], range(2))
     assert [len(duties.of(rank)) for rank in (0, 1)] == [1, 0]
 
 
@@ -77,6 +77,8 @@ def test_a_box_without_replica_zero_is_not_written() -> None:
 def test_a_rank_that_holds_a_box_twice_writes_it_once(rows: int, ranks: int) -> None:
     """Tied weights, where the first and the last stage are on one rank."""
     box = Box((0, 0), (rows, 2))
-    duties = share_out([[HeldRectangle("w", box, 8, 0), HeldRectangle("w", box, 8, 1)] for _ in range(ranks)])
+    duties = share_out(
+        [[HeldRectangle("w", box, 8, 0), HeldRectangle("w", box, 8, 1)] for _ in range(ranks)], range(ranks)
+    )
     boxes = [duty.box for rank in range(ranks) for duty in duties.of(rank)]
     assert find_overlap(boxes) is None and sum(b.numel for b in boxes) == box.numel

@@ -190,10 +190,16 @@ def test_completed(tmp_path: Path) -> None:
     assert not (tmp_path / "COMPLETED").exists()
 
 
+def hurried(lock: RunLock, heartbeat: float, stale_after: float = 120.0) -> RunLock:
+    lock.heartbeat, lock.stale_after = heartbeat, stale_after
+    return lock
+
+
 HOLD = """
 import sys, time
 from megalite.checkpoint.lock import RunLock
-lock = RunLock(sys.argv[1], heartbeat=0.05).acquire()
+RunLock.heartbeat = 0.05
+lock = RunLock(sys.argv[1]).acquire()
 print("held", flush=True)
 time.sleep(60)
 """
@@ -236,7 +242,7 @@ def test_another_hosts_lock_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"another-host, pid \d+, .* last sign of life 5 s ago"):
         RunLock(tmp_path).acquire()
     foreign_lock(tmp_path, age=500)
-    with RunLock(tmp_path, heartbeat=0.02) as lock:
+    with hurried(RunLock(tmp_path), heartbeat=0.02) as lock:
         before = lock.path.stat().st_mtime_ns
         time.sleep(0.2)
         assert lock.path.stat().st_mtime_ns > before, "the heartbeat renews the file"
@@ -253,7 +259,7 @@ def test_an_illegible_lock_is_stale_only_by_age(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="in use by another run"):
         RunLock(tmp_path).acquire()
     os.utime(tmp_path / "run.lock", (1, 1))
-    with RunLock(tmp_path, heartbeat=0.02) as lock:
+    with hurried(RunLock(tmp_path), heartbeat=0.02) as lock:
         assert lock.held
 
 
@@ -264,14 +270,14 @@ def test_a_live_lock_of_another_host_outlives_a_jump_of_the_clock(tmp_path: Path
     beat = threading.Timer(0.15, os.utime, [tmp_path / "run.lock"])
     beat.start()
     with pytest.raises(CheckpointError, match="another-host, .* last sign of life 0 s ago"):
-        RunLock(tmp_path, heartbeat=0.1).acquire()
+        hurried(RunLock(tmp_path), heartbeat=0.1).acquire()
     beat.join()
 
 
 def test_a_dead_lock_from_the_future_is_taken_over_at_once(tmp_path: Path) -> None:
     """Not after the hour by which the clock was set back."""
     foreign_lock(tmp_path, age=-3600)
-    with RunLock(tmp_path, heartbeat=0.02) as lock:
+    with hurried(RunLock(tmp_path), heartbeat=0.02) as lock:
         assert lock.held
 
 

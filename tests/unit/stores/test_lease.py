@@ -32,6 +32,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "process_lives", lambda holder: None)
 
 
+def hurried(lock: RunLease, heartbeat: float, stale_after: float = 120.0) -> RunLease:
+    lock.heartbeat, lock.stale_after = heartbeat, stale_after
+    return lock
+
+
 def beats(lease: RunLease) -> int:
     return int(json.loads(lease.path.read_bytes())["beats"])
 
@@ -59,7 +64,7 @@ def test_a_store_that_is_away_for_a_moment_costs_no_lease(url: StoreUrl, monkeyp
     """Nor after more time than a lease stands still: what counts is the last renewal."""
     fails = [False]
     failing_swap(url, monkeypatch, fails)
-    with RunLease(url, heartbeat=0.01, stale_after=0.5) as lease:
+    with hurried(RunLease(url), heartbeat=0.01, stale_after=0.5) as lease:
         time.sleep(0.6)
         fails[0] = True
         time.sleep(0.05)
@@ -75,7 +80,7 @@ def test_who_could_not_renew_for_long_saves_no_more(
     """Although nobody has taken it yet: somebody may, at any moment."""
     fails = [False]
     failing_swap(url, monkeypatch, fails)
-    lease = RunLease(url, heartbeat=0.01, stale_after=0.1).acquire()
+    lease = hurried(RunLease(url), heartbeat=0.01, stale_after=0.1).acquire()
     fails[0] = True
     wait_for(lambda: "not renewed for" in caplog.text)
     holder = lease._holder()
@@ -85,9 +90,9 @@ def test_who_could_not_renew_for_long_saves_no_more(
 
 @pytest.mark.usefixtures("elsewhere")
 def test_a_former_holder_does_not_take_the_lease_of_the_next_one_away(url: StoreUrl) -> None:
-    first = RunLease(url, heartbeat=0.01).acquire()
+    first = hurried(RunLease(url), heartbeat=0.01).acquire()
     first._stop.set()
-    second = RunLease(url, heartbeat=0.01, stale_after=0.2).acquire()
+    second = hurried(RunLease(url), heartbeat=0.01, stale_after=0.2).acquire()
     first.release()
     assert second.held
     second.release()
@@ -96,8 +101,8 @@ def test_a_former_holder_does_not_take_the_lease_of_the_next_one_away(url: Store
 @pytest.mark.usefixtures("elsewhere")
 def test_of_two_that_take_over_at_once_one_does(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one's swap finds another version than the one that stood still."""
-    dead = RunLease(url, heartbeat=60).acquire()
-    late, quick = (RunLease(url, heartbeat=0.01, stale_after=0.1) for _ in range(2))
+    dead = hurried(RunLease(url), heartbeat=60).acquire()
+    late, quick = (hurried(RunLease(url), heartbeat=0.01, stale_after=0.1) for _ in range(2))
     watch = late._changes
 
     def changes(*found: Any) -> bool:
@@ -118,11 +123,11 @@ def test_of_two_that_take_over_at_once_one_does(url: StoreUrl, monkeypatch: pyte
 def test_a_store_without_conditions_is_named_and_taken_over_all_the_same(
     url: StoreUrl, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dead = RunLease(url, heartbeat=60).acquire()
+    dead = hurried(RunLease(url), heartbeat=60).acquire()
     assert "unsafe" not in caplog.text
     monkeypatch.setattr(url.store, "conditional", False)
     monkeypatch.setattr(url.store, "is_safe_for_two", lambda probe: False)
-    with RunLease(url, heartbeat=0.01, stale_after=0.05) as lease:
+    with hurried(RunLease(url), heartbeat=0.01, stale_after=0.05) as lease:
         assert "this store does not hold conditions of writes: unsafe for two writers" in caplog.text
         assert lease.held and not dead.held
         begun = beats(lease)
@@ -140,4 +145,4 @@ def test_a_lease_that_names_nobody_legible_is_watched(url: StoreUrl, monkeypatch
     right, versions = url.store.read_tagged, iter(range(1000))
     monkeypatch.setattr(url.store, "read_tagged", lambda name: Tagged(right(name).data + b"%d" % next(versions), "1"))
     with pytest.raises(CheckpointError, match=r"in use by another run \(unknown\)"):
-        RunLease(url, heartbeat=0.01, stale_after=1.0).acquire()
+        hurried(RunLease(url), heartbeat=0.01, stale_after=1.0).acquire()
