@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 _URL = re.compile(r"\s*(?:[a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]+):(/.*)", re.IGNORECASE | re.DOTALL)
-SERVED = ("s3", "gs", "memory")
-"""Schemes of the stores that `megalite.stores` opens."""
+SERVED = ("s3", "gs", "memory")  # schemes of the stores that `megalite.stores` opens
 _SERVED = re.compile(r"(s3|gs|memory)://([\w][\w.-]*)((?:/[^/\s?#*\\]+)*)/?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _FILE = re.compile(r".*\.(json|jsonl|model|txt|yaml)")

@@ -40,9 +40,9 @@ from megalite.checkpoint.meta import Meta, check_model, check_state, check_tenso
 from megalite.checkpoint.reading import copy_extras, read_extra, read_manifest, read_small
 from megalite.checkpoint.remote import send_along, take_up
 from megalite.checkpoint.run_dir import (
+    COMPLETED_FILE,
     NOT_WHOLE,
     TRACKER,
-    clear_completed,
     committed,
     directory_name,
     in_the_way,
@@ -51,7 +51,6 @@ from megalite.checkpoint.run_dir import (
     is_file,
     is_huggingface,
     latest,
-    mark_completed,
     resolve_checkpoint,
     set_aside_newer,
     step_of,

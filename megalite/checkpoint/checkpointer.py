@@ -115,7 +115,14 @@ class Checkpointer:
         if background:
             if self.in_store:
                 patiently(self.pending.wait_written, self.world)  # the copy's memory is free again
-            self.pending.add(self._copied(job), done, background=True)
+            problem = None
+            try:
+                job = replace(job, parts=self._memory.copy(job.parts))
+            except (MemoryError, RuntimeError) as error:
+                first = str(error).splitlines()[0]
+                problem = f"`async_save`: no host memory for a copy of this rank's part ({first})"
+            self._together(problem)
+            self.pending.add(job, done, background=True)
         elif self.in_store:
             staged = patiently(partial(self.pending.add, job, done, background=False), self.world)
             assert staged is not None
@@ -126,16 +133,6 @@ class Checkpointer:
             self._together(patiently(commit, self.world))
         self._last = job.final
         return job.final
-
-    def _copied(self, job: SaveJob) -> SaveJob:
-        """The job with a copy of its values."""
-        problem = None
-        try:
-            job = replace(job, parts=self._memory.copy(job.parts))
-        except (MemoryError, RuntimeError) as error:
-            problem = f"`async_save`: no host memory for a copy of this rank's part ({str(error).splitlines()[0]})"
-        self._together(problem)
-        return job
 
     def save_locally(
         self, step: int, shards: Sequence[TensorShard], meta: Mapping[str, Any], files: Mapping[str, bytes]

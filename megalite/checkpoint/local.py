@@ -57,8 +57,7 @@ class LocalSaves:
         self._hosts = Hosts(settings, world, host)
         self.mine, self._leads = self._hosts.mine, self._hosts.leads
         self._found: _Found | None = None
-        self.is_ahead = False
-        """Whether what `newest` has found is newer than all that `save` holds."""
+        self.is_ahead = False  # whether what `newest` has found is newer than all that `save` holds
 
     @property
     def root(self) -> Path:

@@ -44,8 +44,7 @@ class WriteDuty:
 _SPLIT_BYTES = 2**20
 
 
-Held = tuple[str, Box]
-"""(Name of a tensor, a box of it)"""
+Held = tuple[str, Box]  # (name of a tensor, a box of it)
 
 
 @dataclass(frozen=True)
@@ -78,9 +77,9 @@ def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int])
     """Decides who writes what: every box once, the bytes spread over the ranks that hold copies.
 
     holdings[k] is what a rank of kind k holds, kinds[r] the kind of rank r: replicas of a model are alike, so the work
-    does not grow with them. A box of which nobody holds replica 0 is a copy of parts of others
-    and is not written. The result depends only on the arguments, so every rank computes the same. Large boxes are cut
-    by rows over their holders; small ones go, largest first, to the holder with the fewest bytes so far.
+    does not grow with them. A box of which nobody holds replica 0 is a copy of parts of others and is not written. The
+    result depends only on the arguments, so every rank computes the same. Large boxes are cut by rows over their
+    holders; small ones go, largest first, to the holder with the fewest bytes so far.
     """
     members: list[list[int]] = [[] for _ in holdings]
     for rank, kind in enumerate(kinds):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 MAKES_ONE = "tools/convert_checkpoint.py --from megatron --to megalite --trust-pickle makes one of it"
 NOT_WHOLE = "holds .distcp files but no .metadata, which is written last: that save is not whole; take an older one"
-COMPLETED = "COMPLETED"
+COMPLETED_FILE = "COMPLETED"  # training has done all it was asked for: a requeue loop may stop
 PICKLES = (".pt", ".pth", ".ckpt", ".pkl")
 NO_PICKLES = (
     "it could execute code and is not read; save the model as a Hugging Face folder of safetensors, or in "
@@ -333,7 +333,7 @@ def in_the_way(save: Place | str, files: Sequence[str]) -> str | None:
     where = place(save)
     if isinstance(where, StoreUrl):
         return None
-    for name in (*files, COMPLETED, TRACKER):
+    for name in (*files, COMPLETED_FILE, TRACKER):
         path = where / name
         if path.is_dir() and not path.is_symlink():
             return f"`save`={save}: {name} is a directory, and a run writes a file of that name; move it away"
@@ -342,13 +342,3 @@ def in_the_way(save: Place | str, files: Sequence[str]) -> str | None:
         if path.exists() and not path.is_file():
             return f"`save`={save}: {name} is a pipe or a device, and a run writes a file of that name; move it away"
     return None
-
-
-def mark_completed(save: Place | str, step: int) -> None:
-    """Writes COMPLETED: training has done all it was asked for (a requeue loop may stop)."""
-    (place(save) / COMPLETED).write_bytes(f"{step}\n".encode())
-
-
-def clear_completed(save: Place | str) -> None:
-    """Removes COMPLETED: training continues."""
-    (place(save) / COMPLETED).unlink(missing_ok=True)

@@ -16,8 +16,7 @@ from megalite.config.root import Config
 
 DIVIDES = "their number times the micro-batch size must divide `global_batch_size`"
 MOST_TRIALS = 8
-TOLERABLE = 0.9
-"""Part of the ranks that are left which should find work."""
+TOLERABLE = 0.9  # part of the ranks that are left which should find work
 
 
 def training_ranks(config: Config, started: int, local_size: int) -> int:

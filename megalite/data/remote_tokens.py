@@ -22,8 +22,7 @@ from megalite.stores import Missing, RangesAhead, StoreUrl, place
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 32
-GAP_BYTES = 1 << 14
-"""Bytes between two ranges that cost less than a request of their own."""
+GAP_BYTES = 1 << 14  # between two ranges: they cost less than a request of their own
 
 
 class RemoteTokens:

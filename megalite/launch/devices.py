@@ -19,14 +19,9 @@ if TYPE_CHECKING:
     import torch
 
 
-DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
-"""Device files of NVIDIA's and AMD's drivers."""
-
-LOOKS = 5
-"""How often `busy_cores` looks."""
-
-ANSWER_SECONDS = 120.0
-"""Within which a host's check answers."""
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # device files of NVIDIA's and AMD's drivers
+LOOKS = 5  # of `busy_cores`
+ANSWER_SECONDS = 120.0  # within which a host's check answers
 
 
 def gpu_driver() -> Path | None:

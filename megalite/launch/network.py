@@ -8,8 +8,7 @@ import sys
 
 from megalite.errors import ConfigError
 
-_ADDRESS_OF_INTERFACE = 0x8915
-"""SIOCGIFADDR of Linux."""
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
 def check_interface(chosen: str) -> None:

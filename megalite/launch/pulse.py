@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 3.0
 SILENCE_SECONDS = 15.0
-PAUSE_SECONDS = 5.0
-"""Between two looks at the clock: whoever does not look for so long was stopped himself."""
+PAUSE_SECONDS = 5.0  # between two looks at the clock: whoever does not look for so long was stopped himself
 
 
 class Patience:

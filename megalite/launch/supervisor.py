@@ -34,8 +34,7 @@ SAME_SECONDS = 0.5
 """Within these a second SIGINT is the same Ctrl-C: of a terminal, and of a program that passes it on."""
 POLL_SECONDS = 0.25
 PR_SET_PDEATHSIG = 1
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit status of a run that Ctrl-C ended, as shells count."""
+INTERRUPTED = 128 + signal.SIGINT  # exit status of a run that Ctrl-C ended, as shells count
 
 
 @dataclass(frozen=True)

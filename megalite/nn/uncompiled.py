@@ -4,7 +4,8 @@ it decorates a function: here it does so once something is compiled."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
+from functools import cache
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -12,14 +13,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@cache
+def _waiting() -> list[Any]:
+    """Those that the compiler has not been told of."""
+    return []
+
+
 class Uncompiled(Generic[P, T]):
     """A function; `Uncompiled.settle` comes before the first compilation of what calls it."""
 
-    waiting: ClassVar[list[Any]] = []  # those that the compiler has not been told of
-
     def __init__(self, call: Callable[P, T]) -> None:
         self.call, self.__doc__, self.__name__ = call, call.__doc__, call.__name__
-        self.waiting.append(self)
+        _waiting().append(self)
 
     def __call__(self, *arguments: P.args, **named: P.kwargs) -> T:
         return self.call(*arguments, **named)
@@ -27,6 +32,6 @@ class Uncompiled(Generic[P, T]):
     @staticmethod
     def settle() -> None:
         """Keeps the compiler out of all of them."""
-        while Uncompiled.waiting:
-            each = Uncompiled.waiting.pop()
+        while _waiting():
+            each = _waiting().pop()
             each.call = torch.compiler.disable(each.call)

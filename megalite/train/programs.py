@@ -65,17 +65,13 @@ class ProgramCache:
 
     def full(self, world_size: int) -> Program:
         """The program of a full batch once the first, flushed steps are over."""
-        return self.program(self.config.num_microbatches(world_size), self._steady)
+        return self.program(self.config.num_microbatches(world_size), self.config.parallel.pipeline_flush_steps + 1)
 
     def shown(self, world_size: int) -> tuple[Program, list[int] | None]:
         """What is drawn of that program: itself or a narrow one, and which batches (see `short_run`)."""
-        program = self.narrow((*self._kind(self._steady), self.config.num_microbatches(world_size)))
+        steady = self.config.parallel.pipeline_flush_steps + 1
+        program = self.narrow((*self._kind(steady), self.config.num_microbatches(world_size)))
         return program, self.short_run(program)
-
-    @property
-    def _steady(self) -> int:
-        """An iteration behind the flushed steps."""
-        return self.config.parallel.pipeline_flush_steps + 1
 
     def _kind(self, iteration: int) -> tuple[str, bool]:
         """(Name of the schedule that an iteration runs, whether its updates are waited for in any case)."""

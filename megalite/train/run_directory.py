@@ -11,16 +11,15 @@ from pathlib import Path
 from types import TracebackType
 
 from megalite.checkpoint import (
+    COMPLETED_FILE,
     Checkpointer,
     LocalSaves,
     LocalSettings,
     check_model,
     check_state,
-    clear_completed,
     in_the_way,
     latest,
     lock_of,
-    mark_completed,
     send_along,
     set_aside_newer,
     step_of,
@@ -40,8 +39,7 @@ from megalite.train.starting_point import StartingPoint, open_start, settle_base
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
-LOCAL_TOKEN = "local_saves.txt"
-"""Names the run whose saves on the hosts are this one's."""
+LOCAL_TOKEN = "local_saves.txt"  # names the run whose saves on the hosts are this one's
 
 
 class RunDirectory:
@@ -207,7 +205,7 @@ class RunDirectory:
             self._attempts.begin(iteration)
             for path in set_aside_newer(save, iteration):
                 logger.warning("this run continues from iteration %d: what was newer is now %s", iteration, path.name)
-            clear_completed(save)
+            (save / COMPLETED_FILE).unlink(missing_ok=True)
             if self.checkpointer.local is not None and not (token and self._continues):
                 token = uuid.uuid4().hex[:16]
                 write_small(save / LOCAL_TOKEN, f"{token}\n".encode())
@@ -229,7 +227,7 @@ class RunDirectory:
             self.checkpointer.after_upload()
         if completed and self._save is not None and self._world.is_first:
             try:
-                mark_completed(self._save, iteration)
+                (place(self._save) / COMPLETED_FILE).write_bytes(f"{iteration}\n".encode())
             except (OSError, CheckpointError) as error:
                 logger.warning("could not write COMPLETED of %s: %s", self._save, getattr(error, "strerror", error))
 

@@ -65,7 +65,7 @@ def test_interval_stops_saves_and_the_last_multiple_completes(tmp_path: Path) ->
     assert saved(tmp_path) == ["iter_0000003"] and not (tmp_path / "COMPLETED").exists()
     assert run_single(whole_run, argv) == 0
     assert records(tmp_path, "summary")[-1]["status"] == "completed"
-    assert saved(tmp_path) == ["iter_0000003", "iter_0000006"] and (tmp_path / "COMPLETED").exists()
+    assert saved(tmp_path) == ["iter_0000003", "iter_0000006"] and (tmp_path / "COMPLETED").read_text() == "6\n"
     assert [record["iteration"] for record in records(tmp_path, "train")] == [1, 2, 3, 4, 5, 6]
 
 

@@ -18,12 +18,7 @@ import torch
 
 from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.lock import LockHolder, RunLock
-from megalite.checkpoint.run_dir import (
-    clear_completed,
-    in_the_way,
-    mark_completed,
-    set_aside_newer,
-)
+from megalite.checkpoint.run_dir import in_the_way, set_aside_newer
 from megalite.checkpoint.start_decision import decide_start
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
@@ -179,15 +174,6 @@ def test_room_for_a_checkpoint_is_looked_for_at_the_start(tmp_path: Path, monkey
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3999))
     with pytest.raises(CheckpointError, match=r"--save=.*: a checkpoint needs ~4 kB, 4 kB free on .*; free some"):
         saver.check_room(shards)
-
-
-def test_completed(tmp_path: Path) -> None:
-    run_in(tmp_path, 10)
-    assert not (tmp_path / "COMPLETED").exists()
-    mark_completed(tmp_path, 10)
-    assert (tmp_path / "COMPLETED").read_text() == "10\n"
-    clear_completed(tmp_path)
-    assert not (tmp_path / "COMPLETED").exists()
 
 
 def hurried(lock: RunLock, heartbeat: float, stale_after: float = 120.0) -> RunLock:

@@ -44,11 +44,6 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.checkpoint.background.AGAIN_SECONDS", 0.01)
 
 
-def hurried(lock: RunLease, heartbeat: float, stale_after: float = 120.0) -> RunLease:
-    lock.heartbeat, lock.stale_after = heartbeat, stale_after
-    return lock
-
-
 def weights(value: float) -> list[TensorShard]:
     return [TensorShard("w", (40, 64), (0, 0), torch.full((40, 64), value))]
 
@@ -227,16 +222,18 @@ def test_a_report_that_is_damaged_on_the_way_is_asked_for_again(
 
 
 def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = hurried(RunLease(url), heartbeat=0.02).acquire()
+    monkeypatch.setattr(RunLease, "heartbeat", 0.02)
+    monkeypatch.setattr(RunLease, "stale_after", 0.5)
+    first = RunLease(url).acquire()
     with pytest.raises(CheckpointError, match="in use by another run"):
         RunLease(url).acquire()
     time.sleep(0.1)
     assert first.held
     monkeypatch.setattr("megalite.checkpoint.lease.process_lives", lambda holder: None)  # as on another host
     with pytest.raises(CheckpointError, match="in use by another run"):
-        hurried(RunLease(url), heartbeat=0.02, stale_after=1.0).acquire()
+        RunLease(url).acquire()
     first._stop.set()  # it stands still from now on
-    second = hurried(RunLease(url), heartbeat=0.02, stale_after=0.3).acquire()
+    second = RunLease(url).acquire()
     assert second.held and not first.held
     with pytest.raises(CheckpointError, match="another run has taken it over; this one saves no more"):
         save(url, tmp_path, 10, lock=first)
@@ -247,7 +244,7 @@ def test_a_lease_is_held_by_one_and_taken_over(url: StoreUrl, tmp_path: Path, mo
 
 def test_a_bit_that_flips_on_the_way_takes_no_lease(url: StoreUrl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not where an answer was lost and what was written is read back."""
-    lease, right, damaged = hurried(RunLease(url), heartbeat=60).acquire(), url.store.read_tagged, [True]
+    lease, right, damaged = RunLease(url).acquire(), url.store.read_tagged, [True]
 
     def read(name: str) -> Tagged:
         data, etag = right(name)
