@@ -10,7 +10,6 @@
     older_weights.py   the weight versions before the newest, in checkpoints
     forward.py     every run without a backward: evaluation, scoring, generation
     rules.py       the update rule of an optimizer, corrected for the age of its gradients
-    int8_base.py   frozen weights in 8 bits
     spikes.py      which gradient norms are out of proportion
 
 `megalite.train` makes the layers of a configuration, `megalite.library` takes a user's; nothing here knows which.
@@ -21,7 +20,6 @@ Proof: `tests/equivalence/test_layouts.py`, `test_asynchronous.py`, `test_librar
 
 from megalite.engine.expert_bias import ExpertBias
 from megalite.engine.forward import Given, run_forwards
-from megalite.engine.int8_base import quantize_base
 from megalite.engine.older_weights import OLDER, complete_older, older_shards
 from megalite.engine.qk_clip import QueryKeyClip
 from megalite.engine.rules import rule_maker, sharded_maker
@@ -29,4 +27,4 @@ from megalite.engine.scale_history import ScaleHistory
 from megalite.engine.spikes import SpikeGuard
 from megalite.engine.update import Hyperparameters, Updater
 from megalite.engine.versioned import VersionedState
-from megalite.engine.weights import BufferOptions, BuiltStages, Ties, Weights, build_weights, norm_axis
+from megalite.engine.weights import BufferOptions, BuiltStages, Ties, Weights, build_weights, norm_axis, quantize_base

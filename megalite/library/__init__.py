@@ -22,7 +22,7 @@
                    what lies between them right on parts
     modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
     timing.py      `time_layers`; what watches a step
-    ranks.py       `run`: processes without a configuration; returned.py: what rank 0 returns
+    ranks.py       `run`: processes without a configuration, and what rank 0 returns
     factory.py     a module by its name, for `--model-module` (megalite/train/foreign.py)
 
 Invariant: a step equals the same modules in one process on the whole batch, whatever the schedule and the layout.

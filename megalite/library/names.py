@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -77,13 +78,16 @@ class Names:
         """Its name."""
         return self._of[id(tensor)]
 
-    def copied(self, layer: nn.Module, index: int) -> nn.Module:
-        """A copy of layers[index] with the same names: a stage that shares its parameters is on this rank, too."""
-        copy = deepcopy(layer)
-        for (_, old, _), (_, new, _) in zip(stored_tensors(layer, index), stored_tensors(copy, index), strict=True):
-            self._of[id(new)] = self.of(old)
-            new.__dict__.update(old.__dict__)  # its placement
-        return copy
+    def copied(self, layers: Mapping[int, nn.Module], memo: dict[int, Any]) -> dict[int, nn.Module]:
+        """Copies of layers by their indices, with the same names; what several of them share, their copies do. memo: by
+        id, what has a copy already, or stays as it is; all that is copied is added."""
+        copies = deepcopy(dict(layers), memo)
+        for index, layer in layers.items():
+            pairs = zip(stored_tensors(layer, index), stored_tensors(copies[index], index), strict=True)
+            for (_, old, _), (_, new, _) in pairs:
+                self._of[id(new)] = self.of(old)
+                new.__dict__.update(old.__dict__)  # its placement
+        return copies
 
     def tied(self, cuts: Sequence[range]) -> tuple[frozenset[str], list[int]]:
         """(The trained parameters that several stages hold, these stages). Raises ConfigError where some are on others

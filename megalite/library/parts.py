@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,22 +86,20 @@ class Parts:
         offloaded: first layers, whose activations wait on the host."""
         items, queue = self.cuts[key[0]], WeightGradQueue()
         versions = program.weight_versions[self.placement.rank_of(*key)]
-        own = [self.layers[index] for index in items]
-        own = [
-            self.names.copied(layer, index) if any(id(p) in self._taken for p in layer.parameters()) else layer
-            for index, layer in zip(items, own, strict=True)
-        ]
-        self._one_each([self.layers[index] for index in items], own)
-        own = [layer.to(self.device) for layer in own]
-        self._taken |= {id(p) for layer in own for p in layer.parameters()}
-        more = [self._version(own, items) for _ in range(versions - 1)]  # before their forwards are replaced
+        given = {index: self.layers[index] for index in items}
+        shared = {i: layer for i, layer in given.items() if any(id(p) in self._taken for p in layer.parameters())}
+        kept = [p for index in given.keys() - shared for p in given[index].parameters()]
+        own = given | self.names.copied(shared, {id(p): p for p in kept})
+        own = {index: layer.to(self.device) for index, layer in own.items()}
+        self._taken |= {id(p) for layer in own.values() for p in layer.parameters()}
+        more = [self._version(own) for _ in range(versions - 1)]  # before their forwards are replaced
         first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
         arrives = self.found[items.start - 1].boundary if items.start else self.given
         leaves = self.found[items.stop - 1].boundary
         begins = {0, *(begin for begin, _, again in ranges if again)}
         copies = frozenset(begin for begin in begins if self.found[items.start + begin].writes)
         modules = []
-        for layers in [own, *more]:
+        for layers in ([*each.values()] for each in [own, *more]):
             module = kind(layers, loss if last else None, arrives, leaves, items.start, copies=copies, ranges=ranges)
             split_backwards(module, queue, self.device, self._calls)
             module.trained = self._trained(module)
@@ -122,32 +121,10 @@ class Parts:
             *(pair for pair in named if pair[0] not in self.tied),
         ]
 
-    @staticmethod
-    def _one_each(layers: Sequence[nn.Module], copies: Sequence[nn.Module]) -> None:
-        """A parameter of several layers stays one in their copies."""
-        held: dict[int, nn.Parameter | None] = {}
-        for old, new in zip(layers, copies, strict=True):
-            for theirs, ours in zip(old.modules(), new.modules(), strict=True):
-                for name, parameter in theirs._parameters.items():
-                    if parameter is not None:
-                        ours._parameters[name] = held.setdefault(id(parameter), ours._parameters[name])
-
-    def _version(self, own: list[nn.Module], items: range) -> list[nn.Module]:
-        """The layers with other parameters to train, and with everything else that they have."""
-        copies = [self.names.copied(layer, index) for layer, index in zip(own, items, strict=True)]
-        self._one_each(own, copies)
-        for old, new in zip(own, copies, strict=True):
-            for theirs, ours in zip(old.modules(), new.modules(), strict=True):
-                ours._buffers.update(theirs._buffers)
-                ours._parameters.update(
-                    {n: p for n, p in theirs._parameters.items() if p is None or not p.requires_grad}
-                )
-        self._calls.update(
-            {
-                id(new): self._calls[id(old)]
-                for one, other in zip(own, copies, strict=True)
-                for old, new in zip(one.modules(), other.modules(), strict=True)
-                if id(old) in self._calls
-            }
-        )
+    def _version(self, own: dict[int, nn.Module]) -> dict[int, nn.Module]:
+        """The layers with other parameters to train, and with all other tensors that they have."""
+        tensors = [tensor for layer in own.values() for tensor in [*layer.parameters(), *layer.buffers()]]
+        memo: dict[int, Any] = {id(t): t for t in tensors if not (isinstance(t, nn.Parameter) and t.requires_grad)}
+        copies = self.names.copied(own, memo)
+        self._calls.update({id(memo[old]): count for old, count in [*self._calls.items()] if old in memo})
         return copies

@@ -28,14 +28,13 @@ from megalite.parallel.pipeline import Executor, executor_of
 from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, make_tracer, open_module
-from megalite.train.arithmetic import arithmetic_of
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import Model, build_model, wide_dtype
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
 from megalite.train.further import further_of
 from megalite.train.host_embedding import traffic_hooks, watch_of
-from megalite.train.matmul_precision import set_matmul_precision
+from megalite.train.matmul_precision import arithmetic_of, set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache

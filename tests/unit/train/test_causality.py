@@ -9,8 +9,8 @@ import torch
 from equivalence import own_models
 from torch import nn
 
-from megalite.train import causality
-from megalite.train.causality import reads_ahead, small_copy
+from megalite.train import foreign
+from megalite.train.foreign import reads_ahead, small_copy
 
 
 def asked(module: nn.Module, shape: tuple[int, int] = (2, 8)) -> str | None:
@@ -25,7 +25,7 @@ def test_later_tokens_are_seen(dtype: torch.dtype, monkeypatch: Any) -> None:
     assert asked(looks) and asked(looks, (1, 4096))
     for name in ("mixer", "dropping", "untied"):
         assert asked(getattr(own_models, name)(32).to(dtype)) is None
-    monkeypatch.setattr(causality, "MOST_PRODUCTS", 100)
+    monkeypatch.setattr(foreign, "MOST_PRODUCTS", 100)
     assert asked(looks) is None, "large"
 
 
