@@ -10,38 +10,26 @@ left alone by an update that is skipped. Every rank of a stage holds all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, TensorShard, all_reduce_
+from megalite.comm import Axis, TensorShard
+from megalite.engine.versioned import VersionedState
 from megalite.nn import NamedBias, expert_biases
 from megalite.parallel.pipeline import Stage
 from megalite.schedule import StageKey
 
 
-@dataclass(frozen=True)
-class ExpertBias:
-    """The biases of this rank's stages.
+class ExpertBias(VersionedState):
+    """The biases of this rank's stages, which routers read themselves. rate: what an update adds or takes away."""
 
-    rate: what an update adds or takes away.
-    axis: the ranks of a stage, whose tokens differ.
-    replicas: by stage, other ranks that hold it (Chimera).
-    """
-
-    stages: Mapping[StageKey, Stage]
-    rate: float
-    axis: Axis
-    replicas: Mapping[int, Axis]
-    absent: str = ""
+    def __init__(self, stages: Mapping[StageKey, Stage], rate: float, axis: Axis, replicas: Mapping[int, Axis]) -> None:
+        super().__init__(stages, axis, replicas)
+        self.rate = rate
 
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
-        """Writes the biases of weight version `version`. Collective over the ranks of each stage.
-
-        wanted: whether a micro-batch belongs to the update. found_inf: 0-dim, on the device; not 0 where it is skipped.
-        """
         for key, stage in sorted(self.stages.items()):
             old, new = self._biases(stage, version - 1), self._biases(stage, version)
             if not old:
@@ -51,22 +39,16 @@ class ExpertBias:
             for row, bias in zip(counts, old, strict=True):
                 if bias.layer in loads:
                     row.copy_(loads[bias.layer][: len(row)])
-            all_reduce_(counts, self.axis)
-            if key[0] in self.replicas:
-                all_reduce_(counts, self.replicas[key[0]])
+            self._over_ranks(key, counts)
             below_mean = (counts.sum(1, keepdim=True) - counts * counts.shape[1]).sign()
             for bias, before, direction in zip(new, old, below_mean, strict=True):
                 moved = before.values.add(direction.to(before.values.dtype), alpha=self.rate)
                 bias.values.copy_(torch.where(found_inf > 0, before.values, moved))
 
     def copy(self, version: int, target: int) -> None:
-        """Makes the biases of version `target` those of `version`."""
         for stage in self.stages.values():
             for bias, source in zip(self._biases(stage, target), self._biases(stage, version), strict=True):
                 bias.values.copy_(source.values)
-
-    def after_load(self, version: int) -> None:
-        """The routers read the biases themselves."""
 
     def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
         """The biases of a version as `<prefix><name>` (views)."""

@@ -50,15 +50,14 @@ class ScoreMaxima(MicrobatchNotes[str]):
 
 
 class QueryKeyClip(VersionedState):
-    """A `VersionedState` without values of its own: scales the projections of this rank's attentions after STEP.
-
-    axis: the ranks of a stage that hold the same heads. replicas: by stage, other ranks that do (Chimera).
-    """
+    """A `VersionedState` without values of its own: scales the projections of this rank's attentions after STEP. axis:
+    the ranks of a stage that hold the same heads."""
 
     def __init__(
         self, stages: Mapping[StageKey, Stage], settings: QKClip, axis: Axis, replicas: Mapping[int, Axis]
     ) -> None:
-        self._settings, self._axis, self._replicas = settings, axis, replicas
+        super().__init__(stages, axis, replicas)
+        self._settings = settings
         self._attentions: dict[StageKey, dict[str, Attention]] = {}
         self._maxima: dict[StageKey, ScoreMaxima] = {}
         self._optimizer: ShardedOptimizer | None = None
@@ -78,7 +77,7 @@ class QueryKeyClip(VersionedState):
 
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
-        """Scales the masters, and writes them into the weights of `version`. Collective over the ranks of a stage."""
+        """Scales the masters, and writes them into the weights of `version`."""
         assert self._optimizer is not None
         factors: dict[str, Tensor] = {}
         for key, attentions in self._attentions.items():
@@ -86,10 +85,8 @@ class QueryKeyClip(VersionedState):
             names = list(attentions)
             like = next(iter(attentions.values()))
             largest = torch.stack([maxima[name].amax(1) for name in names]).nan_to_num_(nan=math.inf)  # [layers, g]
-            all_reduce_(largest, self._axis, op="max")
             all_reduce_(largest, like.sharers, op="max")
-            if key[0] in self._replicas:
-                all_reduce_(largest, self._replicas[key[0]], op="max")
+            self._over_ranks(key, largest, op="max")
             clips = (largest > self._settings.qk_clip_threshold) & largest.isfinite() & (found_inf == 0)
             eta = torch.where(clips, self._settings.qk_clip_threshold / largest, 1.0)
             alpha = self._settings.qk_clip_alpha

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, TensorShard, all_reduce_
+from megalite.comm import Axis, TensorShard
+from megalite.engine.versioned import VersionedState
 from megalite.parallel.pipeline import Stage
 from megalite.parallel.tensor import ScaleTable, delayed_products
 from megalite.schedule import StageKey
@@ -22,16 +23,13 @@ SCALES = "optimizer/fp8/"
 """Of their names in a checkpoint."""
 
 
-class ScaleHistory:
-    """The histories of this rank's stages.
-
-    axis: the ranks of a stage. replicas: by stage, other ranks that hold it (Chimera).
-    """
+class ScaleHistory(VersionedState):
+    """The histories of this rank's stages. An update that is skipped counts, too."""
 
     absent = SCALES
 
     def __init__(self, stages: Mapping[StageKey, Stage], axis: Axis, replicas: Mapping[int, Axis]) -> None:
-        self._stages, self._axis, self._replicas = stages, axis, replicas
+        super().__init__(stages, axis, replicas)
         self._tables: dict[StageKey, list[ScaleTable]] = {}
         self._names: dict[StageKey, list[str]] = {}
         for key, stage in sorted(stages.items()):
@@ -42,23 +40,16 @@ class ScaleHistory:
 
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
-        """Writes the histories of weight version `version`. Collective over the ranks of each stage.
-
-        wanted: whether a micro-batch belongs to the update; one that is skipped counts, too.
-        """
         for key, tables in self._tables.items():
             old, new = self._at(tables, version - 1), self._at(tables, version)
-            largest = self._stages[key].magnitudes.take(wanted, like=old.history[:, :, 0])
+            largest = self.stages[key].magnitudes.take(wanted, like=old.history[:, :, 0])
             largest.nan_to_num_(nan=math.inf, posinf=math.inf)  # a message may lose a NaN
-            all_reduce_(largest, self._axis, op="max")
-            if key[0] in self._replicas:
-                all_reduce_(largest, self._replicas[key[0]], op="max")
+            self._over_ranks(key, largest, op="max")
             newest = largest.masked_fill_(largest == math.inf, 0.0)[..., None]
             new.history.copy_(torch.cat([newest, old.history[..., :-1]], -1))
             new.take_up()
 
     def copy(self, version: int, target: int) -> None:
-        """Makes the histories of version `target` those of `version`."""
         for tables in self._tables.values():
             source, other = self._at(tables, version), self._at(tables, target)
             if source.known:
@@ -74,7 +65,7 @@ class ScaleHistory:
     def shards(self, version: int, prefix: str = "") -> list[TensorShard]:
         """The histories of a version as `<prefix>optimizer/fp8/<layer>` (views)."""
         return [
-            TensorShard(f"{prefix}{SCALES}{name}", tuple(history.shape), (0, 0), history, self._axis.rank + key[1])
+            TensorShard(f"{prefix}{SCALES}{name}", tuple(history.shape), (0, 0), history, self.axis.rank + key[1])
             for key, tables in self._tables.items()
             for name, history in zip(self._names[key], self._at(tables, version).history, strict=True)
         ]

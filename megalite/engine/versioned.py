@@ -13,25 +13,36 @@ of the weights are `UpdateRule.average`. A pipeline of a user's module has no st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from torch import Tensor
 
-from megalite.comm import TensorShard
+from megalite.comm import Axis, TensorShard, all_reduce_
+from megalite.parallel.pipeline import Stage
+from megalite.schedule import StageKey
 
 
-class VersionedState(Protocol):
-    """State of this rank's stages.
+class VersionedState(ABC):
+    """State of this rank's stages. axis: the ranks of a stage, whose tokens differ. replicas: by stage, other ranks
+    that hold it (Chimera).
 
     absent: prefix of names that a checkpoint may lack, because the run that wrote it had no use for them; '' otherwise.
     """
 
-    @property
-    def absent(self) -> str:
-        """See the class."""
-        return ""
+    absent = ""
 
+    def __init__(self, stages: Mapping[StageKey, Stage], axis: Axis, replicas: Mapping[int, Axis]) -> None:
+        self.stages, self.axis, self._replicas = stages, axis, replicas
+
+    def _over_ranks(self, stage: StageKey, values: Tensor, *, op: Literal["sum", "max"] = "sum") -> None:
+        """Reduces values of a stage, in place, over all ranks that hold it."""
+        for axis in (self.axis, self._replicas.get(stage[0])):
+            if axis is not None:
+                all_reduce_(values, axis, op=op)
+
+    @abstractmethod
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
         """Writes the state of weight version `version`. Collective over the ranks of each stage.
 
