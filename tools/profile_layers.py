@@ -47,6 +47,7 @@ from megalite.comm import (
     share_axis,
 )
 from megalite.config import VOCABULARIES, BatchRamp, Config, TrainingLength, ids_of_files, read_unjudged
+from megalite.engine import rule_maker
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue
 from megalite.launch import launch
@@ -57,7 +58,7 @@ from megalite.parallel.tensor import LayerContext
 from megalite.parallel.zero import ParameterBuffers, ShardedOptimizer
 from megalite.planner import measured_model
 from megalite.progress import ProgressBar, no_progress
-from megalite.train import open_run, optimizer_factory, parameter_dtype, wide_dtype, zero_options
+from megalite.train import open_run, parameter_dtype, wide_dtype, zero_options
 from quiet_turns import Bench, Tally, Work
 
 #: Blocks of the stage that is timed: with one alone a CPU would have its weights in the cache.
@@ -181,7 +182,9 @@ def optimizer_seconds(bench: Bench) -> list[float]:
     for blocks in sorted({1, most}):
         _, buffers = build_stage(bench.config, range(1, 1 + blocks), bench.device)
         optimizer = ShardedOptimizer(
-            [buffers], make_optimizer=optimizer_factory(bench.config), norm_axis=single("model")
+            [buffers],
+            make_optimizer=rule_maker(bench.config.optimizer, bench.config.staleness),
+            norm_axis=single("model"),
         )
 
         seconds = bench.medians(partial(update_seconds, bench, optimizer))["step"]

@@ -288,20 +288,17 @@ class ShardedOptimizer:
         """Copies of all parameters and buffers of this rank's layers, with the newest weights: `3.weight` is that of
         layers[3]; layers from one module give its state dict. Collective in ZeRO stage 3: all ranks must ask."""
         self._pipeline.check_drained("ShardedOptimizer.weights")
-        with self.masters() as version:
-            return self._read(version)
-
-    def _read(self, version: int) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        for key, families in self._weights.buffers.items():
-            for family in families:
-                family.weights.unshard()
-            for index, layer in self._pipeline.layers(key, version):
-                for _, tensor, keys in stored_tensors(layer, index):
-                    value = whole_tensor(tensor, self._pipeline.mesh["tp"])
-                    found |= {name: value.detach().clone() for name in keys}
-            for family in families:
-                family.weights.reshard()
+        with self.masters() as version:
+            for key, families in self._weights.buffers.items():
+                for family in families:
+                    family.weights.unshard()
+                for index, layer in self._pipeline.layers(key, version):
+                    for _, tensor, keys in stored_tensors(layer, index):
+                        value = whole_tensor(tensor, self._pipeline.mesh["tp"])
+                        found |= {name: value.detach().clone() for name in keys}
+                for family in families:
+                    family.weights.reshard()
         return found
 
     def memory(self) -> dict[str, int]:

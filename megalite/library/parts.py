@@ -28,7 +28,7 @@ class Parts:
     balance, sizes: as in `Pipeline`.
 
     cuts: the layers of each stage. found: what leaves each layer, its operations and parameters.
-    names: of all their parameters. tied: names of those that several stages hold, and `tied_stages` these.
+    names: of all their parameters. tied: names of those that several stages hold; ties: with the ranks that hold them.
     mover: copies between device and host.
     held: this rank's stages as they are made, in their first weight version. stages: in that order.
     Raises ConfigError.
@@ -56,21 +56,14 @@ class Parts:
         else:
             costs = list(balance)
         self.cuts, self.names = cut(placement, costs, sizes), Names(layers)
-        self.tied, self.tied_stages = self.names.tied(self.cuts)
+        self.tied, stages = self.names.tied(self.cuts)
+        ranks = sorted({placement.rank_of(s, replica) for s in stages for replica in range(placement.num_replicas)})
+        self.ties = Ties(self.tied, ranks, (min(stages), 0)) if stages else Ties()
         self.given = Boundary(tuple(TensorSpec(tuple(x.shape), x.dtype, device) for x in example))
         self.held: dict[StageKey, StageModule] = {}
         self.stages: list[Stage] = []
         self._saved = SavedTensors(self.mover)
         self._taken: set[int] = set()  # parameters of these stages
-
-    @property
-    def ties(self) -> Ties:
-        """The parameters that several stages hold, and the pipeline ranks that hold them."""
-        if not self.tied:
-            return Ties()
-        replicas = range(self.placement.num_replicas)
-        ranks = sorted({self.placement.rank_of(s, replica) for s in self.tied_stages for replica in replicas})
-        return Ties(self.tied, ranks, (min(self.tied_stages), 0))
 
     def stage(
         self,

@@ -193,20 +193,17 @@ class Pipeline:
         """The validated program of a batch of so many micro-batches a replica. Raises ScheduleError."""
         if microbatches not in self._programs:
             try:
-                self._programs[microbatches] = self._proved(microbatches)
+                own = self.schedule
+                if isinstance(own, str):
+                    own = build_program(own, self.mesh.size("pp"), microbatches, self.chunks)
+                if (has := own.num_microbatches) != microbatches:
+                    raise ScheduleError(f"{own.name}: its batch has {has} micro-batches, not {microbatches}")
+                program = lower(merge_backward(own))
+                validate(program)
             except ScheduleError as error:
                 raise ScheduleError(in_arguments(error.text)) from None
+            self._programs[microbatches] = program
         return self._programs[microbatches]
-
-    def _proved(self, microbatches: int) -> Program:
-        own = self.schedule
-        if isinstance(own, str):
-            own = build_program(own, self.mesh.size("pp"), microbatches, self.chunks)
-        if own.num_microbatches != microbatches:
-            raise ScheduleError(f"{own.name}: its batch has {own.num_microbatches} micro-batches, not {microbatches}")
-        program = lower(merge_backward(own))
-        validate(program)
-        return program
 
     @torch.enable_grad()
     def step(
@@ -227,7 +224,11 @@ class Pipeline:
             mesh, twice = f"mesh: {name}={self.mesh.size(name)}", f"schedule={self.schedule!r}: holds each stage twice"
             what = mesh if self._replicas > 1 else twice
             raise ConfigError(f"{what}: make a ShardedOptimizer, which sums the gradients")
-        micro_batches = self._continued(micro_batches) if self._announced else self._agree(micro_batches)
+        micro_batches = list(micro_batches)
+        if not self._announced:
+            micro_batches = self._agree(micro_batches)
+        elif [id(pair) for pair in micro_batches] != [id(pair) for pair in self._announced]:
+            raise ConfigError("micro_batches: not those that the call before announced as 'following'")
         program = self.program(len(micro_batches))
         if self.optimizer is None and program.asynchronous:
             raise ConfigError(f"schedule={program.name!r}: never drains, so it needs a ShardedOptimizer")
@@ -312,13 +313,6 @@ class Pipeline:
                 total += loss * (1.0 / (len(micro_batches) * self._replicas))
         all_reduce_(total, self.mesh.world)
         return total
-
-    def _continued(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """The batch that was announced. Raises ConfigError for another one."""
-        micro_batches = list(given)
-        if [id(pair) for pair in micro_batches] != [id(pair) for pair in self._announced]:
-            raise ConfigError("micro_batches: not those that the call before announced as 'following'")
-        return micro_batches
 
     def _agree(self, given: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """The micro-batches, as many on all ranks; the first time, their inputs are compared within each replica.

@@ -20,7 +20,17 @@ from torch import Tensor, fx, nn
 from megalite.comm import ContextAxes
 from megalite.errors import ConfigError
 from megalite.library.tables import worked_out
-from megalite.library.tensor_check import VIEWS, Views, cut_dim, name_of, reduced, shape_of, where
+from megalite.library.tensor_check import (
+    VIEWS,
+    Views,
+    cut_before,
+    cut_dim,
+    name_of,
+    reduced,
+    shape_of,
+    side_by_side,
+    where,
+)
 from megalite.library.tensor_cut import has_no_values
 from megalite.library.tracing import Traced, arguments, is_random
 from megalite.microbatch import Microbatch
@@ -209,10 +219,8 @@ def _split(part: Traced, whole: Traced, sequences: Sequences) -> None:
     """Checks that tokens are computed one by one; gives a rank that shares sequences its own rows of what depends on
     the length."""
     live, fixed, shared = _live(part), _fixed(part), sequences.cp.size > 1
-    ours, theirs = ([n for n in t.graph.nodes if n.op == "call_function"] for t in (part, whole))
-    if [str(node.target) for node in ours] != [str(node.target) for node in theirs]:
-        raise ConfigError(f"{sequences}: with a part of the tokens the module computes other operations")
-    pairs = [(node, other) for node, other in zip(ours, theirs, strict=True) if node in live]
+    problem = f"{sequences}: with a part of the tokens the module computes other operations"
+    pairs = [(node, other) for node, other in side_by_side(part, whole, problem) if node in live]
     for node, other in pairs if shared else ():
         if node in fixed and any(user in live and user not in fixed for user in node.users):
             _pick(node, other, part, whole, sequences)
@@ -295,8 +303,7 @@ def _check_rows(node: fx.Node, other: fx.Node, at: str, rows: dict[fx.Node, int]
     """Raises ConfigError where tokens are regrouped. rows: of a value, how many belong to a token, one after the other,
     along the dimension of tokens (1 where it is not in there)."""
     rows[node], name = max([1, *(rows.get(each, 1) for each in node.all_input_nodes)]), name_of(node)
-    after, inputs = cut_dim(node, other), zip(node.all_input_nodes, other.all_input_nodes, strict=True)
-    old, before = next(((b, dim) for a, b in inputs if (dim := cut_dim(a, b)) is not None), (other, None))
+    old, before, after = cut_before(node, other)
     if before is None or after is None:
         return
     if name not in (*VIEWS, "cat", "repeat_interleave"):

@@ -31,11 +31,8 @@ def check_parts(cut: TensorCut, traced: Traced, whole: Traced) -> None:
 
     whole: the same module, with nothing cut.
     """
-    ours, theirs = ([n for n in t.graph.nodes if n.op == "call_function"] for t in (traced, whole))
-    if [str(node.target) for node in ours] != [str(node.target) for node in theirs]:
-        raise ConfigError("tensor_parallel: with parts of its layers the module computes other operations; cut none")
-    views = Views("tensor_parallel")
-    for node, other in zip(ours, theirs, strict=True):
+    views, what = Views("tensor_parallel"), "with parts of its layers the module computes other operations; cut none"
+    for node, other in side_by_side(traced, whole, f"tensor_parallel: {what}"):
         if cut.kind(node) == ROW:
             continue
         for dims, argument, uncut in reduced(node, other):
@@ -50,6 +47,14 @@ def check_parts(cut: TensorCut, traced: Traced, whole: Traced) -> None:
             views.follow(node, other)
 
 
+def side_by_side(part: Traced, whole: Traced, problem: str) -> list[tuple[fx.Node, fx.Node]]:
+    """The operations of both. Raises ConfigError where they are not the same."""
+    ours, theirs = ([n for n in t.graph.nodes if n.op == "call_function"] for t in (part, whole))
+    if [str(node.target) for node in ours] != [str(node.target) for node in theirs]:
+        raise ConfigError(problem)
+    return list(zip(ours, theirs, strict=True))
+
+
 class Views:
     """Of every value, how many whole blocks its cut dimension consists of. what: cuts it, for messages."""
 
@@ -62,9 +67,7 @@ class Views:
         if not isinstance(node.meta.get("val"), Tensor) or name_of(node) == "getitem":  # a tuple, and what is in it
             self._inside[node] = blocks
             return
-        after = cut_dim(node, other)
-        pairs = zip(node.all_input_nodes, other.all_input_nodes, strict=True)
-        old, before = next(((b, dim) for a, b in pairs if (dim := cut_dim(a, b)) is not None), (other, None))
+        old, before, after = cut_before(node, other)
         if before is None or after is None:
             return
         if name_of(node) in VIEWS:
@@ -85,6 +88,13 @@ def cut_dim(node: fx.Node, whole: fx.Node) -> int | None:
         return None
     pairs = enumerate(zip(shape_of(node), shape_of(whole), strict=True))
     return next((dim for dim, (have, want) in pairs if have != want), None)
+
+
+def cut_before(node: fx.Node, whole: fx.Node) -> tuple[fx.Node, int | None, int | None]:
+    """(The first input that is cut, in the whole module, where it is cut, where `node` is)."""
+    pairs = zip(node.all_input_nodes, whole.all_input_nodes, strict=True)
+    found = next(((b, dim) for a, b in pairs if (dim := cut_dim(a, b)) is not None), (whole, None))
+    return *found, cut_dim(node, whole)
 
 
 def shape_of(node: Any) -> tuple[int, ...]:

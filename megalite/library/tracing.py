@@ -73,7 +73,7 @@ def trace(module: nn.Module, example: tuple[Tensor, ...], cuts: Mapping[str, Cut
         ]
         inputs = tuple(without_values(tensor, home) for tensor in example)
     try:
-        with _quietly(), _without_cache(module):
+        with _quietly(module):
             program = torch.export.export(_Called(module, list(own)), (state, inputs), strict=False)
     except (ConfigError, KeyboardInterrupt):
         raise
@@ -132,30 +132,21 @@ def _constant(program: Any, node: fx.Node) -> Tensor:
 
 
 @contextlib.contextmanager
-def _without_cache(module: nn.Module) -> Iterator[None]:
-    """transformers' models return a cache of keys and values unless they are told not to."""
+def _quietly(module: nn.Module) -> Iterator[None]:
+    """torch.export prints the graph as far as it got; what is wrong with it is said in one line here. And transformers'
+    models return a cache of keys and values unless they are told not to."""
     config: Any = getattr(module, "config", None)
-    caches = getattr(config, "use_cache", None)
-    if not caches:
-        yield
-        return
-    config.use_cache = False
-    try:
-        yield
-    finally:
-        config.use_cache = caches
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """torch.export prints the graph as far as it got; what is wrong with it is said in one line here."""
-    before = logging.root.manager.disable
+    before, caches = logging.root.manager.disable, getattr(config, "use_cache", None)
     logging.disable(logging.CRITICAL)
+    if caches:
+        config.use_cache = False
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         logging.disable(before)
+        if caches:
+            config.use_cache = caches
 
 
 def _reason(module: nn.Module, error: Exception) -> str:

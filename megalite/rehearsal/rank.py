@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from megalite.comm import Axis, World, all_gather_json
+from megalite.comm import World, all_gather_json
 from megalite.config import VOCABULARIES, Config, DataConfig, config_problems, read_unjudged
 from megalite.errors import ConfigError
 from megalite.rehearsal.device import aside, watched_gpu
@@ -150,10 +150,12 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
     """A rank without others, whose weights are not drawn."""
     with ExitStack() as stack:
         kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
+        continued: dict[str, list[int]] = {str(place): [] for place in range(MOST_PROMPTS)}
         for module, name, value in (
             ("megalite.train.build", "fill", lambda name, parameter, *, seed: parameter.data.zero_()),
             ("megalite.train.samples", "read_prompts", lambda *_: ["1 2 3"] * min(groups.world.size(), MOST_PROMPTS)),
-            ("megalite.generation.engine", "all_gather_json", _of_all_prompts),
+            # other replicas have continued their prompts, too
+            ("megalite.generation.engine", "all_gather_json", lambda *mine: [continued, *all_gather_json(*mine)]),
             ("megalite.comm.patience", "VOTE_SECONDS", PATIENT),
             # what is tried on a device of this machine is taken to work on that one
             ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
@@ -174,8 +176,3 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
         layers = importlib.import_module("megalite.library.traced_layer")
         stack.enter_context(patch.object(layers, "trace", aside(gpu, layers.trace, true_device=True)))
         yield gpu
-
-
-def _of_all_prompts(mine: Any, axis: Axis) -> list[Any]:
-    """Other replicas have continued theirs, too."""
-    return [{str(place): [] for place in range(MOST_PROMPTS)}, *all_gather_json(mine, axis)]

@@ -86,20 +86,9 @@ def compiled_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tenso
     return first.new_zeros(shapes[0], dtype=torch.int32), *(first.new_empty(x, dtype=torch.int32) for x in shapes[1:])
 
 
-def compiled_words(key: Tensor, samples: Tensor, queries: Tensor, groups: int, r: int, first_head: int) -> Tensor:
-    """In the place of compiled keys of dropout, a launch."""
-    return queries.new_zeros(len(samples) * groups, len(queries) * r)
-
-
-def compiled_narrowing(words: Tensor, keys: Tensor, r: int) -> tuple[Tensor, Tensor]:
-    """In the place of their compiled cast, a launch for each."""
-    return (
-        words.new_zeros(len(words), r, words.shape[1] // r, dtype=torch.int32),
-        keys.new_zeros(len(keys), dtype=torch.int32),
-    )
-
-
 class _Scaled(torch.autograd.Function):
+    """In the place of what sinks and dropout do to a result, a launch, and one for each gradient."""
+
     apply: ClassVar[Callable[..., Tensor]]
 
     @staticmethod
@@ -113,11 +102,6 @@ class _Scaled(torch.autograd.Function):
         b, heads, s, d = y.shape
         own = dy.view(s, b, heads, d).permute(1, 2, 0, 3) * y
         return own, *(None if x is None else torch.zeros_like(x) for x in beside)
-
-
-def compiled_scaling(y: Tensor, kept: Tensor | None, lse: Tensor, sinks: Tensor | None, p: float) -> Tensor:
-    """In the place of what sinks and dropout do to a result, a launch, and one for each gradient."""
-    return _Scaled.apply(y, kept, lse, sinks)
 
 
 def compiled_merge(out: Tensor, lse: Tensor, part: Tensor, sums: Tensor, *_: Any) -> None:
@@ -135,9 +119,15 @@ def compiled_shares(dy: Tensor, delta: Tensor, lse: Tensor, part: Tensor, *sums:
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """In the place of `nn.attention.masked.compiled`."""
     kernels: dict[str, Callable[..., Any]] = {
-        "words_of": compiled_words,
-        "narrow_words": compiled_narrowing,
-        "scaled": compiled_scaling,
+        # keys of dropout, a launch, and their cast, a launch for each
+        "words_of": lambda key, samples, queries, groups, r, first_head: queries.new_zeros(
+            len(samples) * groups, len(queries) * r
+        ),
+        "narrow_words": lambda words, keys, r: (
+            words.new_zeros(len(words), r, words.shape[1] // r, dtype=torch.int32),
+            keys.new_zeros(len(keys), dtype=torch.int32),
+        ),
+        "scaled": lambda y, kept, lse, sinks, p: _Scaled.apply(y, kept, lse, sinks),
         "merge": compiled_merge,
         "shares": compiled_shares,
         "shares_of_kept": compiled_shares,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.order import tensors_in
@@ -145,20 +146,15 @@ class Shapes(Computed):
                         self.know(x, torch.ones(x.shape, dtype=x.dtype) if few else None)
                 return
             try:
-                result = self._result(function, args, kwargs, values)
+                there = {key: (torch.device("cpu") if key == "device" else value) for key, value in kwargs.items()}
+                nested = tree_map_only(Tensor, lambda x: values[id(x)], (tuple(args), there))
+                result = tensors_in(function(*nested[0], **nested[1]))  # what it writes, it writes on the host, too
             except (NotImplementedError, RuntimeError, IndexError):  # the host lacks the kernel, or a value is a rule's
                 result = []
             if not written or not result:
                 for x, value in zip_longest((*outs, *written), result):
                     if isinstance(x, Tensor) and self._gpu.on_device(x):
                         self.know(x, value if value is not None and x.shape == value.shape else None)
-
-    @staticmethod
-    def _result(function: Any, args: Sequence[Any], kwargs: dict[str, Any], values: dict[int, Tensor]) -> list[Tensor]:
-        """What it computes on the host; what it writes, it writes there, too."""
-        there = {key: (torch.device("cpu") if key == "device" else value) for key, value in kwargs.items()}
-        real, named = torch.utils._pytree.tree_map_only(Tensor, lambda x: values[id(x)], (tuple(args), there))
-        return tensors_in(function(*real, **named))
 
 
 def deliver(gpu: Gpu, call: Call, target: Tensor, source: Tensor | None, fake: FakeGroups) -> None:

@@ -32,7 +32,7 @@ Invariants: no layout changes what is computed (`tests/equivalence`); a run that
 same bits (`tests/faults`).
 """
 
-from megalite.train.build import build_model, optimizer_factory, parameter_dtype, wide_dtype, zero_options
+from megalite.train.build import build_model, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
 from megalite.train.matmul_precision import MODES
 from megalite.train.programs import ProgramCache

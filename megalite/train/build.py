@@ -26,7 +26,6 @@ from megalite.engine import (
     Weights,
     build_weights,
     norm_axis,
-    rule_maker,
     sharded_maker,
 )
 from megalite.gradient import WeightGradQueue
@@ -40,7 +39,7 @@ from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes,
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, gather_rounded
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
-from megalite.parallel.zero import MakeOptimizer, ZeroOptions
+from megalite.parallel.zero import ZeroOptions
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import RowsOptimizer, layer_of, make_rows
@@ -261,8 +260,3 @@ def boundary_spec(config: Config, device: torch.device) -> TensorSpec:
     """The tensor that one stage sends to the next."""
     dtype = wide_dtype(config) if config.model.fp32_residual_connection else parameter_dtype(config)
     return TensorSpec(boundary_shape(config), dtype, device)
-
-
-def optimizer_factory(config: Config, delay: Delay | None = None) -> MakeOptimizer:
-    """Parameter groups -> the update rule of `--optimizer`, corrected for the delay of its gradients."""
-    return rule_maker(config.optimizer, config.staleness, delay)

@@ -87,7 +87,7 @@ class RunData:
         """Takes what of every sequence this rank computes, as its layers want it."""
         foreign = self.config.model.is_foreign
         if self.mesh.size("cp") == 1:
-            return ModuleInput.of if foreign else _uncut
+            return ModuleInput.of if foreign else lambda microbatch: microbatch
         cut = SequenceCut(self.mesh.coordinate("cp"), self.mesh.size("cp"), self.mesh.size("cp_ring"))
         return (lambda microbatch: ModuleInput.of(cut(microbatch))) if foreign else cut
 
@@ -170,10 +170,6 @@ def _check_alike(datasets: Datasets, mesh: ParallelMesh) -> None:
             f"`data_path`: rank {others[0]} reads other data than rank 0 ({len(others)} of {len(told)} ranks do); "
             "every node needs the same files at the same path"
         )
-
-
-def _uncut(microbatch: Microbatch) -> Microbatch:
-    return microbatch
 
 
 def open_datasets(

@@ -240,7 +240,7 @@ class Trainer:
     def _plan(self, samples: int, *, drain: bool) -> BatchRange:
         """Announces this batch and, if the pipeline continues, the next one."""
         progress = self.progress
-        size = self._microbatches(samples)
+        size = samples // (self.config.training.micro_batch_size * self.mesh.size("stream"))
         following = self.batch_sizes.at(progress.consumed_samples + samples)
         # A batch of another size has another program: the pipeline drains between the two.
         skips = self.passed.holds(self.iteration + 2, progress.consumed_samples + samples)
@@ -248,9 +248,6 @@ class Trainer:
         self.batch_reader.plan(progress.updates, first=progress.microbatches, samples=samples)
         self.batch_reader.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
         return BatchRange(progress.updates, progress.microbatches, size, next_size, first=self._drained)
-
-    def _microbatches(self, samples: int) -> int:
-        return samples // (self.config.training.micro_batch_size * self.mesh.size("stream"))
 
     def _pass_over(self, samples: int, length: int, began: float) -> StepStats:
         """The data of this iteration is consumed, nothing is computed."""

@@ -7,13 +7,14 @@ import torch
 
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.config import OPTIMIZER_SPECS, parse
+from megalite.engine import rule_maker
 from megalite.inventory.families import AXIS_FAMILIES
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import StageOptions, stage_buffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.model_states import state_bytes
-from megalite.train.build import optimizer_factory, parameter_dtype, zero_options
+from megalite.train.build import parameter_dtype, zero_options
 
 BASE = (
     "--num-layers 4 --hidden-size 40 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "
@@ -44,7 +45,8 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str) -> None:
         options=zero_options(config),
         pipeline_stage=StageOptions(whole=OPTIMIZER_SPECS[config.optimizer.optimizer].whole),
     )
-    optimizer = ShardedOptimizer(buffers, make_optimizer=optimizer_factory(config), norm_axis=Axis.single("model"))
+    make_optimizer = rule_maker(config.optimizer, config.staleness)
+    optimizer = ShardedOptimizer(buffers, make_optimizer=make_optimizer, norm_axis=Axis.single("model"))
     found = state_bytes(config, 1, range(6), num_stages=1, versions=1, num_gradients=1, on_cpu=True)
     held = optimizer.memory()
     assert len(buffers) == (3 if "--bf16" in flags else 2)

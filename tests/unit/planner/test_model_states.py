@@ -15,6 +15,7 @@ from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.config import Config
 from megalite.config.cli import parse
 from megalite.config.update_rules import OPTIMIZER_SPECS
+from megalite.engine import rule_maker
 from megalite.gradient import WeightGradQueue
 from megalite.inventory.buckets import BufferParameter, plan_buckets
 from megalite.inventory.layers import stage_parameters
@@ -28,7 +29,7 @@ from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.communication import stage_elements
 from megalite.planner.host_params import weight_chunks
 from megalite.planner.model_states import state_bytes
-from megalite.train.build import WORD_EMBEDDINGS, optimizer_factory, parameter_dtype, zero_options
+from megalite.train.build import WORD_EMBEDDINGS, parameter_dtype, zero_options
 
 BASE = (
     "--num-layers 4 --hidden-size 40 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "
@@ -100,7 +101,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
     fraction = given_plan(config).fraction
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=optimizer_factory(config),
+        make_optimizer=rule_maker(config.optimizer, config.staleness),
         norm_axis=single("model"),
         offload_fraction=fraction,
     )
@@ -144,7 +145,7 @@ def _built(config: Config, plan: MemoryPlan, versions: int, folder: Path) -> tup
     buffers = ParameterBuffers(named, axes=axes, options=zero_options(config, plan), pipeline_stage=stage)
     optimizer = ShardedOptimizer(
         [buffers],
-        make_optimizer=optimizer_factory(config, delay),
+        make_optimizer=rule_maker(config.optimizer, config.staleness, delay),
         norm_axis=Axis.single("model"),
         offload_fraction=plan.fraction,
         offload_path=str(folder) if plan.file_fraction else None,
@@ -206,7 +207,10 @@ def test_weights_and_gradients_on_the_host_take_what_is_predicted(flags: str, it
         pipeline_stage=StageOptions(tied=frozenset({WORD_EMBEDDINGS}) if len(items) < 6 else frozenset()),
     )
     optimizer = ShardedOptimizer(
-        [buffers], make_optimizer=optimizer_factory(config), norm_axis=Axis.single("model"), offload_fraction=1.0
+        [buffers],
+        make_optimizer=rule_maker(config.optimizer, config.staleness),
+        norm_axis=Axis.single("model"),
+        offload_fraction=1.0,
     )
     found = state_bytes(config, 1, items, num_stages=stages, versions=1, num_gradients=1, on_cpu=True)
     held = buffers.memory()
@@ -295,7 +299,7 @@ def test_the_last_step_is_kept_where_a_correction_needs_it(rule: str, method: st
         options=zero_options(config),
         pipeline_stage=StageOptions(whole=whole),
     )
-    made = optimizer_factory(config, Delay(1))
+    made = rule_maker(config.optimizer, config.staleness, Delay(1))
     optimizer = ShardedOptimizer([buffers], make_optimizer=made, norm_axis=Axis.single("model"))
     found = state_bytes(config, 1, range(0, 6), num_stages=1, versions=2, num_gradients=1, on_cpu=True)
     assert found.moments == optimizer.memory()["state"]
