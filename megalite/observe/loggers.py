@@ -58,10 +58,10 @@ _FIELDS: tuple[tuple[str, str, str, str], ...] = (
 )
 
 _EVALUATED = (
-    ("lm loss value", "lm_loss", ".6E"),
-    ("lm loss PPL", "ppl", ".6E"),
-    ("bits per byte", "bits_per_byte", ".4f"),
-    ("lm loss value of the average", "ema_lm_loss", ".6E"),
+    ("lm loss value", "lm_loss", ".6E", "lm loss {}"),
+    ("lm loss PPL", "ppl", ".6E", "lm loss {} ppl"),
+    ("bits per byte", "bits_per_byte", ".4f", "bits per byte {}"),
+    ("lm loss value of the average", "ema_lm_loss", ".6E", "lm loss {} ema"),
 )
 
 COLUMNS = 100
@@ -219,7 +219,7 @@ def evaluation_line(record: Record) -> str:
         parts += [f"{name}: {value:.4f}" for name, value in _measures(record).items()]
         return " | ".join(parts) + " |"
     parts = [f" {_split(record)} loss at iteration {record['iteration']}"]
-    parts += [f"{name}: {format(record[key], spec)}" for name, key, spec in _EVALUATED if key in record]
+    parts += [f"{name}: {format(record[key], spec)}" for name, key, spec, _ in _EVALUATED if key in record]
     return " | ".join(parts) + " |"
 
 
@@ -234,10 +234,7 @@ def tags(record: Record) -> dict[str, float]:
     elif record["kind"] == "task":
         named = {f"task {record['task']} {name}": value for name, value in _measures(record).items()}
     else:
-        name = _split(record)
-        named = {f"lm loss {name}": record["lm_loss"], f"lm loss {name} ppl": record["ppl"]}
-        named[f"bits per byte {name}"] = record.get("bits_per_byte")
-        named[f"lm loss {name} ema"] = record.get("ema_lm_loss")
+        named = {tag.format(_split(record)): record.get(key) for _, key, _, tag in _EVALUATED}
     return {tag: float(value) for tag, value in named.items() if value is not None}
 
 
