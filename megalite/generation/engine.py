@@ -61,14 +61,14 @@ class Slot:
         return min(group.room for group in self.groups)
 
     def pending(self, unit: int) -> Tensor:
-        """Tokens that are not in the caches, int64 `[b, n]`; n is the same for all groups."""
-        for group in self.groups:
-            group.slide()
-        if not all(group.columns for group in self.groups):
+        """Tokens that are not in the caches, int64 `[b, n]`; n is the same for all groups. The caches are void where a
+        row must continue from the newer half of what it sees."""
+        slid = [row.slide() for group in self.groups for row in group.rows]
+        if any(slid) or not all(group.columns for group in self.groups):
             for group in self.groups:
                 group.columns = 0
             self.caches = {}
-        longest = max(group.longest for group in self.groups)
+        longest = max(row.seen for group in self.groups for row in group.rows)
         return torch.tensor([group.pending(unit, longest) for group in self.groups][self.place])
 
 

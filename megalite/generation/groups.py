@@ -91,30 +91,20 @@ class Group:
         """Tokens that the row with the most to come may still get."""
         return max((row.remaining for row in self.rows), default=0)
 
-    def slide(self) -> None:
-        """The caches are void where a row must continue from the newer half of what it sees."""
-        if any([row.slide() for row in self.rows]):
-            self.columns = 0
-
     @property
     def room(self) -> int:
         """Tokens that can be added before a row must slide."""
         return min((row.limit - row.seen + 1 for row in self.rows if row.remaining), default=1)
 
-    @property
-    def longest(self) -> int:
-        """Tokens that the row with the most sees."""
-        return max(row.seen for row in self.rows)
-
-    def pending(self, unit: int, longest: int = 0) -> list[list[int]]:
+    def pending(self, unit: int, longest: int) -> list[list[int]]:
         """The tokens that are not in the caches, `[rows][n]` with padding in front if there is nothing in them yet.
 
-        unit: n of a prompt is a multiple of it. longest: n of a prompt is at least this.
+        unit: n of a prompt is a multiple of it. longest: what the row with the most sees, in any group.
         """
         if self.columns:
             return [row.text[-1:] for row in self.rows]
         texts = [row.text[row.start :] for row in self.rows]
-        length = -(-max(longest, self.longest) // unit) * unit
+        length = -(-longest // unit) * unit
         self.pads = [length - len(text) for text in texts]
         return [[0] * pad + text for pad, text in zip(self.pads, texts, strict=True)]
 

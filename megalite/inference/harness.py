@@ -24,8 +24,7 @@ from megalite.errors import ConfigError
 from megalite.extras import optional_package
 from megalite.generation import Sampling
 from megalite.inference.evaluation import TextWindows, score_source
-from megalite.inference.generate import generate
-from megalite.inference.loaded_model import LoadedModel
+from megalite.inference.loaded_model import LoadedModel, generate
 from megalite.inference.tasks import score_continuations
 from megalite.observe import Record
 from megalite.train import ModelInUse
