@@ -7,7 +7,7 @@
            ──> estimate.py  those closed forms
            ──> closed_form.py  model, data and domain parallelism as sums of messages (Gholami et al.)
            ──> budget.py  what lies on the host under a budget of device memory
-           ──> host_states.py  seconds of optimizer states off the device; chunks.py  room over devices and hosts
+           ──> host_states.py  seconds of optimizer states off the device, room over devices and hosts
            ──> inter_operator.py, unlike_stages.py  stages that may differ; intra_operator.py  inside a block (Alpa)
            ──> uneven.py  recomputation and cuts stage by stage, where memory binds
 
@@ -25,7 +25,6 @@ tests/unit/planner (states against real buffers, activations against autograd, t
 
 from megalite.planner.activations import StageActivations
 from megalite.planner.budget import within_budget
-from megalite.planner.chunks import chunk_capacity
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import Roofline, TimeSource
@@ -40,7 +39,7 @@ from megalite.planner.hardware import (
     peak_flops,
 )
 from megalite.planner.host_params import with_weight_chunks
-from megalite.planner.host_states import efficiency, host_traffic
+from megalite.planner.host_states import chunk_capacity, efficiency, host_traffic
 from megalite.planner.inter_operator import StageCost, plan_stages
 from megalite.planner.intra_operator import block_text
 from megalite.planner.memory import (

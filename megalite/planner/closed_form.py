@@ -106,8 +106,8 @@ def _stage(config: Config, world_size: int, hardware: Hardware, cut: range, shar
     for layer in layers if given.context_parallel_size > 1 else ():
         if layer.is_block:
             sent = context_bytes(config, layer)
-            domain += 4 * _alpha(trade) * math.ceil(math.log2(given.traders)) + 2 * sent.traded / trade.bandwidth
-            domain += 3 * hops * _alpha(ring) + (sent.forward + sent.backward) / ring.bandwidth
+            domain += 4 * trade.link.latency * math.ceil(math.log2(given.traders)) + 2 * sent.traded / trade.bandwidth
+            domain += 3 * hops * ring.link.latency + (sent.forward + sent.backward) / ring.bandwidth
     axes = parallel.experts
     traders = CommGroup(hardware, axes.expert_model_parallel_size, parallel.expert_tensor_size)
     leaving = config.model.hidden_size * size.compute * (traders.size - 1) / traders.size
@@ -115,39 +115,29 @@ def _stage(config: Config, world_size: int, hardware: Hardware, cut: range, shar
     return ClosedForm(computation, sums * _all_reduce(tensor, activations), data, m * domain, m * experts)
 
 
-def _alpha(group: CommGroup) -> float:
-    """Seconds of one message."""
-    link = group.hardware.intra_node if group.nodes == 1 else group.hardware.inter_node
-    return link.latency
-
-
 def _all_reduce(group: CommGroup, nbytes: float) -> float:
-    steps = math.ceil(math.log2(group.size)) * _alpha(group)
+    steps = math.ceil(math.log2(group.size)) * group.link.latency
     return 2 * (steps + (group.size - 1) / group.size * nbytes / group.bandwidth)
 
 
 def explain_terms(config: Config, world_size: int, hardware: Hardware) -> str:
     """The terms of a layout for people, and which of them dominates."""
     terms, parallel = closed_form(config, world_size, hardware), config.parallel
-    ranks = {
-        "model": parallel.tensor_model_parallel_size,
-        "data": config.gradient_ranks(world_size),
-        "domain": parallel.context.context_parallel_size,
-        "experts": parallel.experts.expert_model_parallel_size,
+    context, dp = parallel.context, config.gradient_ranks(world_size)
+    shown = {
+        "model": f"sums of activations over tensor-parallel ranks: {parallel.tensor_model_parallel_size}",
+        "data": f"sum of gradients over data- and context-parallel ranks: {dp}",
+        "domain": f"keys and values over context-parallel ranks ({context.cp_comm_type}): "
+        f"{context.context_parallel_size}",
     }
-    what = {
-        "model": "sums of activations over tensor-parallel ranks",
-        "data": "sum of gradients over data- and context-parallel ranks",
-        "domain": f"keys and values over context-parallel ranks ({parallel.context.cp_comm_type})",
-        "experts": "all-to-all of tokens, to their experts and back, over expert-parallel ranks",
-    }
-    shown = DIMENSIONS if config.model.experts.num_experts is not None else DIMENSIONS[:3]
+    if config.model.experts.num_experts is not None:
+        ep = parallel.experts.expert_model_parallel_size
+        shown["experts"] = f"all-to-all of tokens, to their experts and back, over expert-parallel ranks: {ep}"
     lines = ["closed form (Gholami et al., arXiv 1712.04432), nothing hidden behind anything, ms a step:"]
     lines.append(f"  computation {1e3 * terms.computation:12,.2f}")
-    lines += [f"  {name:11s} {1e3 * terms.of(name):12,.2f}   {what[name]}: {ranks[name]}" for name in shown]
+    lines += [f"  {name:11s} {1e3 * terms.of(name):12,.2f}   {what}" for name, what in shown.items()]
     if not terms.dominant:
         return "\n".join([*lines, "  nothing is divided: no messages"])
     share = terms.of(terms.dominant) / terms.total
-    return "\n".join(
-        [*lines, f"  of the messages {terms.dominant} dominates: {share:.0%} of {1e3 * terms.total:,.2f} ms"]
-    )
+    lines.append(f"  of the messages {terms.dominant} dominates: {share:.0%} of {1e3 * terms.total:,.2f} ms")
+    return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import stage_parameters
-from megalite.planner.hardware import Hardware
+from megalite.planner.hardware import Hardware, Link
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,11 @@ class CommGroup:
     @cached_property
     def nodes(self) -> int:
         return -(-self.size // self.per_node)
+
+    @property
+    def link(self) -> Link:
+        """That of its slowest message."""
+        return self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node
 
     @cached_property
     def bandwidth(self) -> float:
@@ -82,8 +87,7 @@ class CommGroup:
 
     def send(self, nbytes: float) -> float:
         """Seconds of a message to the next member; the slowest of the hops counts."""
-        link = self.hardware.intra_node if self.nodes == 1 else self.hardware.inter_node
-        return self._seconds("send", nbytes, link.latency + nbytes / link.bandwidth)
+        return self._seconds("send", nbytes, self.link.latency + nbytes / self.link.bandwidth)
 
 
 def stage_elements(config: Config, items: range, family: str | None = None) -> int:

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megalite.errors import ConfigError
-
-OPTIONAL = (
-    *("multiprocessors", "tile_latency"),
-    *("host_memory_bytes", "host_link", "host_copy", "disk_read", "disk_write"),
-)
-"""What a file may leave out."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Hardware:
     which a tile begins. Of a node's host, 0 where not known: host_memory_bytes; host_link: bytes/s between one device
     and its host; host_copy, disk_read, disk_write: bytes/s of all its devices together (a copy reads and writes: both
     count). measured: what a profile found between processes of one node, by operation (all_reduce, gather, send); not
-    in the files.
+    in the files, which may leave out the others that have a default, too.
     """
 
     name: str
@@ -171,9 +165,9 @@ def parse_hardware(data: Any, where: str) -> Hardware:
         raise ConfigError(f"`hardware`={where}: expected a mapping of names to numbers")
     problems: list[str] = []
     values: dict[str, Any] = {}
-    names = [entry.name for entry in fields(Hardware) if entry.name != "measured"]
-    for name in names:
-        raw = data.get(name, 0 if name in OPTIONAL else None)
+    names = {entry.name: entry.default for entry in fields(Hardware) if entry.name != "measured"}
+    for name, default in names.items():
+        raw = data.get(name, None if default is MISSING else default)
         if name in ("name", "kind"):
             values[name] = str(raw)
         elif name in ("intra_node", "inter_node"):

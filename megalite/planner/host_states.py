@@ -1,8 +1,11 @@
-"""Optimizer states off the device: what their step takes.
+"""Optimizer states off the device: what their step takes, and how large a model they leave room for.
 
     seconds        link (gradients down, weights up) + the slower of the host's memory and the disk
     efficiency     ait bw / (ait bw + peak): what is left of the peak where every byte that moves is waited for; ait is
                    arithmetic intensity, FLOP a byte (ZeRO-Infinity, Rajbhandari et al., arXiv 2104.07857, section 4.1)
+    chunks         (room on a device x devices + room on a host x hosts) / 14 bytes: parameters of the largest model
+                   whose chunks lie where there is room (PatrickStar, Fang et al., arXiv 2108.05818). What PatrickStar
+                   trained is within 15 % of that (tests/unit/planner/test_host_states.py)
 
 Bandwidths are those of the hardware file (`python tools/doctor.py` measures them); without them a step on the host is
 priced as one on the device.
@@ -10,11 +13,19 @@ priced as one on the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import replace
+from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes, MemoryPlan
+from megalite.inventory import ElementBytes, MemoryPlan, computations, stage_layer_ranges
 from megalite.planner.hardware import Hardware
+from megalite.planner.memory import pipeline_memory
+
+CHUNK_BYTES = 14
+"""Of a parameter in chunks: its 16 bits, which the gradient's take over, master and two moments."""
+HOST_SHARE = 0.8
+"""Of a host's memory that chunks may take: PatrickStar's own default."""
 
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:
@@ -22,29 +33,28 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     return ait * bandwidth / (ait * bandwidth + peak)
 
 
-@dataclass(frozen=True)
-class HostTraffic:
+class TierTraffic(NamedTuple):
     """Bytes of one device's share of a step, and the bandwidth of that share; 0 where nothing is known of it."""
 
-    link: float
-    host: float
-    disk: float
-    link_bandwidth: float
-    host_bandwidth: float
-    disk_bandwidth: float
+    nbytes: float
+    bandwidth: float
+
+    @property
+    def seconds(self) -> float:
+        return self.nbytes / self.bandwidth if self.bandwidth else 0.0
+
+
+class HostTraffic(NamedTuple):
+    """Over the link to the host, its memory, the disk."""
+
+    link: TierTraffic
+    host: TierTraffic
+    disk: TierTraffic
 
     @property
     def seconds(self) -> float:
         """Of the step; 0 if nothing is known."""
-        link, host, disk = (
-            nbytes / bandwidth if bandwidth else 0.0
-            for nbytes, bandwidth in (
-                (self.link, self.link_bandwidth),
-                (self.host, self.host_bandwidth),
-                (self.disk, self.disk_bandwidth),
-            )
-        )
-        return link + max(host, disk)
+        return self.link.seconds + max(self.host.seconds, self.disk.seconds)
 
 
 def host_traffic(config: Config, elements: float, hardware: Hardware, plan: MemoryPlan) -> HostTraffic:
@@ -52,14 +62,27 @@ def host_traffic(config: Config, elements: float, hardware: Hardware, plan: Memo
     and its disk."""
     size, in_file = ElementBytes.of(config), plan.file_fraction / plan.fraction if plan.fraction else 0.0
     states = size.wide * (1 + OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer))
+    sent = 0.0 if hardware.on_cpu or plan.hosts_params else elements * (size.gradient + size.compute)
     both = 0.0
     if in_file and hardware.disk_read and hardware.disk_write:
         both = 2 / (1 / hardware.disk_read + 1 / hardware.disk_write)
     return HostTraffic(
-        link=0.0 if hardware.on_cpu or plan.hosts_params else elements * (size.gradient + size.compute),
-        host=elements * (2 * states + size.gradient + size.compute),
-        disk=in_file * elements * 2 * states,
-        link_bandwidth=hardware.host_link,
-        host_bandwidth=hardware.host_copy / hardware.devices_per_node,
-        disk_bandwidth=both / hardware.devices_per_node,
+        TierTraffic(sent, hardware.host_link),
+        TierTraffic(
+            elements * (2 * states + size.gradient + size.compute), hardware.host_copy / hardware.devices_per_node
+        ),
+        TierTraffic(in_file * elements * 2 * states, both / hardware.devices_per_node),
     )
+
+
+def chunk_capacity(config: Config, world_size: int, hardware: Hardware) -> float:
+    """Parameters of the largest model that can be trained in chunks over devices and hosts, with the activations of
+    this one, all of it recomputed."""
+    whole = replace(config.model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
+    lean = replace(config, model=whole)
+    program = computations(lean, lean.num_microbatches(world_size))
+    memory = pipeline_memory(lean, world_size, program, stage_layer_ranges(lean, program), on_cpu=hardware.on_cpu)
+    others = max(rank.total - rank.model_states for rank in memory)
+    hosts = math.ceil(world_size / hardware.devices_per_node)
+    devices = world_size * max(0.0, hardware.usable_bytes - others)
+    return (devices + hosts * HOST_SHARE * hardware.host_memory_bytes) / CHUNK_BYTES

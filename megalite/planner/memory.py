@@ -19,11 +19,16 @@ from functools import cache, partial
 
 from megalite.config import Config
 from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
-from megalite.planner.activations import PRODUCT_WORKSPACE, StageActivations, stage_activations, workspace_bytes
+from megalite.planner.activations import (
+    PRODUCT_WORKSPACE,
+    StageActivations,
+    stage_activations,
+    warm_up_bytes,
+    workspace_bytes,
+)
 from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.planner.moments import STEPPED, fullest_moments, walked
-from megalite.planner.warm_up import warm_up_bytes
 from megalite.schedule import (
     ChunkTraffic,
     Program,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import add, attrgetter
+from typing import Any
 
 from megalite.config import Config
 from megalite.inventory import (
@@ -190,20 +192,14 @@ def _mean(config: Config, each: Sequence[Prediction], weights: Sequence[int]) ->
     def mean(value: Callable[[Prediction], float]) -> float:
         return sum(weight * value(one) for one, weight in zip(each, weights, strict=True)) / sum(weights)
 
-    return Prediction(
-        config,
-        each[0].world_size,
-        mean(lambda one: one.step_time),
-        mean(lambda one: one.bubble_over_ideal),
-        tuple(max(ranks, key=lambda rank: rank.total) for ranks in zip(*(one.memory for one in each), strict=True)),
-        {name: mean(lambda one: one.breakdown[name]) for name in each[0].breakdown},  # noqa: B023  # used at once
-        mean(lambda one: one.model_flops),
-        mean(lambda one: one.hardware_flops),
-        each[0].peak_flops,
-        each[0].plan,
-        each[0].offloaded_elements,
-        mean(lambda one: one.messages),
-        mean(lambda one: one.open_messages),
+    averaged = ("step_time", "bubble_over_ideal", "model_flops", "hardware_flops", "messages", "open_messages")
+    means: dict[str, Any] = {name: mean(attrgetter(name)) for name in averaged}
+    return replace(
+        each[0],
+        config=config,
+        memory=tuple(max(rank, key=lambda one: one.total) for rank in zip(*(one.memory for one in each), strict=True)),
+        breakdown={name: mean(lambda one: one.breakdown[name]) for name in each[0].breakdown},  # noqa: B023  # at once
+        **means,
     )
 
 
@@ -260,13 +256,18 @@ class _Stages:
         return DataParallel(self.config, self.world_size, self.hardware, self.cuts)
 
     @cached_property
-    def times(self) -> tuple[LayerTimes, ...]:
-        """F, I, W of one micro-batch of each stage, with recomputation and ZeRO's traffic of every micro-batch."""
-        return tuple(self._stage_times(stage) for stage in range(len(self.cuts)))
+    def waits(self) -> tuple[LayerTimes, ...]:
+        """What each stage waits for ZeRO's messages of every micro-batch."""
+        return tuple(self.data_parallel.in_the_open(own, stage) for stage, own in enumerate(self.computed))
 
-    def _stage_times(self, stage: int) -> LayerTimes:
-        total = self._computation(stage)
-        return total + self.data_parallel.in_the_open(total, stage)
+    @cached_property
+    def times(self) -> tuple[LayerTimes, ...]:
+        """F, I, W of one micro-batch of each stage, with recomputation and these messages."""
+        return tuple(map(add, self.computed, self.waits))
+
+    @cached_property
+    def computed(self) -> tuple[LayerTimes, ...]:
+        return tuple(self._computation(stage) for stage in range(len(self.cuts)))
 
     def _computation(self, stage: int) -> LayerTimes:
         total = add_times(self._of_item(item) for item in self.cuts[stage])
@@ -287,12 +288,9 @@ class _Stages:
 
     def open_messages(self, program: Program) -> float:
         """Seconds that a micro-batch waits for ZeRO's messages, on the rank that waits longest."""
-        waits = []
-        for rank in range(program.num_ranks):
-            stages = [stage for stage, _ in program.placement.stages_of(rank)]
-            both = [self.data_parallel.in_the_open(self._computation(stage), stage) for stage in stages]
-            waits.append(sum(each.forward + each.backward for each in both))
-        return max(waits)
+        waits = [each.forward + each.backward for each in self.waits]
+        stages = map(program.placement.stages_of, range(program.num_ranks))
+        return max(sum(waits[stage] for stage, _ in own) for own in stages)
 
     def again(self, stage: int) -> float:
         """Seconds of R: the stage's forward once more, whose input is there."""

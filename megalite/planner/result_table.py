@@ -199,20 +199,17 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
     owned = prediction.offloaded_elements
     traffic = host_traffic(config, owned, hardware, prediction.plan)
     peak = hardware.matrix_flops[precision_name(config)]
-    tiers = {
-        "the link to the host": (traffic.link, traffic.link_bandwidth),
-        "the host's memory": (traffic.host, traffic.host_bandwidth),
-        "the disk": (traffic.disk, traffic.disk_bandwidth),
-    }
     lines = []
-    for name, (nbytes, bandwidth) in tiers.items():
+    for name, (nbytes, bandwidth) in zip(
+        ("the link to the host", "the host's memory", "the disk"), traffic, strict=True
+    ):
         if nbytes and bandwidth:
             ait = prediction.model_flops / world / nbytes
             lines.append(
                 f"optimizer states over {name}: {ait:,.0f} FLOP a byte, {bandwidth / 1e9:.3g} GB/s a device: "
                 f"{efficiency(ait, bandwidth, peak):.1%} of the peak if nothing hides it (arXiv 2104.07857)"
             )
-    if lines and traffic.disk and not traffic.disk_bandwidth:
+    if lines and traffic.disk.nbytes and not traffic.disk.bandwidth:
         lines.append(
             "optimizer states over the disk: its rate is not in the file of `hardware`, and not in the step "
             "(python tools/doctor.py --disk DIR measures it)"

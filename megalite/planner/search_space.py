@@ -10,28 +10,12 @@ schedule has its own. Sequences are not cut into parts of less than 4,096 tokens
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 from megalite.config import Config, all_options, config_problems, divisors, schedule_file
 from megalite.schedule import SCHEDULES, default_schedule, resolve_chunks, schedule_problems
-
-#: Fields of the configuration that are searched where the user did not give them.
-SEARCHED = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "sequence_parallel",
-    "pipeline_schedule",
-    "zero_stage",
-    "micro_batch_size",
-    "recompute_granularity",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-
 
 #: Tokens of a sequence on one rank, at least, where it is cut.
 LEAST_TOKENS = 4096
@@ -91,6 +75,10 @@ class Layout:
             self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
         )
         return asdict(self) | {"data_parallel_size": world_size // model_parallel}
+
+
+#: Fields of the configuration that are searched where the user did not give them.
+SEARCHED = tuple(field.name for field in fields(Layout))
 
 
 def apply(config: Config, layout: Layout) -> Config:
