@@ -49,6 +49,11 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def buffer(self) -> tuple[str, bool, bool]:
+        """Parameters of which this is the same lie in flat buffers of their own."""
+        return self.family, self.wide, self.frozen
+
     def local_shape(self, shards: int, ep: int = 1) -> Shape:
         """What one of `shards` tensor-parallel ranks, and of `ep` that share the experts, holds in memory."""
         local = list(self.shape)

@@ -51,16 +51,16 @@ def _layer_bytes(config: Config, world_size: int, cut: range, num_stages: int) -
     """Of the weights of each layer of a stage on the device: parameters begin at multiples of the alignment."""
     size, found = ElementBytes.of(config), defaultdict[str, int](int)
     own, names = list(stage_parameters(config.model, cut)), [layer_name(item, config.model.num_layers) for item in cut]
-    for kind in dict.fromkeys((parameter.family, parameter.wide, parameter.frozen) for _, parameter in own):
+    for kind in dict.fromkeys(parameter.buffer for _, parameter in own):
         family, wide, _ = kind
         shards = shards_of(config, world_size, family)
         numel = defaultdict[str, int](int)
         if config.parallel.zero_stage == 3 and shards > 1:  # whole buckets come
             for bucket in planned_buckets(config, cut, num_stages, shards, True, kind):
-                numel[bucket.layer] += bucket.numel
+                numel[bucket.plan.layer] += bucket.numel
         else:
             for name, parameter in own:
-                if (parameter.family, parameter.wide, parameter.frozen) == kind:
+                if parameter.buffer == kind:
                     numel[layer_of(name)] += align(math.prod(parameter.local(config.parallel)))
         for layer, elements in numel.items():  # an embedding that another stage has too is the head's
             found[layer if layer in names else "head"] += elements * (size.wide if wide else size.compute)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 from megalite.config import Config
-from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, micro_tokens
+from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, first_alike, given_plan, micro_tokens
 from megalite.planner.activations import (
     PRODUCT_WORKSPACE,
     StageActivations,
@@ -128,11 +128,10 @@ def rank_memory(
     comes = not (program.keeps_gradients or program.chunks is not None or lanes)
     if config.parallel.zero_stage >= 2 and comes:  # as activations go
         gradients = max(0.0, gradients - full - boundary - head)
-    found = RankMemory(
+    found = replace(
+        _of_states(states),
         weights=states.weights + coming,
         gradients=gradients,
-        master=states.master,
-        moments=states.moments,
         activations=full,
         boundary=boundary + messages,
         logits=head + logits,
@@ -140,10 +139,14 @@ def rank_memory(
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
         warm_up=max(0.0, warm_up_bytes(config, cuts, again, kept, full) - head - max(logits, transient)),
         host=host,
-        file=states.file,
     )
     beside = _kept_by_step(program, rank, kept) + lanes + messages + shared_memory_bytes(config, on_cpu)
     return _with_step(found, states, beside)
+
+
+def _of_states(states: StateBytes) -> RankMemory:
+    held = ("weights", "gradients", "master", "moments", "host", "file")
+    return RankMemory(**{name: getattr(states, name) for name in held})
 
 
 def _with_step(memory: RankMemory, states: StateBytes, beside: float) -> RankMemory:
@@ -179,13 +182,14 @@ def _states(
 ) -> StateBytes:
     """Of the stages of a rank."""
     total, scratch = StateBytes(), 0
+    places = MemoryPlan((), plan.fraction, plan.file_fraction, plan.hosts_params)  # what of it states depend on
     for stage, _ in program.placement.stages_of(rank):
         states = state_bytes(
             config,
             world_size,
-            cuts[stage],
+            first_alike(config.model, cuts[stage]),
             num_stages=len(cuts),
-            plan=plan,
+            plan=places,
             versions=program.weight_versions[rank],
             num_gradients=program.gradient_buffers,
             on_cpu=on_cpu,
@@ -214,22 +218,15 @@ def foreign_memory(
     message: between stages. logits: what comes and goes in the loss.
     """
     full, boundary, head, _ = _peak(program, rank, kept, logits)
-    found = RankMemory(
-        weights=states.weights,
-        gradients=states.gradients,
-        master=states.master,
-        moments=states.moments,
+    found = replace(
+        _of_states(states),
         activations=full,
         boundary=boundary + _messages(program, rank, on_cpu=on_cpu) * message,
         logits=head + logits,
         buffers=states.scratch + states.gathered + shared_memory_bytes(config, on_cpu),
-        host=states.host,
-        file=states.file,
     )
-    messages = found.boundary - boundary
-    return _with_step(
-        found, states, _kept_by_step(program, rank, kept) + messages + shared_memory_bytes(config, on_cpu)
-    )
+    beside = _kept_by_step(program, rank, kept) + found.boundary - boundary + shared_memory_bytes(config, on_cpu)
+    return _with_step(found, states, beside)
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,9 +20,9 @@ from megalite.inventory import (
     BufferParameter,
     ElementBytes,
     MemoryPlan,
+    Parameter,
     ParameterPlacement,
     Shape,
-    first_alike,
     given_plan,
     layer_of,
     plan_buckets,
@@ -59,6 +59,7 @@ class StateBytes:
         return self.weights + self.gradients + self.master + self.moments
 
 
+@lru_cache
 def state_bytes(
     config: Config,
     world_size: int,
@@ -78,28 +79,12 @@ def state_bytes(
         versions: weight versions alive at once. num_gradients: updates whose gradients are in memory at once.
         on_cpu: whether the ranks are CPU processes (the default bucket is smaller there).
     """
-    alike = first_alike(config.model, items)
-    places = given_plan(config) if plan is None else plan
-    places = MemoryPlan((), places.fraction, places.file_fraction, places.hosts_params)
-    return _state_bytes(config, world_size, alike, places, num_stages, versions, num_gradients, on_cpu)
-
-
-@lru_cache
-def _state_bytes(
-    config: Config,
-    world_size: int,
-    items: range,
-    plan: MemoryPlan,
-    num_stages: int,
-    versions: int,
-    num_gradients: int,
-    on_cpu: bool,
-) -> StateBytes:
-    named, sharded = list(stage_parameters(config.model, items)), config.parallel.zero_stage == 3
-    total = embedding_rows(config) if any(_on_host(config, name) for name, _ in named) else StateBytes()
+    plan = given_plan(config) if plan is None else plan
+    named, sharded, total = _buffered(config, items), config.parallel.zero_stage == 3, StateBytes()
+    if len(named) < sum(1 for _ in stage_parameters(config.model, items)):
+        total = embedding_rows(config)
     several = config.num_microbatches(world_size) > 1
-    kinds = dict.fromkeys((p.family, p.wide, p.frozen) for name, p in named if not _on_host(config, name))
-    for family, wide, frozen in kinds:
+    for family, wide, frozen in dict.fromkeys(p.buffer for _, p in named):
         size, shards = ElementBytes.of(config), shards_of(config, world_size, family)
         size = ElementBytes(size.wide, size.wide, size.wide) if wide else size
         buckets = planned_buckets(config, items, num_stages, shards, on_cpu, (family, wide, frozen))
@@ -119,9 +104,10 @@ def _state_bytes(
     return total
 
 
-def _on_host(config: Config, name: str) -> bool:
-    """Whether the parameter's rows are on the host, and not in flat buffers."""
-    return name == WORD_EMBEDDINGS and config.optimizer.offload.embedding_offload is not None
+def _buffered(config: Config, items: range) -> list[tuple[str, Parameter]]:
+    """(Name, parameter) of what is in flat buffers: all but rows that are on the host."""
+    apart = WORD_EMBEDDINGS if config.optimizer.offload.embedding_offload is not None else None
+    return [(name, parameter) for name, parameter in stage_parameters(config.model, items) if name != apart]
 
 
 def embedding_rows(config: Config) -> StateBytes:
@@ -160,29 +146,24 @@ def _family_bytes(
     come_and_go = zero == 3 and shards > 1
     separate = size.compute != size.wide or versions > 1
     remainders = config.optimizer.store_param_remainders and size.compute != size.wide
-    away = _away(config, plan, buckets, owned, size, on_cpu)
+    away, stepped = _stepped(config, plan, buckets, owned, size, on_cpu)
     if plan.hosts_params:
-        here = replace(_hosted(buckets, size, zero), temporary=away.temporary)
-        masters = (owned - away.elements) * size.wide if separate or not on_cpu else 0
-        host = here.host + away.on_host
-        return replace(here, master=masters, moments=away.moments_left, host=host, file=away.in_file)
+        masters = (owned - away) * size.wide if separate or not on_cpu else 0
+        return stepped + _hosted(buckets, size, zero) + StateBytes(master=masters)
     # A gradient is copied to the host (and kept there for a delayed step), a weight on its way to the device is too.
-    copies = away.elements * (size.gradient + size.compute) if not on_cpu else 0
+    copies = away * (size.gradient + size.compute) if not on_cpu else 0
     delayed = config.optimizer.offload.delayed_parameter_update
-    copies += away.elements * size.gradient if on_cpu and delayed else 0
+    copies += away * size.gradient if on_cpu and delayed else 0
     largest = sorted((bucket.numel for bucket in buckets), reverse=True)
     partition = config.parallel.zero_plus_plus.zero_hpz_partition_size
     kept = numel // partition if partition > 1 else 0  # between a step's first gather and its update
-    return StateBytes(
+    return stepped + StateBytes(
         weights=versions * (owned if come_and_go else numel) * size.compute,
         gradients=held * size.gradient,
-        master=(owned - away.elements) * (2 if remainders else size.wide) if separate else 0,
-        moments=away.moments_left,
+        master=(owned - away) * (2 if remainders else size.wide) if separate else 0,
         scratch=_scratch(streamed, several) * size.gradient,
         gathered=(sum(largest[:2]) + kept) * size.compute if come_and_go else 0,
-        host=copies + away.on_host,
-        file=away.in_file,
-        temporary=away.temporary,
+        host=copies,
     )
 
 
@@ -199,13 +180,16 @@ def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int) -> 
     tied = sum(bucket.numel for bucket in buckets if bucket.tied)
     others = [bucket for bucket in buckets if not bucket.tied]
     kept = [bucket.share if zero >= 2 else bucket.numel for bucket in others]
-    layers: Counter[str] = Counter()
-    for bucket in others:
-        layers.update(bucket.matrices)
-    pieces = [bucket.numel for bucket in others] if zero >= 2 else list(layers.values())
+    matrices, vectors = Counter[str](), 0  # by layer; in all
+    for entry in (range_.entry for bucket in others for range_ in bucket.plan.ranges):
+        if entry.placement.decay:
+            matrices[layer_of(entry.name)] += entry.numel
+        else:
+            vectors += entry.numel
+    pieces = [bucket.numel for bucket in others] if zero >= 2 else list(matrices.values())
     weights = sum(bucket.share if zero == 3 else bucket.numel for bucket in buckets)
     return StateBytes(
-        gradients=(tied + (sum(bucket.vectors for bucket in others) if zero < 2 else 0)) * size.gradient,
+        gradients=(tied + (vectors if zero < 2 else 0)) * size.gradient,
         scratch=3 * max(pieces, default=0) * size.gradient,
         host=weights * size.compute + sum(kept) * size.gradient,
     )
@@ -214,18 +198,25 @@ def _hosted(buckets: Sequence[PlannedBucket], size: ElementBytes, zero: int) -> 
 class PlannedBucket(NamedTuple):
     """A bucket, and what the owner with most of the family has of it."""
 
-    numel: int
+    plan: BucketPlan
     share: int  # elements of its slice
-    tied: bool
-    whole: bool
     elements: int  # that carry optimizer state
     matrix_state: int  # numbers that are kept for whole matrices
     statistics: int  # numbers that every owner keeps, whatever its slice (Adafactor)
-    matrices: Mapping[str, int]  # elements of those of each layer
-    vectors: int
-    layer: str  # where there is a bucket for each
     step: float  # numbers that come and go while it is stepped
     open: bool = False  # from the first to the last gradient of a backward: tied embeddings of one stage
+
+    @property
+    def numel(self) -> int:
+        return self.plan.stop - self.plan.start
+
+    @property
+    def tied(self) -> bool:
+        return self.plan.tied
+
+    @property
+    def whole(self) -> bool:
+        return self.plan.segments[0].whole
 
 
 def planned_buckets(
@@ -237,8 +228,7 @@ def planned_buckets(
     zero = 0 if of[2] and parallel.zero_stage < 3 else parallel.zero_stage  # frozen: nothing but weights to share
     apart = model.shares_embedding and num_stages > 1 and not of[2]
     entries, rates = [], rates_of(config)
-    own = [(name, p) for name, p in stage_parameters(model, items) if (p.family, p.wide, p.frozen) == of]
-    own = [(name, p) for name, p in own if not _on_host(config, name)]
+    own = [(name, parameter) for name, parameter in _buffered(config, items) if parameter.buffer == of]
     for index, (name, parameter) in enumerate(own):
         shape = parameter.local(parallel)
         whole = needs_whole is not None and needs_whole(name, len(shape))
@@ -246,7 +236,7 @@ def planned_buckets(
         entries.append(BufferParameter(index, name, shape, place, whole, rates(name, place.decay)))
     planned = _planned(config, entries, zero, shards, frozenset({WORD_EMBEDDINGS} if apart else ()), on_cpu)
     both = num_stages == 1 and model.shares_embedding
-    return [bucket._replace(open=both and bucket.layer == "embedding") for bucket in planned]
+    return [bucket._replace(open=both and bucket.plan.layer == "embedding") for bucket in planned]
 
 
 def _planned(
@@ -308,26 +298,8 @@ def _bucket(config: Config, plan: BucketPlan, owner: int, on_cpu: bool) -> Plann
     share, whole = plan.sizes[owner], plan.segments[0].whole
     own = sum(segment.ranges[0].entry.numel for segment in plan.segments_of(owner)) if whole else share
     statistics = sum(_statistics(range_.entry.shape, range_.entry.placement.decay) for range_ in plan.ranges)
-    layers: Counter[str] = Counter()
-    vectors = 0
-    for range_ in plan.ranges:
-        if range_.entry.placement.decay:
-            layers[layer_of(range_.entry.name)] += range_.entry.numel
-        else:
-            vectors += range_.entry.numel
-    return PlannedBucket(
-        plan.stop - plan.start,
-        share,
-        plan.tied,
-        whole,
-        own,
-        _matrix_state(config, plan, owner) + tapped_numbers(config, plan, owner) if whole else 0,
-        statistics,
-        layers,
-        vectors,
-        plan.layer,
-        step_numbers(config, plan, owner, on_cpu=on_cpu),
-    )
+    of_matrices = _matrix_state(config, plan, owner) + tapped_numbers(config, plan, owner) if whole else 0
+    return PlannedBucket(plan, share, own, of_matrices, statistics, step_numbers(config, plan, owner, on_cpu=on_cpu))
 
 
 def _statistics(shape: Shape, matrix: bool) -> int:
@@ -353,26 +325,16 @@ def checkpoint_bytes(config: Config) -> int:
     return total
 
 
-class _Away(NamedTuple):
-    """Elements whose masters and moments are off the device, their bytes on the host and in a file, the bytes of the
-    moments that are left, and what comes and goes in the step of those (on a CPU of all)."""
-
-    elements: int
-    on_host: int
-    in_file: int
-    moments_left: int
-    temporary: int
-
-
-def _away(
+def _stepped(
     config: Config,
     plan: MemoryPlan,
     buckets: Sequence[PlannedBucket],
     owned: int,
     size: ElementBytes,
     on_cpu: bool,
-) -> _Away:
-    """As `parallel.zero` cuts them."""
+) -> tuple[int, StateBytes]:
+    """(Elements whose masters and moments are off the device, the bytes of these there, of the moments that are left,
+    and of what comes and goes in the step of those, on a CPU of all), as `parallel.zero` cuts them."""
     optimizer = config.optimizer
     rule = OPTIMIZER_SPECS[optimizer.optimizer]
     flat = sum(size.wide if dtype == "fp32" else 2 for dtype in rule.moments(optimizer))
@@ -397,4 +359,4 @@ def _away(
         on_host += (share * size.wide * (not shared) + state) * (not to_file)
     if rule.statistics:  # the factors that are made of them, of all tensors at once
         temporary += sum(bucket.statistics for bucket in buckets)
-    return _Away(moved, on_host, in_file, left, round(temporary * size.wide))
+    return moved, StateBytes(moments=left, host=on_host, file=in_file, temporary=round(temporary * size.wide))
