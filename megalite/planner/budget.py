@@ -96,9 +96,8 @@ class _Budget:
 
     def memory(self, plan: MemoryPlan) -> tuple[RankMemory, ...]:
         """Of each pipeline coordinate. Raises ScheduleError where there is no room at some moment."""
-        return pipeline_memory(
-            self.config, self.world_size, self.program(plan), self.cuts, plan, on_cpu=self.on_cpu
-        )  # fmt: skip
+        program = self.program(plan)
+        return pipeline_memory(self.config, self.world_size, program, self.cuts, plan, on_cpu=self.on_cpu)
 
     def fits(self, plan: MemoryPlan) -> bool:
         return all(rank.total <= self.usable_bytes for rank in self.memory(plan))
@@ -193,7 +192,8 @@ class _Budget:
 
     def _fewest_recomputed(self, plan: MemoryPlan) -> tuple[Recompute, ...] | None:
         """As few recomputed layers in each stage as make it fit; None: not even all of them do."""
-        room = MemoryHeadroom(self.config, self.world_size, self, self.program(plan), plan)
+        program = self.program(plan)
+        room = MemoryHeadroom(self.config, self.world_size, program, plan, self.usable_bytes, self.on_cpu)
         blocks = [room.blocks(cut) for cut in self.cuts]
         found = smallest_numbers(room, self.cuts)
         if found is None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory import stage_parameters
+from megalite.inventory import bucket_limit, stage_parameters
 from megalite.planner.hardware import Hardware, Link
 
 
@@ -111,6 +111,12 @@ class Copies(NamedTuple):
     def shards(self) -> int:
         return max(1, self.ranks // self.instances)
 
+    def buckets(self, config: Config, elements: float, *, on_cpu: bool) -> int:
+        """Messages that so many parameters of a rank take."""
+        overlap = config.parallel.overlap_grad_reduce
+        limit = bucket_limit(config.parallel.ddp_bucket_size, self.shards, on_cpu=on_cpu, overlap=overlap)
+        return math.ceil(elements / limit) if limit else int(elements > 0)
+
     def owners(self, zero_stage: int) -> int:
         """Ranks among which the optimizer's states are divided."""
         return self.shards if zero_stage else 1
@@ -119,14 +125,14 @@ class Copies(NamedTuple):
 def families_of(config: Config, world_size: int) -> tuple[Copies, ...]:
     """The families of a model: of experts, which are cut over etp x ep, there are edp copies; of the rest dp x cp."""
     parallel, instances = config.parallel, config.parallel.num_distributed_optimizer_instances
-    strides = {"dense": parallel.tensor_model_parallel_size}
-    ranks = {"dense": config.gradient_ranks(world_size)}
+    dense = config.gradient_ranks(world_size), parallel.tensor_model_parallel_size
+    found = [Copies("dense", *dense, instances)]
     if config.model.lora.lora_rank is not None:
-        strides["adapter"], ranks["adapter"] = strides["dense"], ranks["dense"]
+        found.append(Copies("adapter", *dense, instances))
     if config.model.experts.num_experts is not None:
-        strides["expert"] = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
-        ranks["expert"] = config.expert_copies(world_size)
-    return tuple(Copies(name, n, strides[name], instances) for name, n in ranks.items())
+        stride = parallel.expert_tensor_size * parallel.experts.expert_model_parallel_size
+        found.append(Copies("expert", config.expert_copies(world_size), stride, instances))
+    return tuple(found)
 
 
 def shards_of(config: Config, world_size: int, family: str) -> int:

@@ -175,7 +175,8 @@ class Roofline:
         weights = sum(math.prod(p.local(config.parallel)) for p in layer.parameters if p.decay and not p.frozen)
         accumulate = weights * self._accumulated(size)
         adapted = self._adapters(config, layer)
-        passes = [self.traffic(n, 0) for n in rounding_passes(config, layer)] if self._multiplies_float8 else [0.0] * 3
+        eight = "fp8" in self.hardware.matrix_flops  # the rate of products in 8 bits is known
+        passes = [eight * self.traffic(n, 0) for n in rounding_passes(config, layer)]
         again = model.recompute_granularity == "selective" and not ours.fused_attention
         behind = [products[product.name] for product in layer.products if product.cut == "n" and not product.core]
         if config.parallel.tp_comm_overlap:
@@ -198,11 +199,6 @@ class Roofline:
             (0.0 if layer.is_frozen else matrices) + adapted + self.traffic(accumulate, 8) + passes[2],
             hidden,
         )
-
-    @property
-    def _multiplies_float8(self) -> bool:
-        """Whether it has products in 8 bits of which the file knows the rate."""
-        return "fp8" in self.hardware.matrix_flops
 
     def _adapters(self, config: Config, layer: Layer) -> float:
         """Seconds of the products with A and with B of all adapters of a block, in one direction."""

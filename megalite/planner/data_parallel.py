@@ -7,13 +7,12 @@ weights, which the first forward waits for. Every message pays the latency of it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.config import Config
-from megalite.inventory import ALIGNMENT, ElementBytes, bucket_limit
+from megalite.inventory import ALIGNMENT, ElementBytes
 from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes
 from megalite.planner.float8 import rounded_elements
@@ -74,7 +73,7 @@ class DataParallel:
 
     def of_pass(self, stage: int) -> LayerMessages:
         """What every micro-batch sends at ZeRO 2 and 3."""
-        zero, layers = self.config.parallel.zero_stage, len(self.cuts[stage])
+        zero, layers = self.config.parallel.zero_stage, max(1, len(self.cuts[stage]))
         if zero < 2:
             return LayerMessages(0.0, 0.0, layers)
         groups = [(copies, self.elements[copies.family][stage]) for copies in self.families]
@@ -136,30 +135,18 @@ class DataParallel:
             take, number = self._reduce(program, rank)
             share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
             window = share * min(times[stage].backward for stage in stages)
-            last = 0.0 if program.asynchronous else take / number + self._last_scatter(stages)
+            passes = [self.of_pass(stage) for stage in stages]
+            scatters = parallel.overlap_grad_reduce * max(each.scatter / each.layers for each in passes)
+            last = 0.0 if program.asynchronous else take / number + scatters
             if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
                 window = self.hardware.overlap * max(0.0, makespan - makespan / program.num_microbatches)
             late = max(late, ends[rank] + max(last, take - window))
             back, number = self._gathers_of_a_step(program, rank)
             hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
-            first = back / number + max(self._first_gather(stage) for stage in stages)
+            first = back / number + parallel.overlap_param_gather * max(each.gather / each.layers for each in passes)
             first = 0.0 if program.asynchronous else first
             slowest = max(slowest, first, back - hide * sum(times[stage].forward for stage in stages))
         return max(0.0, late - makespan), slowest
-
-    def _last_scatter(self, stages: Sequence[int]) -> float:
-        """Of one layer, where the passes hide the others."""
-        if not self.config.parallel.overlap_grad_reduce:
-            return 0.0
-        passes = [self.of_pass(stage) for stage in stages]
-        return max(each.scatter / max(1, each.layers) for each in passes)
-
-    def _first_gather(self, stage: int) -> float:
-        """The same of a layer's weights."""
-        if not self.config.parallel.overlap_param_gather:
-            return 0.0
-        messages = self.of_pass(stage)
-        return messages.gather / max(1, messages.layers)
 
     def _gathers_of_a_step(self, program: Program, rank: int) -> tuple[float, int]:
         """(Seconds in which ZeRO 1 and 2 gather what a step has updated, messages)."""
@@ -168,7 +155,7 @@ class DataParallel:
         seconds, messages = 0.0, 0
         for each in self.families:
             elements = self.family_elements(program, rank, each)
-            number = self._buckets(each, elements)
+            number = each.buckets(self.config, elements, on_cpu=self.hardware.on_cpu)
             seconds += self.shard_group(each).gather(elements * self.size.compute, number)
             messages += number
         return seconds, max(1, messages)
@@ -178,19 +165,16 @@ class DataParallel:
         zero, seconds, messages = self.config.parallel.zero_stage, 0.0, 0
         for each in self.families:
             elements, group = self.family_elements(program, rank, each), self.shard_group(each)
-            nbytes, number = elements * self.size.gradient, self._buckets(each, elements)
+            nbytes, number = (
+                elements * self.size.gradient,
+                each.buckets(self.config, elements, on_cpu=self.hardware.on_cpu),
+            )
             if zero < 2:
                 seconds += group.gather(nbytes, number) if zero else group.all_reduce(nbytes, number)
             copies = CommGroup(self.hardware, each.ranks // each.shards, each.stride * each.shards)
             seconds += copies.all_reduce(nbytes / each.owners(zero), number)
             messages += number
         return seconds, max(1, messages)
-
-    def _buckets(self, copies: Copies, elements: int) -> int:
-        parallel, on_cpu = self.config.parallel, self.hardware.on_cpu
-        overlap = parallel.overlap_grad_reduce
-        limit = bucket_limit(parallel.ddp_bucket_size, copies.shards, on_cpu=on_cpu, overlap=overlap)
-        return math.ceil(elements / limit) if limit else min(1, elements)
 
     def messages(self, program: Program) -> float:
         """Seconds of all messages of a step, hidden or not, of the rank that has most."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from megalite.inventory import (
     ElementBytes,
     MemoryPlan,
     boundary_bytes,
-    bucket_limit,
     given_plan,
     given_recompute,
     stage_layer_ranges,
@@ -123,7 +121,12 @@ class FastEstimator:
     def room(self, config: Config, plan: MemoryPlan | None = None) -> MemoryHeadroom:
         """The memory of a layout, rank by rank."""
         plan = given_plan(config) if plan is None else plan
-        return MemoryHeadroom(config, self.world_size, self.hardware, program_of(config, self.world_size, plan), plan)
+        program, usable, on_cpu = (
+            program_of(config, self.world_size, plan),
+            self.hardware.usable_bytes,
+            self.hardware.on_cpu,
+        )
+        return MemoryHeadroom(config, self.world_size, program, plan, usable, on_cpu)
 
     def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
         """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything
@@ -185,11 +188,11 @@ class FastEstimator:
 
     def _reduction(self, layout: Layout, stages: int, rank: float, m: int) -> float:
         """Seconds that sums of gradients, and gathers of weights, of so many stages add to a step."""
-        size, overlap = self.size, self.hardware.overlap
+        size, overlap, on_cpu = self.size, self.hardware.overlap, self.hardware.on_cpu
         layers = max(1, stages * self.config.model.num_layers // layout.pipeline_model_parallel_size)
         held = []
         for number, each in self.families(layout):
-            messages = layers if layout.zero_stage >= 2 else self._buckets(stages * number, each)
+            messages = layers if layout.zero_stage >= 2 else each.buckets(self.config, stages * number, on_cpu=on_cpu)
             held.append((stages * number, CommGroup(self.hardware, each.ranks, each.stride), messages))
         scatter = sum(group.gather(number * size.gradient, messages) for number, group, messages in held)
         gather = sum(group.gather(number * size.compute, messages) for number, group, messages in held)
@@ -202,12 +205,6 @@ class FastEstimator:
             return m * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
         times = 1 if find_schedule(layout.pipeline_schedule).gathers_once else m
         return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
-
-    def _buckets(self, elements: float, copies: Copies) -> int:
-        parallel, on_cpu = self.config.parallel, self.hardware.on_cpu
-        overlap = parallel.overlap_grad_reduce
-        limit = bucket_limit(parallel.ddp_bucket_size, copies.shards, on_cpu=on_cpu, overlap=overlap)
-        return math.ceil(elements / limit) if limit else 1
 
     def _bytes(self, layout: Layout, block_bytes: float, m: int) -> float:
         size, zero = self.size, layout.zero_stage

@@ -225,7 +225,7 @@ def foreign_memory(
         logits=head + logits,
         buffers=states.scratch + states.gathered + shared_memory_bytes(config, on_cpu),
     )
-    beside = _kept_by_step(program, rank, kept) + found.boundary - boundary + shared_memory_bytes(config, on_cpu)
+    beside = _kept_by_step(program, rank, kept) + (found.boundary - boundary) + shared_memory_bytes(config, on_cpu)
     return _with_step(found, states, beside)
 
 
@@ -274,17 +274,12 @@ def _peak(
     """
     if walked(program) * len(kept) * 2 > WALKED_ACTIONS:
         return *_declared_peak(program, rank, kept), transient
-    best = (0.0, 0.0, 0.0, transient)
+    found = [(0.0, 0.0, 0.0, transient)]
     for moment in fullest_moments(program, rank):
-        if moment.ended == STEPPED:
-            continue
-        now = [0.0, 0.0, 0.0, transient]
-        if moment.ended is not None:
-            now[3] = max(0.0, transient - kept[moment.ended].weight_only_block)
-        now[:3] = moment.held(kept)
-        if sum(now) > sum(best):
-            best = (now[0], now[1], now[2], now[3])
-    return best
+        if moment.ended != STEPPED:
+            waiting = 0.0 if moment.ended is None else kept[moment.ended].weight_only_block
+            found.append((*moment.held(kept), max(0.0, transient - waiting)))
+    return max(found, key=sum)
 
 
 def _kept_by_step(program: Program, rank: int, kept: Mapping[int, StageActivations]) -> float:

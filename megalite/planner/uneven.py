@@ -19,8 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Protocol
+from functools import cache
 
 from megalite.config import Config, StageLayout
 from megalite.inventory import Layer, MemoryPlan, Recompute, blocks_of, model_layers
@@ -54,25 +53,16 @@ def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -
     return replace(config, model=model)
 
 
-class DeviceMemory(Protocol):
-    """What a rank's memory is measured against (a `Hardware`, or a budget)."""
-
-    @property
-    def usable_bytes(self) -> float: ...
-
-    @property
-    def on_cpu(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class MemoryHeadroom:
-    """The memory of one layout, asked rank by rank."""
+    """The memory of one layout, asked rank by rank. usable_bytes: of a rank's device."""
 
     config: Config
     world_size: int
-    hardware: DeviceMemory
     program: Program
     plan: MemoryPlan
+    usable_bytes: float
+    on_cpu: bool
 
     def stages_of(self, rank: int) -> list[int]:
         """Stages that a rank holds, each once."""
@@ -84,11 +74,11 @@ class MemoryHeadroom:
 
     def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
         """Whether the stages of `rank` fit. numbers: recomputed layers of each stage; None: the plan's."""
-        plan, asked = self.plan, partial(rank_memory, self.config, self.world_size, on_cpu=self.hardware.on_cpu)
+        plan, world, on_cpu = self.plan, self.world_size, self.on_cpu
         if numbers is not None:
             plan = replace(plan, recompute=recompute_of(numbers, [self.blocks(cut) for cut in cuts]))
-        used = asked(program=self.program, cuts=cuts, rank=rank, plan=plan)
-        return used.total <= self.hardware.usable_bytes
+        used = rank_memory(self.config, world, program=self.program, cuts=cuts, rank=rank, plan=plan, on_cpu=on_cpu)
+        return used.total <= self.usable_bytes
 
 
 def smallest_numbers(room: MemoryHeadroom, cuts: Sequence[range]) -> tuple[int, ...] | None:

@@ -44,7 +44,8 @@ def _hardware(usable: float) -> Hardware:
 def _room(config: Config, usable: float) -> tuple[MemoryHeadroom, list[range]]:
     program = program_of(config, config.parallel.pipeline_model_parallel_size)
     ranks = config.parallel.pipeline_model_parallel_size
-    room = MemoryHeadroom(config, ranks, _hardware(usable), program, given_plan(config))
+    hardware = _hardware(usable)
+    room = MemoryHeadroom(config, ranks, program, given_plan(config), hardware.usable_bytes, hardware.on_cpu)
     return room, stage_layer_ranges(config, program)
 
 
@@ -72,7 +73,7 @@ def test_the_numbers_are_the_smallest_that_fit(schedule: str) -> None:
         room, _ = _room(config, lean + share * (plain - lean))
         numbers = smallest_numbers(room, cuts)
         assert numbers is not None and any(numbers)
-        usable = room.hardware.usable_bytes
+        usable = room.usable_bytes
         assert needs[numbers] <= usable
         # every other choice that fits recomputes as many layers or more
         fewest = min(sum(choice) for choice in choices if needs[choice] <= usable)
@@ -239,7 +240,7 @@ def test_no_other_cut_would_be_much_faster(vocabulary: int) -> None:
     _, cuts = _room(config, 1.0)
     plain, lean = max(_totals(config, cuts)), max(_totals(_full(config), cuts))
     usable = lean + 0.4 * (plain - lean)
-    room, _ = _room(config, usable)
+    (room, _), hardware = _room(config, usable), _hardware(usable)
     times = []
     for counts in _ways(8, 3):
         cut = partition_of(8, counts)
@@ -247,7 +248,7 @@ def test_no_other_cut_would_be_much_faster(vocabulary: int) -> None:
         numbers = smallest_numbers(room, stages)
         if numbers is not None:
             tried = recomputing(config, numbers, counts)
-            times.append(predict(tried, 3, room.hardware, Roofline(room.hardware), stages).step_time)
+            times.append(predict(tried, 3, hardware, Roofline(hardware), stages).step_time)
     assert len(times) > 2
     found = _search(config, 3, usable, "recompute_granularity").predictions[0]
     assert min(times) <= found.step_time * (1 + 1e-9) <= 1.05 * min(times)
