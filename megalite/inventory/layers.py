@@ -59,17 +59,10 @@ class Layer:
         """Whether nothing but adapters is trained."""
         return any(p.frozen for p in self.parameters)
 
-    @property
-    def active(self) -> int:
-        """Elements of its parameters that a token meets: of the experts, those that it takes."""
-        return sum(map(self.met, self.parameters))
-
     def met(self, parameter: Parameter) -> int:
-        """Elements of one of them that a token meets."""
-        given = self.model.experts
-        return (
-            parameter.numel * given.moe_router_topk // (given.num_experts or 1) if parameter.dealt else parameter.numel
-        )
+        """Elements of one of its parameters that a token meets: of experts, those that it takes."""
+        given, numel = self.model.experts, parameter.numel
+        return numel * given.moe_router_topk // (given.num_experts or 1) if parameter.dealt else numel
 
     def mlp_width(self, parallel: ParallelConfig, imbalance: float = 1.0) -> float:
         """Numbers of a token between the two matrices of the MLP, or of all experts that it takes, on one rank.
@@ -246,20 +239,23 @@ def add_up(chosen: Iterable[Layer], value: Callable[[Layer], float]) -> float:
     return sum(number * value(layer) for layer, number in Counter(chosen).items())
 
 
+def _each_once(model: ModelConfig) -> Iterator[tuple[Layer, Parameter]]:
+    return ((layer, p) for layer in model_layers(model) for p in layer.parameters if p.copy_of is None)
+
+
 def count_parameters(model: ModelConfig) -> int:
     """Elements of all logical parameters, vocabulary unpadded; tied weights count once."""
-    return sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is None)
+    return sum(p.numel for _, p in _each_once(model))
 
 
 def count_trained_parameters(model: ModelConfig) -> int:
     """Those that are not frozen."""
-    return sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is None and not p.frozen)
+    return sum(p.numel for _, p in _each_once(model) if not p.frozen)
 
 
 def count_active_parameters(model: ModelConfig) -> int:
-    """Elements of the parameters that a token meets: of the experts of a block, those that it takes."""
-    copies = sum(p.numel for layer in model_layers(model) for p in layer.parameters if p.copy_of is not None)
-    return sum(layer.active for layer in model_layers(model)) - copies
+    """Those that a token meets: of the experts of a block, those that it takes."""
+    return sum(layer.met(p) for layer, p in _each_once(model))
 
 
 def flops_per_iteration(model: ModelConfig, global_batch_size: int, tensor_model_parallel_size: int = 1) -> int:

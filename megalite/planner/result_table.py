@@ -136,15 +136,9 @@ def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
                 limit_of(prediction, hardware),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column in (1, 8) else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join(f"{{:{'<' if column in (1, 8) else '>'}{width}}}" for column, width in enumerate(widths))
+    return "\n".join(form.format(*row).rstrip() for row in rows)
 
 
 def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int, spared: str = "") -> str:

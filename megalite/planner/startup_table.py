@@ -54,6 +54,7 @@ def startup_rows(
     ]
     ranks = pipeline_memory(config, world_size, program, cuts, plan, on_cpu=device.lower() == "cpu")
     heaviest = max(range(len(ranks)), key=lambda r: ranks[r].total)
+    by = "given" if parallel.stage_layout != StageLayout() else "divided by the FLOPs of their forwards"
     groups = f", {model.query_groups} key/value heads" if model.query_groups != model.num_attention_heads else ""
     return [
         (
@@ -65,7 +66,7 @@ def startup_rows(
         ("parameters", _parameters(model)),
         *([("experts", _experts(model))] if model.experts.num_experts is not None else []),
         *_run_rows(config, world_size, device),
-        *([("stages", _stages(config, program, cuts))] if len(cuts) > 1 else []),
+        *([("stages", f"{division_text(cuts, program.placement)} ({by})")] if len(cuts) > 1 else []),
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
@@ -107,13 +108,6 @@ def foreign_rows(
         ("FLOPs", f"{in_units(flops_per_sample * batch, 'FLOP')} per step (counted in the traced module, x 3)"),
         *(_memory_rows(memory, heaviest, device) if memory else []),
     ]
-
-
-def _stages(config: Config, program: Program, cuts: Sequence[range]) -> str:
-    """Which rank holds which layers, and why."""
-    given = config.parallel.stage_layout
-    by = "given" if given != StageLayout() else "divided by the FLOPs of their forwards"
-    return f"{division_text(cuts, program.placement)} ({by})"
 
 
 def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, str]]:
@@ -170,14 +164,10 @@ def _parameters(model: ModelConfig) -> str:
     total, active = count_parameters(model), count_active_parameters(model)
     text = f"{in_units(total)} ({total:,})"
     if (trained := count_trained_parameters(model)) != total:
-        return f"{text}, of which {in_units(trained)} ({trained:,}) are trained: {_adapters(model)}"
+        base = "; the matrices beside them in 8 bits" * model.lora.frozen_weights_int8
+        adapters = model.lora.words(model.adapted_parts)
+        return f"{text}, of which {in_units(trained)} ({trained:,}) are trained: {adapters}{base}"
     return text if active == total else f"{text}, of which a token meets {in_units(active)} ({active:,})"
-
-
-def _adapters(model: ModelConfig) -> str:
-    lora = model.lora
-    base = "; the matrices beside them in 8 bits" * lora.frozen_weights_int8
-    return f"{lora.words(model.adapted_parts)}{base}"
 
 
 def _experts(model: ModelConfig) -> str:
