@@ -98,7 +98,8 @@ class FastEstimator:
     def families(self, layout: Layout) -> list[tuple[float, Copies]]:
         """(Parameters of a mean stage on one rank, the ranks that hold the same ones) of each family."""
         p, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
-        strides = {"dense": tp, "expert": layout.expert_tensor_size * layout.expert_model_parallel_size}
+        expert = layout.expert_tensor_size * layout.expert_model_parallel_size
+        strides = {"dense": tp, "adapter": tp, "expert": expert}
         return [
             (number / p, Copies(name, self.world_size // p // strides[name], strides[name]))
             for name, number in self.elements(layout).items()

@@ -113,6 +113,12 @@ def test_what_is_given_is_kept() -> None:
     assert {(layout.tensor_model_parallel_size, layout.micro_batch_size) for layout in layouts} == {(2, 2)}
 
 
+def test_models_with_adapters_are_searched() -> None:
+    """Adapters are copied as what they are beside is, so their ranks are those of the dense parameters."""
+    found = _search(_config("--lora-rank 2"), 4, load_hardware("h100"))
+    assert found.predictions and found.considered == _search(_config(), 4, load_hardware("h100")).considered
+
+
 def test_stale_gradients_are_the_users_choice() -> None:
     config = _config("--pipeline-model-parallel-size 4 --hidden-size 512")
     given = frozenset({"pipeline_model_parallel_size"})
