@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -335,7 +335,7 @@ def _json(found: SearchResult, args: argparse.Namespace, hardware: Hardware) -> 
             "layouts_considered": found.considered,
             "candidates": [as_json(prediction, hardware) for prediction in shown],
             "pareto": [number for number, prediction in enumerate(shown) if prediction in front],
-            **({"closed_form": asdict(closed_form(best, args.num_devices, hardware))} if args.explain else {}),
+            **({"closed_form": closed_form(best, args.num_devices, hardware)._asdict()} if args.explain else {}),
         },
         indent=1,
     )

@@ -19,7 +19,7 @@ nodes by `CommGroup.all_to_all`).
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import (
@@ -35,11 +35,8 @@ from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.predict import program_of
 
-DIMENSIONS = ("model", "data", "domain", "experts")
 
-
-@dataclass(frozen=True)
-class ClosedForm:
+class ClosedForm(NamedTuple):
     """Seconds of a step of the slowest pipeline rank, each dimension's messages in the open."""
 
     computation: float
@@ -50,18 +47,13 @@ class ClosedForm:
 
     @property
     def total(self) -> float:
-        return self.computation + sum(map(self.of, DIMENSIONS))
+        return self.computation + sum(self[1:])
 
     @property
     def dominant(self) -> str:
         """The dimension whose messages take longest; "" where nothing is divided."""
-        largest = max(DIMENSIONS, key=self.of)
-        return largest if self.of(largest) > 0 else ""
-
-    def of(self, dimension: str) -> float:
-        """Seconds of a dimension's messages."""
-        seconds: float = getattr(self, dimension)
-        return seconds
+        seconds, name = max(zip(self[1:], self._fields[1:], strict=True), key=lambda pair: pair[0])
+        return name if seconds > 0 else ""
 
 
 def closed_form(config: Config, world_size: int, hardware: Hardware) -> ClosedForm:
@@ -77,7 +69,7 @@ def closed_form(config: Config, world_size: int, hardware: Hardware) -> ClosedFo
         ]
         for rank in range(placement.num_ranks)
     )
-    summed = (ClosedForm(*map(sum, zip(*map(astuple, stages), strict=True))) for stages in ranks)
+    summed = (ClosedForm(*map(sum, zip(*stages, strict=True))) for stages in ranks)
     return max(summed, key=lambda terms: terms.total)
 
 
@@ -135,9 +127,9 @@ def explain_terms(config: Config, world_size: int, hardware: Hardware) -> str:
         shown["experts"] = f"all-to-all of tokens, to their experts and back, over expert-parallel ranks: {ep}"
     lines = ["closed form (Gholami et al., arXiv 1712.04432), nothing hidden behind anything, ms a step:"]
     lines.append(f"  computation {1e3 * terms.computation:12,.2f}")
-    lines += [f"  {name:11s} {1e3 * terms.of(name):12,.2f}   {what}" for name, what in shown.items()]
+    lines += [f"  {name:11s} {1e3 * getattr(terms, name):12,.2f}   {what}" for name, what in shown.items()]
     if not terms.dominant:
         return "\n".join([*lines, "  nothing is divided: no messages"])
-    share = terms.of(terms.dominant) / terms.total
+    share = getattr(terms, terms.dominant) / terms.total
     lines.append(f"  of the messages {terms.dominant} dominates: {share:.0%} of {1e3 * terms.total:,.2f} ms")
     return "\n".join(lines)
