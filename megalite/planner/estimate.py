@@ -122,12 +122,8 @@ class FastEstimator:
     def room(self, config: Config, plan: MemoryPlan | None = None) -> MemoryHeadroom:
         """The memory of a layout, rank by rank."""
         plan = given_plan(config) if plan is None else plan
-        program, usable, on_cpu = (
-            program_of(config, self.world_size, plan),
-            self.hardware.usable_bytes,
-            self.hardware.on_cpu,
-        )
-        return MemoryHeadroom(config, self.world_size, program, plan, usable, on_cpu)
+        program, hw = program_of(config, self.world_size, plan), self.hardware
+        return MemoryHeadroom(config, self.world_size, program, plan, hw.usable_bytes, hw.on_cpu)
 
     def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
         """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything
