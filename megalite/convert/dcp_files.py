@@ -87,6 +87,7 @@ class DcpFiles:
             self.objects: Mapping[str, StoredItem] = {n: self._item(place) for n, place in listed["objects"].items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise CheckpointError(f"{path}: not what torch.distributed.checkpoint writes") from None
+        self.names: Collection[str] = self.tensors.keys()
 
     def _tensor(self, name: str, entry: Any) -> DcpTensor:
         dtype, shape, listed = entry
@@ -111,10 +112,6 @@ class DcpFiles:
             raise ValueError(name)
         offset, length = _extents(at)
         return StoredItem(self.directory / check_file_name(name, str(self.directory / METADATA)), (offset, length))
-
-    @property
-    def names(self) -> Collection[str]:
-        return self.tensors.keys()
 
     def shape(self, name: str) -> Shape:
         return self.tensors[name].shape

@@ -156,16 +156,9 @@ class DcpState(AdamRun):
         self.iteration, self.samples = progress
         if self.iteration < self.steps:
             raise CheckpointError(f"{self.where}: {self.steps} steps of its optimizer in {self.iteration} iterations")
-
-    @property
-    def config(self) -> Config:
-        """Of the model; the rest is not known."""
-        return config_of_weights(self.model, torch.float32)
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """Iterations done, the steps of the optimizer among them, and samples consumed where known."""
-        return {CONTINUED: {"iteration": self.iteration, "steps": self.steps, "samples": self.samples}}
+        said = {"iteration": self.iteration, "steps": self.steps, "samples": self.samples}  # None: not known
+        self.meta: Mapping[str, Any] = {CONTINUED: said}
+        self.config: Config = config_of_weights(self.model, torch.float32)  # of the rest nothing is known
 
     def part(self, kind: str, name: str) -> Tensor:
         return self._source.read(name, kind)

@@ -48,6 +48,7 @@ class CheckpointSource:
 
     def __init__(self, directory: Place | str, ckpt_step: int | None = None, *, use_ema: bool = False) -> None:
         self._reader = CheckpointReader(resolve_checkpoint(directory, ckpt_step), use_ema=use_ema)
+        self.path = self._reader.path  # the checkpoint's own directory
         meta = self._reader.manifest.meta
         if not isinstance(meta.get("config"), dict):
             raise CheckpointError(f"{self._reader.path}: holds no configuration; was it written by megalite?")
@@ -62,11 +63,6 @@ class CheckpointSource:
         self.facts = TrainingFacts.of(self._reader.manifest, config, str(self._reader.path))
         check_tensors(self.model, self._reader.manifest.tensors, str(self._reader.path))
         self.origin = Origin.from_meta(meta.get(ORIGIN_META))
-
-    @property
-    def path(self) -> Place:
-        """The checkpoint's own directory."""
-        return self._reader.path
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -115,7 +111,10 @@ class MergedSource(CheckpointSource):
                 )
         self._shares = {source._reader: weight / sum(weights) for source, weight in zip(sources, weights, strict=True)}
         self.parts = [{"checkpoint": str(reader.path), "share": share} for reader, share in self._shares.items()]
-        self.iteration, self.continues = self._reader.manifest.step, "progress" in self._reader.manifest.meta
+        manifest = self._reader.manifest
+        self.iteration, self.continues = manifest.step, "progress" in manifest.meta
+        self.names: Collection[str] = manifest.tensors
+        self.meta: Mapping[str, Any] = {**manifest.meta, MERGED: self.parts}
 
     def read(self, name: str) -> Tensor:
         """The mean of a weight in the dtype that the checkpoint named last has it in, or that one's optimizer state."""
@@ -127,14 +126,6 @@ class MergedSource(CheckpointSource):
         return total.to(self._reader.manifest.tensors[name].torch_dtype)
 
     stored = read
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._reader.manifest.tensors
-
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        return {**self._reader.manifest.meta, MERGED: self.parts}
 
 
 def write_checkpoint(

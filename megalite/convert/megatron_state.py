@@ -235,6 +235,8 @@ class KeptState:
         self._reader, self._apart, where = reader, experts_apart, str(reader.path)
         self._meta = Meta(reader.manifest.meta, where)
         self.config, self.iteration = from_dict(self._meta.raw["config"], where), reader.manifest.step
+        precision = self.config.training.precision  # dtype: of the weights that the run computed with
+        self.dtype = torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
         if (kind := self.config.optimizer.optimizer) != OptimizerConfig.optimizer:
             raise CheckpointError(f"{where}: the state of {kind} has no form in torch_dist; {WEIGHTS_ALONE}")
 
@@ -247,12 +249,6 @@ class KeptState:
         if "progress" not in reader.manifest.meta:  # of torchtitan's or DeepSpeed's
             raise CheckpointError(f"{source.path}: its schedules are not known before it trains here; {WEIGHTS_ALONE}")
         return cls(reader, experts_apart)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights that the run computed with."""
-        precision = self.config.training.precision
-        return torch.bfloat16 if precision.bf16 else torch.float16 if precision.fp16 else torch.float32
 
     def read(self, kind: str, name: str) -> Tensor:
         """One of `KINDS` of a parameter, in fp32."""
