@@ -70,10 +70,10 @@ class DcpFiles:
     """A checkpoint of torch.distributed.checkpoint. Every method raises CheckpointError where it is missing, damaged or
     hostile.
 
-    flat: whether a tensor may lie there in one dimension. progress: iterations done, samples consumed, where known."""
+    flat: whether a tensor may lie there in one dimension. progress: as in `DeepSpeedFiles`."""
 
     flat = False
-    progress: tuple[int, int] | None = None
+    progress: tuple[int, int, int] | None = None
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -161,8 +161,9 @@ class DeepSpeedFiles:
         return self._entry(name)[1]
 
     def read(self, name: str) -> Tensor:
-        if name in self._counted and self._counts is not None:
-            return torch.tensor(float(self._counts[0] - self._counts[2]))
+        if name in self._counted and self.progress is not None:
+            done, _, skipped = self.progress
+            return torch.tensor(float(done - skipped))
         path = self._paths[name]
         if name.endswith(".step"):
             return torch.tensor(_number(path, self._unpickler.content(path)))
@@ -171,14 +172,9 @@ class DeepSpeedFiles:
     def _entry(self, name: str) -> tuple[str, tuple[int, ...]]:
         return self._unpickler.open(self._paths[name]).models[0][PARAM]
 
-    @property
-    def progress(self) -> tuple[int, int] | None:
-        """Iterations done and samples consumed; None where no file says so."""
-        return None if self._counts is None else self._counts[:2]
-
     @cached_property
-    def _counts(self) -> tuple[int, int, int] | None:
-        """The same, and how many iterations made no step."""
+    def progress(self) -> tuple[int, int, int] | None:
+        """Iterations done, samples consumed, iterations that made no step; None where no file says so."""
         if self._states is None:
             return None
         said = self._unpickler.content(self._states)

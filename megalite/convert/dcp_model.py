@@ -152,8 +152,8 @@ class DcpState(AdamRun):
             what = "does not say how many steps its optimizer has done"
             raise CheckpointError(f"{self.where}: {what}; {WEIGHTS_ALONE}")
         self.steps = int(steps.pop())
-        progress: tuple[int, int | None] = source.files.progress or (self.steps, None)
-        self.iteration, self.samples = progress
+        progress: tuple[int, int | None, int] = source.files.progress or (self.steps, None, 0)
+        self.iteration, self.samples, _ = progress
         if self.iteration < self.steps:
             raise CheckpointError(f"{self.where}: {self.steps} steps of its optimizer in {self.iteration} iterations")
         said = {"iteration": self.iteration, "steps": self.steps, "samples": self.samples}  # None: not known
