@@ -35,14 +35,8 @@ STATE = "optimizer.state."
 KINDS = {"fp32": "{}", **{kind: f"{STATE}{{}}.{kind}" for kind in ("exp_avg", "exp_avg_sq", "step")}}
 STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoredItem:
-    """A part of a file: (offset, length) in bytes."""
-
-    path: Path
-    at: tuple[int, int]
+StoredItem = tuple[Path, tuple[int, int]]
+"""A part of a file: its (offset, length) in bytes."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +95,9 @@ class DcpFiles:
         if problem:
             raise CheckpointError(f"{self.directory}: {name[:80]}: {problem}")
         size = DTYPES[dtype].itemsize if dtype in DTYPES else 1
-        for box, item in chunks:
-            if box.numel * size > item.at[1]:
-                raise CheckpointError(f"{item.path}: {name[:80]} {box} claims to be larger than its {item.at[1]} bytes")
+        for box, (path, (_, length)) in chunks:
+            if box.numel * size > length:
+                raise CheckpointError(f"{path}: {name[:80]} {box} claims to be larger than its {length} bytes")
         return DcpTensor(str(dtype), shape, chunks)
 
     def _item(self, place: Any) -> StoredItem:
@@ -111,7 +105,7 @@ class DcpFiles:
         if not isinstance(name, str):
             raise ValueError(name)
         offset, length = _extents(at)
-        return StoredItem(self.directory / check_file_name(name, str(self.directory / METADATA)), (offset, length))
+        return self.directory / check_file_name(name, str(self.directory / METADATA)), (offset, length)
 
     def shape(self, name: str) -> Shape:
         return self.tensors[name].shape
@@ -126,8 +120,8 @@ class DcpFiles:
             raise CheckpointError(f"{self.directory}: {name}: {error}") from None
         values = None
         for index, common in pieces:
-            chunk, item = stored.chunks[index]
-            part = self.unpickler.item(item.path, name, item.at, (stored.dtype, chunk.shape))
+            chunk, (path, extent) = stored.chunks[index]
+            part = self.unpickler.item(path, name, extent, (stored.dtype, chunk.shape))
             if common == box == chunk:
                 values = part
                 break
@@ -139,8 +133,7 @@ class DcpFiles:
 
     def content(self, name: str) -> Any:
         """The plain values of an object."""
-        item = self.objects[name]
-        return self.unpickler.content(item.path, item.at)
+        return self.unpickler.content(*self.objects[name])
 
 
 class DeepSpeedFiles:
