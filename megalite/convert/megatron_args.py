@@ -27,30 +27,30 @@ SAME_OF_EXPERTS = (
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
 )  # fmt: skip
-# Settings that change what the weights compute in a way that we do not have -> the values that do not.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,),
-    "is_hybrid_model": (False,),
-    "hybrid_override_pattern": (None,),
-    "heterogeneous_layers_config_path": (None,),
-    "experimental_attention_variant": (None,),
-    "mtp_num_layers": (0,),
-    "attn_logit_softcapping": (None,),
-    "qk_l2_norm": (False,),
-    "attention_output_gate": (False,),
-    "rotary_interleaved": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "quick_geglu": (False,),
-    "use_mup": (False,),
+# Settings that change what the weights compute in a way that we do not have -> the value that does not.
+REFUSED: Mapping[str, Any] = {
+    "multi_latent_attention": False,
+    "is_hybrid_model": False,
+    "hybrid_override_pattern": None,
+    "heterogeneous_layers_config_path": None,
+    "experimental_attention_variant": None,
+    "mtp_num_layers": 0,
+    "attn_logit_softcapping": None,
+    "qk_l2_norm": False,
+    "attention_output_gate": False,
+    "rotary_interleaved": False,
+    "apply_residual_connection_post_layernorm": False,
+    "quick_geglu": False,
+    "use_mup": False,
 }
 POSITIONS = ("learned_absolute", "rope", "none")
 # The same settings of blocks with experts.
-REFUSED_WITH_EXPERTS: Mapping[str, tuple[Any, ...]] = {
-    "moe_expert_capacity_factor": (None,),  # there it drops tokens in evaluation too
-    "moe_shared_expert_gate": (False,),
-    "moe_apply_probs_on_input": (False,),
-    "moe_router_topk_limited_devices": (None,),
-    "moe_latent_size": (None,),
+REFUSED_WITH_EXPERTS: Mapping[str, Any] = {
+    "moe_expert_capacity_factor": None,  # there it drops tokens in evaluation too
+    "moe_shared_expert_gate": False,
+    "moe_apply_probs_on_input": False,
+    "moe_router_topk_limited_devices": None,
+    "moe_latent_size": None,
 }
 NORMS, SINKS = ("LayerNorm", "RMSNorm"), ("vanilla", "off-by-one", "learnable")
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
@@ -64,8 +64,7 @@ def read_args(raw: Mapping[str, Any], where: str, *, legacy: bool, rows: int, vo
     all. legacy: the names are those before megatron.core. Raises ConfigError for what we do not have.
     """
     fields = Fields(raw, where)
-    for key, allowed in REFUSED.items():
-        fields.only(key, *allowed)
+    fields.fixed(REFUSED)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     activation = _activation(fields, legacy)
     positions = fields.integer("max_position_embeddings")
@@ -247,8 +246,7 @@ def read_experts(fields: Fields, legacy: bool) -> Experts:
         raise fields.wrong("num_experts", number, "not supported with the names before megatron.core")
     if type(number) is not int or not 2 <= number <= MOST_EXPERTS:
         raise fields.wrong("num_experts", number, f"not supported (2 to {MOST_EXPERTS})")
-    for key, allowed in REFUSED_WITH_EXPERTS.items():
-        fields.only(key, *allowed)
+    fields.fixed(REFUSED_WITH_EXPERTS)
 
     def coefficient(key: str) -> float:
         return fields.number(key) if fields.get(key, 0) != 0 else 0.0

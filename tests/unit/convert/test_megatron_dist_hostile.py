@@ -205,12 +205,12 @@ def test_chunks_that_overlap_and_other_models(directory: Path) -> None:
 
 def test_a_flipped_bit_of_an_item_is_found(directory: Path) -> None:
     source = open_megatron(directory)
-    item = source.files.tensors["decoder.final_layernorm.weight"].chunks[0][1]  # type: ignore[union-attr]
-    raw = bytearray(item.path.read_bytes())
+    path, _ = source.files.tensors["decoder.final_layernorm.weight"].chunks[0][1]  # type: ignore[union-attr]
+    raw = bytearray(path.read_bytes())
     values = source.read("head.final_norm.weight")
     at = raw.index(values.numpy().tobytes())
     raw[at + 5] ^= 16
-    item.path.write_bytes(raw)
+    path.write_bytes(raw)
     assert "the checksum of" in refused(directory)
 
 
