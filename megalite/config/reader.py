@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.config.arguments import argument_flags, argument_words, shown_flag
 from megalite.config.megatron_flags import megatron_flags
@@ -35,12 +35,27 @@ class GivenOption:
     where: str
 
 
-def known_options(options: Mapping[str, Option]) -> set[str]:
+class _Name(NamedTuple):
+    """What a name that may be typed sets: a field, a flag with arguments or an extra option (`target`).
+
+    base: the name without `no_`. switch: it takes no value. many: it takes several.
+    """
+
+    target: str
+    base: str
+    switch: bool
+    many: bool = False
+    negated: bool = False
+
+
+def _names(options: Mapping[str, Option]) -> dict[str, _Name]:
     """Every name that may be typed, with underscores: fields, aliases and `no_` forms."""
-    switches = {name for name, option in options.items() if option.kind is bool} | set(CONSTANT_FLAGS)
-    switches |= {name for name, made in argument_flags().items() if made.switch is not None}
-    known = {*options, *argument_flags(), *RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS}
-    return known | {f"no_{name}" for name in switches}
+    found = {name: _Name(name, name, option.kind is bool, option.many) for name, option in options.items()}
+    found |= {name: _Name(name, name, made.switch is not None, many=True) for name, made in argument_flags().items()}
+    found |= {name: _Name(target, name, False, options[target].many) for name, target in RENAMED.items()}
+    found |= {name: _Name(target, name, True) for name, (target, _) in CONSTANT_FLAGS.items()}
+    found |= {name: _Name(name, name, kind is None) for name, kind in EXTRA_OPTIONS.items()}
+    return {f"no_{name}": each._replace(negated=True) for name, each in found.items() if each.switch} | found
 
 
 @dataclass
@@ -52,6 +67,14 @@ class Reader:
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     ignored: dict[str, GivenOption] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = _names(self.options)
+
+    @property
+    def known(self) -> set[str]:
+        """What a misspelled name may have meant."""
+        return {name for name, of in self.names.items() if not (of.negated and of.target in EXTRA_OPTIONS)}
 
     def read_argv(self, argv: Sequence[str]) -> tuple[list[str], list[GivenOption]]:
         """Scan a command line: the files named by `--config`, in order, and what the flags set."""
@@ -68,10 +91,10 @@ class Reader:
                 if not texts:
                     self.problems.append("--config: expected a file name")
                 continue
-            known = self._target(name) is not None
-            texts = self._take_values(name, attached, values) if known else [*attached, *values]
+            known = self.names.get(name)
+            texts = [*attached, *values] if known is None else self._take_values(name, known, attached, values)
             typed = Written(name, tuple(Scalar(text, "text") for text in texts), COMMAND_LINE)
-            if known:
+            if known is not None:
                 givens += self._convert(typed)
             elif not self._ignore(typed):
                 self._refuse(f"unknown flag {flag_of(name)}", name, "--")
@@ -87,20 +110,20 @@ class Reader:
             if section is not None and section in argument_flags():
                 givens += self._entry_of(section, entry)
                 continue
-            target = self._target(name)
+            known = self.names.get(name)
             if seen.setdefault(name, where) != where:  # flat and in its section
                 self.problems.append(f"{where}: duplicate key '{name}' (first at {seen[name]})")
             if section is not None and section not in sections:
                 guess = nearest(section, sections)
                 hint = f"; did you mean '{guess}'?" if guess else f"; sections are {', '.join(sorted(sections))}"
                 self.problems.append(f"{where}: unknown section '{section}'{hint}")
-            elif target is None:
+            elif known is None:
                 if not self._ignore(entry):
                     self._refuse(f"{where}: unknown key '{name}'", name, "")
-            elif section is not None and (right := self._section(target) or section) != section:
+            elif section is not None and (right := self._section(known.target) or section) != section:
                 self.problems.append(f"{where}: '{name}' belongs to section '{right}', not '{section}'")
-            elif entry.is_list and not self._takes_many(target):
-                self._bad(entry, target, entry.label(), "expected one value, got a list")
+            elif entry.is_list and not known.many:
+                self._bad(entry, known.target, entry.label(), "expected one value, got a list")
             else:
                 givens += self._convert(entry)
         return givens
@@ -122,55 +145,27 @@ class Reader:
             target = next(iter(argument_flags()[target].fields.values()))
         return self.options[target].section if target in self.options else None
 
-    def _target(self, name: str) -> str | None:
-        """Field, flag with arguments or extra option that a typed name sets, or None where there is none."""
-        if name in RENAMED:
-            return RENAMED[name]
-        if name in CONSTANT_FLAGS:
-            return CONSTANT_FLAGS[name][0]
-        if name in self.options or name in argument_flags() or name in EXTRA_OPTIONS:
-            return name
-        return self._target(name[3:]) if self._is_negation(name) else None
-
-    def _takes_many(self, target: str | None) -> bool:
-        option = self.options.get(target or "")
-        return target in argument_flags() or (option is not None and option.many)
-
-    def _is_switch(self, name: str) -> bool:
-        if name in CONSTANT_FLAGS or (name in EXTRA_OPTIONS and EXTRA_OPTIONS[name] is None):
-            return True
-        if name in argument_flags():
-            return argument_flags()[name].switch is not None
-        return name in self.options and self.options[name].kind is bool
-
-    def _is_negation(self, name: str) -> bool:
-        return name not in self.options and name.startswith("no_") and self._is_switch(name[3:])
-
-    def _take_values(self, name: str, attached: list[str], values: list[str]) -> list[str]:
+    def _take_values(self, name: str, known: _Name, attached: list[str], values: list[str]) -> list[str]:
         """Give a flag the values it wants; what is left over belongs to no flag."""
-        target = self._target(name)
         texts = [*attached, *values]
-        if self._takes_many(target) and not self._is_negation(name):
+        if known.many and not known.negated:
             return texts
-        if self._is_switch(name) or self._is_negation(name):
+        if known.switch:
             opposite = "" if name.startswith("no_") else f"; {flag_of(f'no_{name}')} says the opposite"
             self._unexpected(values, f"{flag_of(name)} takes no value{opposite}")
             return attached
-        if target is not None and target in self.options and self.options[target].facts.get("words"):
+        if known.target in self.options and self.options[known.target].facts.get("words"):
             return [" ".join(texts)] if texts else []
         self._unexpected(texts[1:])
         return texts[:1]
 
     def _convert(self, typed: Written) -> list[GivenOption]:
         """Convert one typed name; a mistake gives an empty list."""
-        target = self._target(typed.name)
-        assert target is not None
-        negated = self._is_negation(typed.name)
-        base = typed.name[3:] if negated else typed.name
+        target, base, switch, _, negated = self.names[typed.name]
         if base in argument_flags():
             return self._arguments(typed, base, negated)
         try:
-            value = self._switch(typed, base, negated) if self._is_switch(base) else self._value(typed, target)
+            value = self._switch(typed, base, negated) if switch else self._value(typed, target)
             return [GivenOption(target, base, value, typed.where)]
         except BadValue as bad:
             shown = " ".join(scalar.text for scalar in typed.scalars)
@@ -284,7 +279,7 @@ class Reader:
                 drop = "drop it: " if known_there.verdict == "ignored" else ""
                 self.problems.append(spelled(f"{shown}: {drop}{known_there.reason}", shown_flag))
                 return
-        guess = nearest(name, known_options(self.options) | ({"config"} if dashes else set()))
+        guess = nearest(name, self.known | ({"config"} if dashes else set()))
         shown_guess = guess.replace("_", "-") if guess and dashes else guess
         quote = "" if dashes else "'"
         hint = f"; did you mean {quote}{dashes}{shown_guess}{quote}?" if guess else "; see --help"

@@ -13,7 +13,7 @@ from source_tree import literals
 
 from megalite.config import accepted_spellings
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, SHORT_FORMS
-from megalite.config.reader import known_options
+from megalite.config.reader import Reader
 from megalite.config.root import all_options
 from megalite.errors import SETTING
 from tools.make_flag_table import flag_table, main
@@ -54,7 +54,7 @@ def repository_files() -> list[Path]:
 def test_no_text_names_a_flag_that_does_not_exist() -> None:
     files = [path for path in repository_files() if path.suffix in {".py", ".md", ".sh", ".sbatch", ".yaml", ".toml"}]
     texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files}
-    known = known_options(all_options()) | {"config", "help"}
+    known = Reader(all_options()).known | {"config", "help"}
     for path, text in texts.items():
         if path.parts[0] in ("tools", "benchmarks") or "ArgumentParser" in text:
             own = {name.replace("-", "_") for name in re.findall(r"\"--([a-z][\w-]*)\"", text)}
@@ -103,7 +103,7 @@ def megatron_rows() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("flag", "here", "note"), megatron_rows(), ids=[row[0] for row in megatron_rows()])
 def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str) -> None:
     name = flag[2:].replace("-", "_")
-    known = known_options(all_options())
+    known = Reader(all_options()).known
     assert name in known
     assert here == "same" or name in accepted_spellings()
     for other in FLAG.findall(f"{here} {note}"):

@@ -11,7 +11,7 @@ from megatron_scripts import SCRIPTS
 from command_line import name_ignored
 from megalite.config import all_options, megatron_flags, parse, parse_with_origins, shown_flag, without_effect
 from megalite.config.megatron_flags import MegatronFlag
-from megalite.config.reader import known_options
+from megalite.config.reader import Reader
 from megalite.errors import SETTING, ConfigError, flag_of, spelled
 from megalite.train.starting_point import offer_of
 
@@ -68,7 +68,7 @@ def test_the_llama_script_is_the_run_that_it_asks_for() -> None:
 
 def test_the_table_agrees_with_the_parser() -> None:
     options = all_options()
-    known = known_options(options)
+    known = Reader(options).known
     for flag in FLAGS.values():
         assert (flag.name in known) == (flag.verdict == "same"), flag.name
         assert bool(flag.reason) == (flag.verdict != "same"), flag.name

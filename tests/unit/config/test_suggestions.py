@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megalite.config.names import nearest
-from megalite.config.reader import known_options
+from megalite.config.reader import Reader
 from megalite.config.root import all_options
 
 MEANT = {
@@ -38,4 +38,4 @@ wall_clock_breakdown elastic_training stop_words""".split()
 
 @pytest.mark.parametrize(("typed", "meant"), [*MEANT.items(), *((name, None) for name in NOTHING)])
 def test_a_suggestion_is_what_was_meant_or_none(typed: str, meant: str | None) -> None:
-    assert nearest(typed, known_options(all_options()) | {"config"}) == meant
+    assert nearest(typed, Reader(all_options()).known | {"config"}) == meant
