@@ -36,9 +36,9 @@ from megalite.config.files import (
     schedule_file,
     text_without_tokenizer,
 )
-from megalite.config.foreign import OF_MODULES
 from megalite.config.legal import config_problems, config_warnings, placeholder
 from megalite.config.model import FAMILY_DEFAULTS
+from megalite.config.model_parts import OF_MODULES
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS
 from megalite.config.reader import GivenOption, Reader
 from megalite.config.root import SECTIONS, Config, all_options
@@ -102,7 +102,7 @@ def parse_with_origins(
     if any(token in ("-h", "--help") for token in argv):
         print(usage(options))
         raise SystemExit(0)
-    reader = Reader(options)
+    reader = Reader()
     offered, levels = _with_offer(_read_levels(reader, argv), reader, read_offer)
     merged = _merge(levels, reader)
     found = list(reader.problems) + _beside_module(options, merged)
@@ -148,7 +148,7 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
     Returns the configuration, and the origin of every value that was given. Raises ConfigError for unknown names,
     wrong types and missing fields; required ones among `optional` get a stand-in.
     """
-    reader = Reader(all_options())
+    reader = Reader()
     config, origins, missing = _build(reader, _merge(_read_levels(reader, argv), reader))
     lacking = [name for name in missing if name not in set(optional)]
     found = reader.problems + [_required(reader.options[name], None) for name in lacking]
@@ -160,7 +160,7 @@ def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple
 def without_effect(argv: Sequence[str]) -> str | None:
     """The line that names Megatron-LM's flags that flags and files give and that have no effect here; None: there are
     none. Raises ConfigError where a file cannot be read."""
-    reader = Reader(all_options())
+    reader = Reader()
     _read_levels(reader, argv)
     return ignored_line(tuple(reader.ignored))
 

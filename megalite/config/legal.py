@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config import rules
-from megalite.config.foreign import OF_MODULES
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import OF_MODULES
 from megalite.config.optimizer import readers_of
 from megalite.config.root import SECTIONS, Config, all_options
 from megalite.config.schema import Option, build_section, flat, options_of

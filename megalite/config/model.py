@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megalite.config.foreign import ForeignModule
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.lora import Lora
-from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent, QKClip, RopeScaling
+from megalite.config.model_parts import Delta, Experts, ForeignModule, FurtherTokens, Latent, QKClip, RopeScaling
 from megalite.config.mup import Mup, usual_scale
 from megalite.config.schema import Section, option, required
 

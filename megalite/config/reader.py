@@ -6,6 +6,7 @@ flag. Here all mistakes are collected and nothing is guessed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from megalite.config.arguments import argument_flags, argument_words, shown_flag
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED, SHORT_FORMS, nearest
+from megalite.config.root import all_options
 from megalite.config.schema import Option
 from megalite.config.values import BadValue, convert
 from megalite.config.yaml_file import COMMAND_LINE, Scalar, Written
@@ -48,8 +50,10 @@ class _Name(NamedTuple):
     negated: bool = False
 
 
-def _names(options: Mapping[str, Option]) -> dict[str, _Name]:
+@functools.cache
+def _names() -> Mapping[str, _Name]:
     """Every name that may be typed, with underscores: fields, aliases and `no_` forms."""
+    options = all_options()
     found = {name: _Name(name, name, option.kind is bool, option.many) for name, option in options.items()}
     found |= {name: _Name(name, name, made.switch is not None, many=True) for name, made in argument_flags().items()}
     found |= {name: _Name(target, name, False, options[target].many) for name, target in RENAMED.items()}
@@ -63,13 +67,11 @@ class Reader:
     """Converts what users typed; mistakes are collected in `problems`, their fields in `broken`, and flags of
     Megatron-LM that have no effect here in `ignored`, by what messages begin with."""
 
-    options: Mapping[str, Option]
+    options: Mapping[str, Option] = field(default_factory=all_options)
+    names: Mapping[str, _Name] = field(default_factory=_names)
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     ignored: dict[str, GivenOption] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.names = _names(self.options)
 
     @property
     def known(self) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megalite.config.foreign import OF_MODULES
+from megalite.config.model_parts import OF_MODULES
 from megalite.config.optimizer import readers_of
 from megalite.config.root import SECTIONS, Config
 from megalite.config.schema import Option, build_section, flat, options_of, rivals_of

@@ -20,7 +20,7 @@ from megalite import strangers
 from megalite.checkpoint import Checkpointer, CheckpointReader, resolve_checkpoint
 from megalite.comm import Axis, TensorShard
 from megalite.config import to_dict
-from megalite.config.foreign import ForeignModule
+from megalite.config.model_parts import ForeignModule
 from megalite.convert import AdaptedSource, hf_files
 from megalite.convert.registry import config_around
 from megalite.data import ByteTokenizer, NullTokenizer, make_tokenizer

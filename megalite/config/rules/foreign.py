@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.foreign import KINDS, OF_MODULES
 from megalite.config.model import ModelConfig
+from megalite.config.model_parts import KINDS, OF_MODULES
 from megalite.config.root import Config
 from megalite.config.rules.text import TP
 from megalite.config.schema import options_of

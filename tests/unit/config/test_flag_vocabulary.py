@@ -54,7 +54,7 @@ def repository_files() -> list[Path]:
 def test_no_text_names_a_flag_that_does_not_exist() -> None:
     files = [path for path in repository_files() if path.suffix in {".py", ".md", ".sh", ".sbatch", ".yaml", ".toml"}]
     texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files}
-    known = Reader(all_options()).known | {"config", "help"}
+    known = Reader().known | {"config", "help"}
     for path, text in texts.items():
         if path.parts[0] in ("tools", "benchmarks") or "ArgumentParser" in text:
             own = {name.replace("-", "_") for name in re.findall(r"\"--([a-z][\w-]*)\"", text)}
@@ -103,7 +103,7 @@ def megatron_rows() -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(("flag", "here", "note"), megatron_rows(), ids=[row[0] for row in megatron_rows()])
 def test_each_row_of_the_page_for_megatron_users(flag: str, here: str, note: str) -> None:
     name = flag[2:].replace("-", "_")
-    known = Reader(all_options()).known
+    known = Reader().known
     assert name in known
     assert here == "same" or name in accepted_spellings()
     for other in FLAG.findall(f"{here} {note}"):

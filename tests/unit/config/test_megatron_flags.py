@@ -68,7 +68,7 @@ def test_the_llama_script_is_the_run_that_it_asks_for() -> None:
 
 def test_the_table_agrees_with_the_parser() -> None:
     options = all_options()
-    known = Reader(options).known
+    known = Reader().known
     for flag in FLAGS.values():
         assert (flag.name in known) == (flag.verdict == "same"), flag.name
         assert bool(flag.reason) == (flag.verdict != "same"), flag.name

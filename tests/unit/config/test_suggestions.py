@@ -6,7 +6,6 @@ import pytest
 
 from megalite.config.names import nearest
 from megalite.config.reader import Reader
-from megalite.config.root import all_options
 
 MEANT = {
     "weight_decy": "weight_decay",
@@ -38,4 +37,4 @@ wall_clock_breakdown elastic_training stop_words""".split()
 
 @pytest.mark.parametrize(("typed", "meant"), [*MEANT.items(), *((name, None) for name in NOTHING)])
 def test_a_suggestion_is_what_was_meant_or_none(typed: str, meant: str | None) -> None:
-    assert nearest(typed, Reader(all_options()).known | {"config"}) == meant
+    assert nearest(typed, Reader().known | {"config"}) == meant
