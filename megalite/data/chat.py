@@ -10,6 +10,7 @@ assistant adds to the conversation with its prompt, up to white space after it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -89,15 +90,12 @@ class ChatTemplate:
     def prompts(self, talks: Sequence[Messages]) -> list[list[int]]:
         """Tokens of each conversation and of what calls for the next answer. Raises DataError where the template does
         not take one, or needs more for it than a template may."""
-        renderer = ChatRenderer(self.text, self.variables, self._limits, prompt=True)
         found = []
-        try:
+        with contextlib.closing(ChatRenderer(self.text, self.variables, self._limits, prompt=True)) as renderer:
             for number, rendered in enumerate(renderer.render(talks), 1):
                 if isinstance(rendered, DataError):
                     raise DataError(f"conversation {number}: {rendered}" if len(talks) > 1 else str(rendered))
                 found.append(list(self._backend.encode(rendered.text, add_special_tokens=False).ids))
-        finally:
-            renderer.close()
         return found
 
     def encode(self, talks: Sequence[Messages]) -> Iterator[tuple[list[int], list[bool]] | DataError]:

@@ -63,6 +63,7 @@ class ChatRenderer:
         self._limits = limits or TemplateLimits()
         self.owner = os.getpid()
         self._program = FencedProgram(Path(__file__).with_name(PROGRAM))
+        self.close = self._program.close
         settings = {"template": template, "variables": dict(variables), "limits": vars(self._limits), "prompt": prompt}
         self._program.send(json.dumps(settings).encode() + b"\n")
         reply = self._receive()
@@ -84,10 +85,6 @@ class ChatRenderer:
                     yield DataError(str(reply["refused"]))
                 else:
                     yield Rendered(reply["text"], [(begin, end) for begin, end in reply["answers"]])
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._program.close()
 
     def _receive(self) -> dict[str, Any]:
         line = self._program.line()

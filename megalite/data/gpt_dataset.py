@@ -53,6 +53,7 @@ class SampleSource:
     """Source of a loader: a number of samples of S + 1 tokens, each reachable by its number alone."""
 
     seq_length: int
+    tails = False  # whether a sample may be shorter, at the end of what it is cut from
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -73,6 +74,7 @@ class SampleSource:
         """
         cut = self.cut(sample)
         count = cut.copy(cut.part.store, out)
+        assert self.tails or count == self.seq_length + 1
         check_ids(out[:count], cut)
         own = cut.part.store.marks
         if own is not None and marks is not None:
@@ -172,6 +174,8 @@ class SequentialSource(SampleSource):
     label once. Sample k of a part holds its tokens k*S to k*S + S; the last one may be partial.
     """
 
+    tails = True
+
     def __init__(self, parts: Sequence[GPTDataset]) -> None:
         self.seq_length = parts[0].seq_length
         self._parts = list(parts)
@@ -212,6 +216,8 @@ class Conversations(SampleSource):
     part: the split. window: of the model. unit: what the length of a sample is a multiple of, for ranks that share one;
     the window is one. Samples are as long as the longest conversation needs.
     """
+
+    tails = True
 
     def __init__(self, part: GPTDataset, *, window: int, unit: int = 1) -> None:
         assert part.store.marks is not None, "text has no marks"
