@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from megalite.comm import Axis
 from megalite.config import Correction, OptimizerConfig
-from megalite.engine.weights import MakeSharded
 from megalite.optim import CORRECTIONS, OPTIMIZERS, Delay, UpdateRule
-from megalite.parallel.zero import DelayedOptimizer, MakeOptimizer, ParameterBuffers, ParamGroup, ShardedOptimizer
+from megalite.parallel.zero import DelayedOptimizer, MakeOptimizer, ParamGroup, ShardedOptimizer
 
 
 def rule_maker(settings: OptimizerConfig, correction: Correction, delay: Delay | None = None) -> MakeOptimizer:
@@ -29,28 +28,23 @@ def rule_maker(settings: OptimizerConfig, correction: Correction, delay: Delay |
 def sharded_maker(
     settings: OptimizerConfig,
     correction: Correction,
+    delay: Delay,
     *,
     fraction: float,
     file_fraction: float,
     kind: Callable[..., ShardedOptimizer] | None = None,
-) -> MakeSharded:
-    """What makes the optimizer over a rank's buffers.
+) -> Callable[..., ShardedOptimizer]:
+    """(Buffers of all stages, norm_axis) -> optimizer.
 
     fraction: part of the masters and moments that is off the device. file_fraction: part of them that is in files.
     kind: None: as the settings say.
     """
     offload = settings.offload
-    make_kind = kind or (DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer)
-
-    def make(buffers: list[ParameterBuffers], axis: Axis, delay: Delay) -> ShardedOptimizer:
-        return make_kind(
-            buffers,
-            make_optimizer=rule_maker(settings, correction, delay),
-            norm_axis=axis,
-            offload_fraction=fraction,
-            offload_path=offload.optimizer_offload_path if file_fraction else None,
-            file_fraction=file_fraction,
-            store_param_remainders=settings.store_param_remainders,
-        )
-
-    return make
+    return partial(
+        kind or (DelayedOptimizer if offload.delayed_parameter_update else ShardedOptimizer),
+        make_optimizer=rule_maker(settings, correction, delay),
+        offload_fraction=fraction,
+        offload_path=offload.optimizer_offload_path if file_fraction else None,
+        file_fraction=file_fraction,
+        store_param_remainders=settings.store_param_remainders,
+    )

@@ -36,9 +36,6 @@ from megalite.parallel.zero import (
 )
 from megalite.schedule import ChunkUse, Program, StageKey, StagePlacement
 
-MakeSharded = Callable[[list[ParameterBuffers], Axis, Delay], ShardedOptimizer]
-"""(Buffers of all stages, axis of the global norm, age of the gradients) -> optimizer."""
-
 
 class StageLayers(Protocol):
     """The layers of a stage in one weight version."""
@@ -182,13 +179,13 @@ def build_weights(
     families: Sequence[str],
     ties: Ties,
     options: BufferOptions,
-    make_optimizer: MakeSharded,
+    make_optimizer: Callable[..., ShardedOptimizer],
     delay: Delay,
     states: Sequence[VersionedState],
     device: torch.device,
 ) -> Weights:
-    """Puts the parameters of stages into buffers, and an optimizer over these. families: of parameters, that the model
-    has. states: of these stages."""
+    """Puts the parameters of stages into buffers, and an optimizer over these (`sharded_maker`). families: of
+    parameters, that the model has. states: of these stages."""
     copies = replica_axes(mesh, program.placement)
     axes = {name: options.zero.axes(mesh, name) for name in families}
     axis = norm_axis(mesh, program, families, sharded=options.zero.stage > 0)
@@ -217,7 +214,7 @@ def build_weights(
     return Weights(
         stages={key: stage for key, (stage, _) in built.items()},
         buffers=buffers,
-        optimizer=make_optimizer([made for stage in buffers.values() for made in stage], axis, delay),
+        optimizer=make_optimizer([made for stage in buffers.values() for made in stage], norm_axis=axis),
         placement=program.placement,
         shared=ties.unlike() if ties.unlike else SharedGradient(mesh.through(ties.ranks, apart="tied")),
         num_versions=program.weight_versions[mesh.coordinate("pp")],

@@ -108,9 +108,9 @@ class ShardedOptimizer:
         _check_schedule(pipeline, zero_stage)
         _check_replicas(pipeline)
         program = pipeline.base_program
+        delay = Delay(program.staleness[pipeline.mesh.coordinate("pp")])
         late = any(program.staleness)
         correction = completed(config, each_microbatch=program.update_per_microbatch) if late else Correction()
-
         in_files = offload_fraction if offload_path is not None else 0.0
         self._weights = build_weights(
             pipeline.built,
@@ -121,8 +121,8 @@ class ShardedOptimizer:
             options=BufferOptions(
                 ZeroOptions(stage=zero_stage), pipeline.names.updated_whole(rule), mover=pipeline.parts.mover
             ),
-            make_optimizer=sharded_maker(config, correction, fraction=offload_fraction, file_fraction=in_files),
-            delay=Delay(program.staleness[pipeline.mesh.coordinate("pp")]),
+            make_optimizer=sharded_maker(config, correction, delay, fraction=offload_fraction, file_fraction=in_files),
+            delay=delay,
             states=[],
             device=pipeline.device,
         )

@@ -117,15 +117,13 @@ def reduced(node: fx.Node, other: fx.Node) -> Iterator[tuple[list[int], fx.Node,
         yield list(range(rank - len(given["normalized_shape"]), rank)), *first
     elif name in ("group_norm", "native_group_norm"):
         yield list(range(1, rank)), *first
-    elif name in ("matmul", "bmm", "mm") and len(pairs) == 2:
+    elif name == "linear" or name in ("matmul", "bmm", "mm") and len(pairs) == 2:
         yield [-1], *first
     elif name in ("addmm", "baddbmm") and len(pairs) == 3:
         yield [-1], *pairs[1]
     elif name == "scaled_dot_product_attention":
         yield [-1], *first
         yield [-2], *pairs[1]
-    elif name == "linear":
-        yield [-1], *first
     elif name == "slice" and not given.get("start") and (given.get("end") or WHOLE) >= shape_of(first[0])[given["dim"]]:
         return
     elif ("dim" in given or "dims" in given) and name not in HARMLESS:

@@ -107,6 +107,7 @@ def build_model(
     )
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     staleness = program.staleness[program.placement.stages_of(mesh.coordinate("pp"))[0][0]]
+    delay = Delay(staleness, config.parallel.pipeline_flush_steps, passed)
     weights = build_weights(
         built,
         mesh,
@@ -117,11 +118,12 @@ def build_model(
         make_optimizer=sharded_maker(
             config.optimizer,
             config.staleness,
+            delay,
             fraction=plan.fraction,
             file_fraction=plan.file_fraction,
             kind=None if rows is None else partial(RowsOptimizer, rows=rows),
         ),
-        delay=Delay(staleness, config.parallel.pipeline_flush_steps, passed),
+        delay=delay,
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
         device=device,
     )

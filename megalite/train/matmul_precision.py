@@ -44,10 +44,6 @@ class MatmulChoice:
     device: str
     kept: bool = False
 
-    def to_meta(self) -> dict[str, Any]:
-        """The JSON form that a checkpoint holds under `META`."""
-        return {"mode": self.mode, "device": self.device}
-
 
 def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, earlier: Any = None) -> MatmulChoice:
     """Sets torch's mode. Collective over the world.

@@ -104,7 +104,7 @@ class RunState:
             "data": surveys_to_meta(self.datasets.surveys),
             **({"data_phases": [asdict(phase) for phase in self.datasets.phases]} if self.datasets.phases else {}),
             param_schedules.META: self.schedules.to_meta(),
-            matmul_precision.META: self.products.to_meta(),
+            matmul_precision.META: {"mode": self.products.mode, "device": self.products.device},
             "config": to_dict(self.config),
             "memory_plan": self.model.plan.to_meta(),
             **({} if self.origin == Origin() else {ORIGIN_META: self.origin.to_meta()}),
