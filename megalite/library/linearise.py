@@ -20,7 +20,7 @@ from torch import Tensor, fx
 
 from megalite.errors import ConfigError
 from megalite.library.tensor_cut import TensorCut
-from megalite.library.tracing import Traced, is_random
+from megalite.library.tracing import Traced, repeatable
 
 MOST_TENSORS = 8
 """A boundary never has more."""
@@ -131,14 +131,7 @@ def _everywhere(traced: Traced, roots: dict[fx.Node, fx.Node], written: dict[fx.
     """Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most."""
     states = {node for node, (_, t) in traced.states.items() if not isinstance(t, torch.nn.Parameter)}
     free = states - written.keys() | {node for node in traced.inputs if not _value(node).is_floating_point()}
-    found: set[fx.Node] = set()
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            found.add(node)
-        elif node.op == "call_function" and not is_random(node) and roots[node] not in written:
-            if all(arg in free or arg in found for arg in node.all_input_nodes):
-                found.add(node)
-    return found
+    return repeatable(traced.graph, free, {node for node, root in roots.items() if root in written})
 
 
 def _value(node: fx.Node) -> Any:

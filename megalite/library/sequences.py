@@ -32,7 +32,7 @@ from megalite.library.tensor_check import (
     where,
 )
 from megalite.library.tensor_cut import has_no_values
-from megalite.library.tracing import Traced, arguments, is_random
+from megalite.library.tracing import Traced, arguments, needed_by, repeatable
 from megalite.microbatch import Microbatch
 from megalite.nn import AttentionCore, context_attention
 from megalite.parallel.context import SequenceCut, sequence_order
@@ -218,7 +218,9 @@ def _without_values(traced: Traced) -> bool:
 def _split(part: Traced, whole: Traced, sequences: Sequences) -> None:
     """Checks that tokens are computed one by one; gives a rank that shares sequences its own rows of what depends on
     the length."""
-    live, fixed, shared = _live(part), _fixed(part), sequences.cp.size > 1
+    constants = {node for node, (_, tensor) in part.states.items() if not isinstance(tensor, nn.Parameter)}
+    fixed = constants | repeatable(part.graph, constants)  # what depends on no input and on no parameter
+    live, shared = needed_by([part.result]), sequences.cp.size > 1
     problem = f"{sequences}: with a part of the tokens the module computes other operations"
     pairs = [(node, other) for node, other in side_by_side(part, whole, problem) if node in live]
     for node, other in pairs if shared else ():
@@ -231,27 +233,6 @@ def _split(part: Traced, whole: Traced, sequences: Sequences) -> None:
             _check_by_token(node, other, at, shared=shared)
             _check_rows(node, other, at, rows)
             views.follow(node, other)
-
-
-def _live(traced: Traced) -> set[fx.Node]:
-    """What the result depends on."""
-    found, waiting = set[fx.Node](), [traced.result]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
-
-
-def _fixed(traced: Traced) -> set[fx.Node]:
-    """Operations that depend on no input and on no parameter."""
-    found = {node for node, (_, tensor) in traced.states.items() if not isinstance(tensor, nn.Parameter)}
-    for node in traced.graph.nodes:
-        if node.op == "get_attr" or node.op == "call_function" and not is_random(node):
-            if all(arg in found for arg in node.all_input_nodes):
-                found.add(node)
-    return found
 
 
 def _pick(node: fx.Node, other: fx.Node, traced: Traced, whole: Traced, sequences: Sequences) -> None:

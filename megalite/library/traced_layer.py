@@ -16,7 +16,7 @@ from megalite.library.sequences import Sequences, follow_sequences, without_mask
 from megalite.library.tables import check_tables, lookups
 from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
-from megalite.library.tracing import Traced, arguments, is_random, trace, with_devices
+from megalite.library.tracing import Traced, arguments, is_random, needed_by, trace, with_devices
 from megalite.microbatch import Microbatch
 
 LINEAR, ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
@@ -143,7 +143,9 @@ class TracedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.ranks = cut.axis.size if cut.kinds else 1
-        needed = _closure(part, line.everywhere)
+        # the operations of the part and what it repeats, with all that they read
+        through = line.everywhere | set(part.chain)
+        needed = needed_by([*part.chain, *part.leaves], given=part.arrives, through=through)
         inputs = [] if first else [node for node in traced.inputs if node in needed]
         self.reads = [traced.inputs.index(node) for node in inputs]
         graph, held = _extract(part, [*part.arrives, *inputs], needed, traced, wants_device, cut)
@@ -209,19 +211,6 @@ def _as_module(graph: fx.Graph, made: fx.Node, name: str) -> fx.Node:
         args = (args[1], args[2], args[0])
     found = graph.call_module(name, args, {"turned": True} if turned else {})
     graph.erase_node(made)
-    return found
-
-
-def _closure(part: Part, everywhere: set[fx.Node]) -> set[fx.Node]:
-    """The operations of the part and what it repeats, with all that they read."""
-    found: set[fx.Node] = set(part.arrives)
-    waiting = [*part.chain, *part.leaves]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            if node in everywhere or node in part.chain:
-                waiting += node.all_input_nodes
     return found
 
 

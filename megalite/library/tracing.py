@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,29 @@ def arguments(node: fx.Node) -> dict[str, Any]:
         return dict(node.kwargs)
     missing = {argument.name: argument.default_value for argument in schema.arguments if argument.name == "dim"}
     return missing | dict(zip([argument.name for argument in schema.arguments], node.args, strict=False)) | node.kwargs
+
+
+def needed_by(
+    last: Iterable[fx.Node], *, given: Iterable[fx.Node] = (), through: Container[fx.Node] | None = None
+) -> set[fx.Node]:
+    """What `last` are computed from, up to `given`. through: what reads on; None: everything."""
+    found, waiting = set(given), list(last)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes if through is None or node in through else ()
+    return found
+
+
+def repeatable(graph: fx.Graph, free: set[fx.Node], without: Container[fx.Node] = ()) -> set[fx.Node]:
+    """The operations that depend on `free` alone and on no chance. without: operations that are none in any case."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        call = node.op == "call_function" and not is_random(node) and node not in without
+        if (call or node.op == "get_attr") and all(arg in free or arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def with_devices(values: Any, device: Any) -> Any:
