@@ -30,9 +30,9 @@ from megalite.config.elastic import elastic_problems, elastic_warnings, training
 from megalite.config.files import (
     meant_for_this_host,
     missing_data,
-    missing_files,
     missing_load,
     missing_packages,
+    other_files,
     schedule_file,
     text_without_tokenizer,
 )
@@ -119,11 +119,12 @@ def parse_with_origins(
     started = world_size if world_size is not None else (config.parallel.nprocs or 1)
     config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
     checks = [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
-    elsewhere: list[str] = []  # what another host may have; `--dry-run` lists it
     if check_files:
-        if config.training.dry_run and not meant_for_this_host(world):
-            elsewhere = [*missing_data(config), *missing_packages(config)]
-        checks += [line for line in missing_files(config) if line not in elsewhere]
+        if not config.training.dry_run or meant_for_this_host(
+            world
+        ):  # else another may have them: `--dry-run` lists them
+            checks += [*missing_data(config), *missing_packages(config)]
+        checks += other_files(config)
         if offered is not None and offered.without_tokenizer:
             checks += text_without_tokenizer(config, config.checkpoint.load or str(config.checkpoint.save))
         checks += [] if found or checks else schedule_file(config, world)

@@ -37,11 +37,6 @@ def meant_for_this_host(world_size: int) -> bool:
     return world_size <= max(HOST, os.cpu_count() or 1)
 
 
-def missing_files(config: Config) -> list[str]:
-    """List the files that are named but absent, one line each."""
-    return [*missing_data(config), *missing_packages(config), *_other_files(config)]
-
-
 def missing_packages(config: Config) -> list[str]:
     """Those by which stores are reached that are named, and the one that carries tokens to experts."""
     given = {"load": config.checkpoint.load, "save": config.checkpoint.save}
@@ -164,9 +159,7 @@ def _nearest(path: str) -> str:
         return f"did you mean {os.path.join(folder, name)}?"
     prefixes = [name.removesuffix(".idx") for name in names if name.endswith(".idx")]
     texts = [name for name in names if os.path.splitext(name)[1].lower() in RAW]
-    longer = sorted(
-        prefix for prefix in prefixes if prefix.startswith(f"{name}_")
-    )  # preprocess_data.py appends the key
+    longer = sorted(each for each in prefixes if each.startswith(f"{name}_"))  # preprocess_data.py appends the key
     alike = difflib.get_close_matches(name, sorted({*prefixes, *texts} - {name}), n=1, cutoff=0.75)
     return "".join(f"did you mean {os.path.join(folder, near)}?" for near in (longer or alike)[:1])
 
@@ -240,25 +233,6 @@ def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
         )
 
 
-def _urls_in(path: str, flag: str) -> Iterator[str]:
-    """Data that a file names by a URL; what else is wrong with it shows when it is read. flag: how messages name it."""
-    if input_problem(path) is None:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for word in file.read(MAX_WORDS_BYTES).split():
-                if (problem := url_problem(word, stores=True)) is not None:
-                    yield f"{flag}: {word} {problem}"
-
-
-def _command(text: str) -> Iterator[str]:
-    """Is there such a program?"""
-    try:
-        program = "".join(shlex.split(text)[:1])
-        if not program or shutil.which(program) is None:
-            yield f"`on_event`={text}: {program or 'it'} is no program on this machine; give its path"
-    except ValueError as error:
-        yield f"`on_event`={text}: cannot be read ({error}); quote it as for a shell"
-
-
 def missing_load(load: str) -> str:
     """The line about a `--load` that is not there."""
     near = as_it_is_there(load)
@@ -266,7 +240,8 @@ def missing_load(load: str) -> str:
     return f"`load`={load}: no such directory; {advice or 'omit `load` to start fresh, or name its new place'}"
 
 
-def _other_files(config: Config) -> Iterator[str]:
+def other_files(config: Config) -> Iterator[str]:
+    """Those of everything else that a run reads or writes."""
     files = [
         ("`sample_prompts`", config.logging.samples.sample_prompts),
         ("`pipeline_schedule_file`", config.parallel.pipeline_schedule_file),
@@ -275,15 +250,22 @@ def _other_files(config: Config) -> Iterator[str]:
     for flag, path in files:
         if path is not None and not os.path.isfile(path):
             yield f"{flag}={path}: no such file"
-    if config.logging.on_event is not None:
-        yield from _command(config.logging.on_event)
+    if (command := config.logging.on_event) is not None:
+        try:
+            program = "".join(shlex.split(command)[:1])
+            if not program or shutil.which(program) is None:
+                yield f"`on_event`={command}: {program or 'it'} is no program on this machine; give its path"
+        except ValueError as error:
+            yield f"`on_event`={command}: cannot be read ({error}); quote it as for a shell"
     for words, flag in config.data.lists.items():
         if (problem := url_problem(words)) is not None:
             yield f"{flag} {problem}"
         elif not os.path.isfile(words):
             yield f"{flag}: no such file"
-        else:
-            yield from _urls_in(words, flag)
+        elif input_problem(words) is None:  # what else is wrong with it shows when it is read
+            with open(words, encoding="utf-8", errors="replace") as file:
+                urls = [(word, url_problem(word, stores=True)) for word in file.read(MAX_WORDS_BYTES).split()]
+            yield from (f"{flag}: {word} {problem}" for word, problem in urls if problem is not None)
     folder = config.optimizer.offload.optimizer_offload_path
     if folder is not None and os.path.exists(folder) and not os.path.isdir(folder):
         yield f"`optimizer_offload_path`={folder}: is no folder; give one, in which each rank makes its file"
@@ -296,10 +278,8 @@ def _other_files(config: Config) -> Iterator[str]:
     if staging is not None and save is not None and served_url(save) is None:
         yield f"`checkpoint_staging_path`={staging}: `save`={save} is no URL of a store and stages in itself; drop it"
     is_save = load is not None and save is not None and os.path.abspath(load) == os.path.abspath(save)
-    if (
-        load is not None and not is_save and served_url(load) is None and not os.path.lexists(load)
-    ):  # a file has a message of its own
-        yield missing_load(load)
+    if load is not None and not is_save and served_url(load) is None and not os.path.lexists(load):
+        yield missing_load(load)  # a file has a message of its own
     folder = config.checkpoint.run_folder
     if save is not None and folder is not None:
         place = os.path.abspath(folder)

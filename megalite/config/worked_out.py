@@ -114,9 +114,8 @@ def _chunks(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str
     name = "virtual_pipeline_model_parallel_size"
     merged[name] = replace(given, name=name, value=stages // pipeline)
     if stages > pipeline > 1 and not any(merged[end].value is not None for end in ENDS if end in merged):
-        layout = (
-            f"Et*{per_chunk}|(t*{per_chunk}|)*{stages - 2}t*{per_chunk}L"  # as many for each, whatever a head costs
-        )
+        # As many for each, whatever a head costs.
+        layout = f"Et*{per_chunk}|(t*{per_chunk}|)*{stages - 2}t*{per_chunk}L"
         merged["pipeline_model_parallel_layout"] = replace(given, name="pipeline_model_parallel_layout", value=layout)
     return []
 

@@ -24,17 +24,13 @@ def data(config: Config, world_size: int) -> Iterator[str]:
     for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
         if path.endswith((".bin", ".idx")):
             yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
-    yield from _split_weights(source.split)
-    yield from _tokenizer(config)
-
-
-def _split_weights(text: str) -> Iterator[str]:
     try:
-        weights = [float(part) for part in text.replace(" ", "").split(",")]
+        weights = [float(part) for part in source.split.replace(" ", "").split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
-        yield f"`split`={text}: expected up to three weights such as 969,30,1, not all 0"
+        yield f"`split`={source.split}: expected up to three weights such as 969,30,1, not all 0"
+    yield from _tokenizer(config)
 
 
 def _tokenizer(config: Config) -> Iterator[str]:
