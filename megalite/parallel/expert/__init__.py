@@ -9,8 +9,7 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     products           rows of one expert after the other, each group times its own matrix
     back, added up     w0 y(e0, t0) + w1 y(e2, t0) ...       in the order of the token's choices
 
-    plan.py         the plan of a micro-batch, the way there and the way back
-    row_counts.py   how many rows each expert has, on the device and, where the host must know, there
+    plan.py         the plan of a micro-batch, how many rows each expert has, the way there and the way back
     grouped.py      products of the experts of a rank
     carried.py      the way there and back by another library, which deep_ep.py calls
 
@@ -21,5 +20,4 @@ distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/
 
 from megalite.parallel.expert.carried import Carried, TokenLibrary, expert_axes
 from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
-from megalite.parallel.expert.plan import Dispatched, Returning, plan_dispatch
-from megalite.parallel.expert.row_counts import RowCounts
+from megalite.parallel.expert.plan import Dispatched, Returning, RowCounts, plan_dispatch

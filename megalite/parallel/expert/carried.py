@@ -16,8 +16,7 @@ from torch import Tensor
 from megalite.comm import Axis, ExpertAxes, Handle, ParallelMesh
 from megalite.config import Config
 from megalite.parallel.expert.deep_ep import deep_ep_over
-from megalite.parallel.expert.plan import Dispatched, Leg, Plan, Returning, Sent, plan_dispatch
-from megalite.parallel.expert.row_counts import RowCounts
+from megalite.parallel.expert.plan import Dispatched, Leg, Plan, Returning, RowCounts, Sent, plan_dispatch
 
 
 class TokenLibrary(Protocol):

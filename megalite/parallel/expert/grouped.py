@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.gradient import Node, WeightGradQueue, sink_of, sum_widened
-from megalite.parallel.expert.row_counts import RowCounts
+from megalite.parallel.expert.plan import RowCounts
 
 logger = logging.getLogger(__name__)
 
