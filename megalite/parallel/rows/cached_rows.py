@@ -18,7 +18,6 @@ from megalite.inventory import ParameterPlacement
 from megalite.parallel.rows.future import Access, Future
 from megalite.parallel.rows.host_rows import HostRows, Rows
 from megalite.parallel.rows.row_rule import Step
-from megalite.parallel.rows.saved_gradients import SavedGradients
 from megalite.parallel.rows.slots import Moves, Slots
 from megalite.parallel.rows.staleness import StalenessCheck
 from megalite.parallel.tiers import Mover
@@ -27,7 +26,7 @@ MOST_LATE = 64
 """Updates after which a row that nothing uses takes the steps that it has missed, in turn with all others: a checkpoint
 would have to make up for all of them at once."""
 ELSEWHERE = -1
-"""In place of a row: another tensor-parallel rank has it."""
+"""In place of a row: another tensor-parallel rank has it. In place of its saved gradient: there is none."""
 
 
 @dataclass
@@ -39,6 +38,44 @@ class Traffic:
     hits: int = 0
     up: int = 0
     down: int = 0
+
+
+class SavedGradients:
+    """Gradients of rows that have left the cache before the end of their batch, in host memory, `[rows that have left,
+    h]`. A row that comes back takes its sum so far with it."""
+
+    def __init__(self, count: int, columns: int, dtype: torch.dtype) -> None:
+        self._values = torch.empty(0, columns, dtype=dtype)
+        self._place_of = np.full(count, ELSEWHERE)
+        self._used = 0
+        self._here = np.zeros(count, bool)
+
+    def put(self, rows: Rows, gradient: Tensor) -> None:
+        """`[n, h]`, on the host."""
+        new = rows[self._place_of[rows] == ELSEWHERE]
+        self._place_of[new] = np.arange(self._used, self._used + len(new))
+        self._used += len(new)
+        if self._used > len(self._values):
+            larger = self._values.new_empty(max(self._used, 2 * len(self._values)), self._values.shape[1])
+            larger[: len(self._values)] = self._values
+            self._values = larger
+        self._values.index_copy_(0, torch.from_numpy(self._place_of[rows]), gradient)
+        self._here[rows] = True
+
+    def of(self, rows: Rows) -> tuple[Rows, Tensor]:
+        """(Those of `rows` whose gradient is here, their gradients)."""
+        found = rows[self._here[rows]]
+        return found, self._values.index_select(0, torch.from_numpy(self._place_of[found]))
+
+    def leave(self, rows: Rows) -> None:
+        """Their gradients are in the cache again."""
+        self._here[rows] = False
+
+    def clear(self) -> None:
+        """A new batch begins."""
+        self._used = 0
+        self._here[:] = False
+        self._place_of[:] = ELSEWHERE
 
 
 class CachedRows:
