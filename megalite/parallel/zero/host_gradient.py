@@ -73,7 +73,23 @@ class HostedPool(ScratchPool):
         self._counted = self._bytes
 
 
-class HostedStream(StreamedGradient):
+class _OnHost(BucketGradient):
+    """One whose slice is on the host."""
+
+    pool: HostedPool
+
+    def finish_batch(self) -> None:
+        self.finish()
+        self.pool.mover.settle()
+        super().finish_batch()
+
+    def follow(self, *, async_op: bool) -> None:
+        axis, self.sums = self.bucket.further[self.sums], self.sums + 1
+        if self.reduced.numel():
+            sum_anywhere(self.reduced, axis, mover=self.pool.mover)
+
+
+class HostedStream(_OnHost, StreamedGradient):
     """A `StreamedGradient` whose slice is on the host, which adds to it."""
 
     def __init__(self, bucket: Bucket, pool: HostedPool) -> None:
@@ -93,16 +109,8 @@ class HostedStream(StreamedGradient):
         self.pool.leaves(arrival, piece)
         self._ends = False  # what follows is the host's, after the batch
 
-    def finish_batch(self) -> None:
-        self.finish()
-        self.pool.mover.settle()
-        super().finish_batch()
 
-    def follow(self, *, async_op: bool) -> None:
-        follow_on_host(self)
-
-
-class HostedGradient(BucketGradient):
+class HostedGradient(_OnHost):
     """The gradient of a bucket that is not tied. layers: of all buckets of the family."""
 
     def __init__(self, bucket: Bucket, pool: HostedPool, layers: HostedLayers) -> None:
@@ -162,20 +170,6 @@ class HostedGradient(BucketGradient):
                 home.copy_(sink.buffer)
         sizes = self.bucket.plan.sizes if self.bucket.sharded else None
         sum_on_host(self._home, self.bucket.axis, self.pool.mover, sizes)
-
-    def finish_batch(self) -> None:
-        super().finish_batch()
-        self.pool.mover.settle()
-
-    def follow(self, *, async_op: bool) -> None:
-        follow_on_host(self)
-
-
-def follow_on_host(gradient: HostedStream | HostedGradient) -> None:
-    """`BucketGradient.follow` of a slice that is on the host."""
-    axis, gradient.sums = gradient.bucket.further[gradient.sums], gradient.sums + 1
-    if gradient.reduced.numel():
-        sum_anywhere(gradient.reduced, axis, mover=gradient.pool.mover)
 
 
 HostedLayers = dict[str, "LayerGradient"]
