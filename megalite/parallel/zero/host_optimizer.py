@@ -147,10 +147,11 @@ class RemainderOptimizer(DeviceOptimizer):
 
     def end_step(self) -> None:
         super().end_step()
-        self.masters[0].split()
+        self.write_weights(0)
 
     def write_weights(self, version: int, *, as_masters: bool = False) -> None:
-        self.masters[0].split()
+        assert self.masters[0].remainders is not None
+        self.masters[0].remainders.split()
 
 
 def make_sub_optimizers(masters: Sequence[MasterShard], make_optimizer: MakeOptimizer) -> list[DeviceOptimizer]:

@@ -59,11 +59,6 @@ class MasterShard:
         if self.remainders is not None:
             self.remainders.join()
 
-    def split(self) -> None:
-        """Writes the masters of the bucket into weights and remainders."""
-        if self.remainders is not None:
-            self.remainders.split()
-
     def pieces(self) -> Iterator[tuple[ParameterRange, int, int]]:
         """(A parameter's range; start and stop of what the shard holds of it, in elements of the flat buffer)."""
         for range_ in self.segment.ranges:

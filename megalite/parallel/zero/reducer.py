@@ -1,8 +1,4 @@
-"""Sums a stage's gradients over the ranks that hold copies of its parameters, while the backward runs.
-
-GradientReducer    the gradients of one family: sinks for its parameters, begin and end of a batch
-ReductionOrder     starts the reductions of all families of a stage, in one order on all ranks
-"""
+"""Sums a stage's gradients over the ranks that hold copies of its parameters, while the backward runs."""
 
 from __future__ import annotations
 

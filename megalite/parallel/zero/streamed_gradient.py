@@ -1,9 +1,4 @@
-"""The gradient of a bucket of which every rank keeps only its slice: stages 2 and 3.
-
-StreamedGradient   of one bucket: scratch while a micro-batch runs backward, then the slice of the sum
-StreamingSink      of one parameter: counts contributions per micro-batch
-ScratchPool        memory for the whole gradient of a bucket, shared by all buckets of a rank
-"""
+"""The gradient of a bucket of which every rank keeps only its slice: stages 2 and 3."""
 
 from __future__ import annotations
 
