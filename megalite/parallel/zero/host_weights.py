@@ -150,38 +150,21 @@ def sliced_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
 
 
 def layer_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
-    """Layers, in the order in which backward comes to them; the host has whole buckets."""
+    """Layers, in the order in which backward comes to them; the host has whole buckets. What lies together there is
+    copied in one piece."""
     layers: dict[str, list[tuple[Bucket, ParameterRange]]] = {}
     for bucket in buckets:
         for range_ in bucket.plan.ranges:
             layers.setdefault(layer_of(range_.entry.name), []).append((bucket, range_))
     for parts in layers.values():
-        layout, runs = DeviceLayout(0, [], []), _Runs()
+        end, places = 0, list[tuple[ParameterRange, int]]()
+        pieces: list[tuple[Bucket, int, int, int]] = []  # start and stop in the bucket, begin on the device
         for bucket, range_ in parts:
-            layout.places.append((range_, runs.add(bucket, range_.start - bucket.plan.start, range_.entry.numel)))
-        yield layout._replace(numel=runs.end, homes=runs.homes())
-
-
-class _Runs:
-    """Parts of buckets one after the other on the device; what lies together on the host is copied in one piece."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._runs: list[tuple[Bucket, int, int, int]] = []
-
-    def add(self, bucket: Bucket, start: int, numel: int) -> int:
-        """Where the elements from `start` of the bucket begin on the device."""
-        begin, self.end = self.end, align(self.end + numel)
-        if self._runs:
-            other, first, at, stop = self._runs[-1]
-            if other is bucket and start - first == begin - at and start >= stop:
-                self._runs[-1] = other, first, at, start + numel
-                return begin
-        self._runs.append((bucket, start, begin, start + numel))
-        return begin
-
-    def homes(self) -> list[tuple[slice, Tensor]]:
-        return [
-            (slice(at, at + stop - start), bucket.weights[-1].full[start:stop])
-            for bucket, start, at, stop in self._runs
-        ]
+            start, begin = range_.start - bucket.plan.start, end
+            stop, end = start + range_.entry.numel, align(begin + range_.entry.numel)
+            places.append((range_, begin))
+            if pieces and pieces[-1][0] is bucket and start - pieces[-1][1] == begin - pieces[-1][3]:
+                _, start, _, begin = pieces.pop()
+            pieces.append((bucket, start, stop, begin))
+        homes = [(slice(at, at + stop - start), its.weights[-1].full[start:stop]) for its, start, stop, at in pieces]
+        yield DeviceLayout(end, places, homes)
