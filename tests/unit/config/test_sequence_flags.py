@@ -86,5 +86,7 @@ def test_patterns_of_layers(text: str, layers: str) -> None:
     given = argv("--window-size 4 --softmax-type learnable --attn-logit-softcapping 30")
     skips = ("--window-attn-skip-freq", "--softmax-type-skip-freq", "--attn-logit-softcapping-skip-freq")
     model = parse([*given, *(word for flag in skips for word in (flag, text))]).model
-    for has in (model.has_window, model.has_sinks, model.has_softcap):
-        assert "".join(str(int(has(index))) for index in range(8)) == layers
+    blocks = [model.for_layer(index) for index in range(8)]
+    assert "".join(str(int(block.window_size == 4)) for block in blocks) == layers
+    assert "".join(str(int(block.softmax_type == "learnable")) for block in blocks) == layers
+    assert "".join(str(int(block.attn_logit_softcapping == 30)) for block in blocks) == layers
