@@ -43,11 +43,9 @@ class LocalSettings:
 
 
 class Hosts:
-    """The hosts of a run, found together. Raises CheckpointError as `LocalSaves` does.
-
-    names: rank -> name of its host. numbers: rank -> the first rank of its host. mine: the ranks of this host; leads:
-    whether this is the first of them. buddies: rank -> the ranks that keep a copy of its file.
-    """
+    """The hosts of a run, found together. Raises CheckpointError as `LocalSaves` does. names: rank -> name of its host.
+    numbers: rank -> the first rank of its host. mine: the ranks of this host; leads: whether this is the first of them.
+    buddies: rank -> the ranks that keep a copy of its file."""
 
     def __init__(self, settings: LocalSettings, world: Axis, host: str) -> None:
         self._settings, self._world = settings, world

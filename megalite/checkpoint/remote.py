@@ -36,7 +36,7 @@ _PROOF = re.compile(rb"(.*)save ([\w-]{1,64}) run [\w-]{0,64}\n", re.DOTALL)
 
 def attempt_place(path: StoreUrl, save_id: str) -> StoreUrl:
     """Where the files of a checkpoint `.../iter_0000100` are, those of one set aside included."""
-    return path.with_name(f"{path.name.partition('.')[0]}.{save_id}")
+    return path.parent / f"{path.name.partition('.')[0]}.{save_id}"
 
 
 def read_proven(path: StoreUrl) -> tuple[bytes, str]:
@@ -182,7 +182,7 @@ def send_along(folder: Path, directory: StoreUrl, names: Sequence[str]) -> None:
 def set_aside_url(path: StoreUrl) -> StoreUrl:
     """Takes its name from a checkpoint: COMMITTED moves, the files stay where they are."""
     proof, save_id = (path / COMMITTED).read_bytes(), save_id_of(path)
-    aside = path.with_name(f"{path.name}.aside-{save_id}")
+    aside = path.parent / f"{path.name}.aside-{save_id}"
     (aside / COMMITTED).write_bytes(proof)
     (path / COMMITTED).unlink()
     return aside

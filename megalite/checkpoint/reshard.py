@@ -49,10 +49,8 @@ Held = tuple[str, Box]  # (name of a tensor, a box of it)
 
 @dataclass(frozen=True)
 class Duties:
-    """The write duties of all ranks, computed for the one that asks.
-
-    holdings, kinds: as `share_out` got them. writers: the ranks that write a box, several of them each its rows.
-    """
+    """The write duties of all ranks, computed for the one that asks. holdings, kinds: as `share_out` got them. writers:
+    the ranks that write a box, several of them each its rows."""
 
     holdings: Sequence[Sequence[HeldRectangle]]
     kinds: Sequence[int]

@@ -37,7 +37,10 @@ MAX_DIFFERENCES = 5
 
 def run_fingerprint(config: Any) -> dict[str, str]:
     """What must be equal on all ranks: each field of the configuration, and the versions of the code, as text."""
-    facts = {"torch": torch.__version__, "megalite source": _source_digest()}
+    root, source = Path(megalite.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):  # two hosts with different checkouts do not train together
+        source.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    facts = {"torch": torch.__version__, "megalite source": source.hexdigest()[:16]}
 
     def collect(value: Any, name: str) -> None:
         if dataclasses.is_dataclass(value):
@@ -48,15 +51,6 @@ def run_fingerprint(config: Any) -> dict[str, str]:
 
     collect(config, "config")
     return facts
-
-
-def _source_digest() -> str:
-    """Digest of the package's Python files: two hosts with different checkouts do not train together."""
-    root = Path(megalite.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
 
 
 def roll_call(

@@ -69,9 +69,8 @@ def replace_handlers(by: signal.Handlers) -> None:
 
 
 def ear() -> Callable[[], None]:
-    """Returns what a thread calls again and again: it calls a handler `EndAtOnce` that the main thread, which waits
-    inside a library for ranks that do not come, has not called within `PATIENCE_SECONDS`. For the main thread to make.
-    """
+    """Made by the main thread, for another one to call again and again: calls a handler `EndAtOnce` that the main
+    thread, waiting inside a library for ranks that do not come, has not called within `PATIENCE_SECONDS`."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)

@@ -40,9 +40,6 @@ class StoreUrl:
     def parent(self) -> StoreUrl:
         return StoreUrl(self.scheme, self.bucket, self.key.rpartition("/")[0])
 
-    def with_name(self, name: str) -> StoreUrl:
-        return self.parent / name
-
     def __truediv__(self, name: str) -> StoreUrl:
         return StoreUrl(self.scheme, self.bucket, f"{self.key}/{name}" if self.key else name)
 
