@@ -56,10 +56,10 @@ class Store:
     """A bucket. Names are keys in it. Methods raise StoreError; one that reads a missing object, Missing.
 
     root: scheme and bucket, for messages. retries: attempts that had to be repeated so far. deadline: seconds after
-    which a request is given up. attempt: for one attempt. Attempts, the last methods here, raise
-    `Missing`, `Refused`, `Again` (worth a repetition) or StoreError. They are fsspec's own calls, on whole objects:
-    these can create, but a swap reads and then writes, so two writers are told apart at the commit, and not before.
-    Memory is one process's alone, so its swap is safe.
+    which a request is given up. attempt: for one attempt. Attempts, the last methods here, raise `Missing`, `Refused`,
+    `Again` (worth a repetition) or StoreError. They are fsspec's own calls, on whole objects: these can create, but a
+    swap reads and then writes, so two writers are told apart at the commit, and not before. Memory is one process's
+    alone, so its swap is safe.
     """
 
     deadline, attempt = DEADLINE, ATTEMPT
