@@ -14,7 +14,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from megalite.config import BatchRamp
 from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
-from megalite.planner import RankMemory, program_of, rank_memory
+from megalite.planner import PlannedStages, RankMemory, program_of, rank_memory
 from megalite.progress import in_units
 
 logger = logging.getLogger(__name__)
@@ -132,9 +131,8 @@ class MemoryCheckHook(Hook):
         world = trainer.mesh.size("world")
         plan = given_plan(config) if self._plan is None else self._plan
         program = program_of(config, world, plan)
-        cuts = stage_layer_ranges(config, program)
-        asked = partial(rank_memory, config, world, program=program, cuts=cuts, plan=plan, on_cpu=on_cpu)
-        self._predicted = asked(rank=trainer.mesh.coordinate("pp"))
+        run = PlannedStages(config, world, program, stage_layer_ranges(config, program), plan, on_cpu)
+        self._predicted = rank_memory(run, trainer.mesh.coordinate("pp"))
         self._until = trainer.iteration + WATCHED
         if on_cpu:
             self._counter = LiveBytes()

@@ -38,12 +38,12 @@ from megalite.planner.hardware import (
     load_hardware,
     peak_flops,
 )
-from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import chunk_capacity, efficiency, host_traffic
 from megalite.planner.inter_operator import StageCost, plan_stages
 from megalite.planner.intra_operator import block_text
 from megalite.planner.memory import (
     TERMS,
+    PlannedStages,
     RankMemory,
     foreign_memory,
     pipeline_memory,

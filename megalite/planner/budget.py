@@ -27,7 +27,7 @@ from megalite.errors import ConfigError, ScheduleError
 from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, stage_layer_ranges
 from megalite.planner.activations import stage_activations, workspace_bytes
 from megalite.planner.host_params import with_weight_chunks
-from megalite.planner.memory import RankMemory, pipeline_memory, weights_moved
+from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory, weights_moved
 from megalite.planner.predict import program_of
 from megalite.planner.uneven import MemoryHeadroom, recompute_of, smallest_numbers
 from megalite.progress import in_units
@@ -97,7 +97,7 @@ class _Budget:
     def memory(self, plan: MemoryPlan) -> tuple[RankMemory, ...]:
         """Of each pipeline coordinate. Raises ScheduleError where there is no room at some moment."""
         program = self.program(plan)
-        return pipeline_memory(self.config, self.world_size, program, self.cuts, plan, on_cpu=self.on_cpu)
+        return pipeline_memory(PlannedStages(self.config, self.world_size, program, self.cuts, plan, self.on_cpu))
 
     def fits(self, plan: MemoryPlan) -> bool:
         return all(rank.total <= self.usable_bytes for rank in self.memory(plan))

@@ -13,14 +13,12 @@ from megalite.inventory import (
     boundary_bytes,
     given_plan,
     given_recompute,
-    stage_layer_ranges,
 )
 from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes, TimeSource, mean_times
 from megalite.planner.hardware import Hardware
-from megalite.planner.host_params import with_weight_chunks
-from megalite.planner.memory import RankMemory, pipeline_memory
+from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory
 from megalite.planner.predict import Prediction, predict, program_of
 from megalite.planner.search_space import Layout, Sizes, apply
 from megalite.planner.uneven import MemoryHeadroom, recomputing
@@ -110,10 +108,8 @@ class FastEstimator:
     ) -> tuple[list[range], tuple[RankMemory, ...]]:
         """The stages of a legal layout, and the bytes of its pipeline ranks. cuts: instead of those of a run. plan:
         instead of what flags say."""
-        cuts = stage_layer_ranges(config, program_of(config, self.world_size)) if cuts is None else cuts
-        plan = with_weight_chunks(config, self.world_size, cuts, given_plan(config) if plan is None else plan)
-        program = program_of(config, self.world_size, plan)
-        return cuts, pipeline_memory(config, self.world_size, program, cuts, plan, on_cpu=self.hardware.on_cpu)
+        run = PlannedStages.of(config, self.world_size, on_cpu=self.hardware.on_cpu, cuts=cuts, plan=plan)
+        return run.cuts, pipeline_memory(run)
 
     def predict(self, config: Config, cuts: list[range], plan: MemoryPlan | None = None) -> Prediction:
         """The simulated step of a legal layout with these stages."""

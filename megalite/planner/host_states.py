@@ -18,9 +18,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import ElementBytes, MemoryPlan, computations, stage_layer_ranges
+from megalite.inventory import ElementBytes, MemoryPlan, computations, given_plan, stage_layer_ranges
 from megalite.planner.hardware import Hardware
-from megalite.planner.memory import pipeline_memory
+from megalite.planner.memory import PlannedStages, pipeline_memory
 
 CHUNK_BYTES = 14
 """Of a parameter in chunks: its 16 bits, which the gradient's take over, master and two moments."""
@@ -81,7 +81,8 @@ def chunk_capacity(config: Config, world_size: int, hardware: Hardware) -> float
     whole = replace(config.model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
     lean = replace(config, model=whole)
     program = computations(lean, lean.num_microbatches(world_size))
-    memory = pipeline_memory(lean, world_size, program, stage_layer_ranges(lean, program), on_cpu=hardware.on_cpu)
+    cuts = stage_layer_ranges(lean, program)
+    memory = pipeline_memory(PlannedStages(lean, world_size, program, cuts, given_plan(lean), hardware.on_cpu))
     others = max(rank.total - rank.model_states for rank in memory)
     hosts = math.ceil(world_size / hardware.devices_per_node)
     devices = world_size * max(0.0, hardware.usable_bytes - others)

@@ -13,12 +13,22 @@ Not in it: what the driver and the libraries take for themselves (a number of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
+from typing import Self
 
 from megalite.config import Config
-from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, first_alike, given_plan, micro_tokens
+from megalite.inventory import (
+    ElementBytes,
+    MemoryPlan,
+    boundary_bytes,
+    computations,
+    first_alike,
+    given_plan,
+    micro_tokens,
+    stage_layer_ranges,
+)
 from megalite.planner.activations import (
     PRODUCT_WORKSPACE,
     StageActivations,
@@ -27,6 +37,7 @@ from megalite.planner.activations import (
     workspace_bytes,
 )
 from megalite.planner.float8 import gathered_bytes, kept_bytes
+from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.planner.moments import STEPPED, fullest_moments, walked
 from megalite.schedule import (
@@ -84,32 +95,49 @@ class RankMemory:
 TERMS = tuple(field.name for field in fields(RankMemory) if field.name not in ("host", "file"))
 
 
-def rank_memory(
-    config: Config,
-    world_size: int,
-    *,
-    program: Program,
-    cuts: Sequence[range],
-    rank: int,
-    plan: MemoryPlan | None = None,
-    on_cpu: bool = False,
-) -> RankMemory:
-    """Bytes on a rank at pipeline coordinate `rank`, at the length of sequences that needs most.
+@dataclass(frozen=True)
+class PlannedStages:
+    """A model as a layout divides it.
 
-    Args:
-        config: with its vocabulary resolved.
-        plan: None: what flags say.
-        program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
+    config: with its vocabulary resolved. program: schedule of a full batch. cuts: stage -> indices into [embedding,
+    block 0, ..., head]. plan: where memory lies.
     """
-    plan = given_plan(config) if plan is None else plan
-    config, world_size = config.of_stage(program.placement.stages_of(rank)[0][0], world_size)
-    lengths = dict(config.phases(world_size)) if config.training.seq_length_schedule is not None else {}
-    asked = partial(rank_memory, program=program, cuts=cuts, rank=rank, plan=plan, on_cpu=on_cpu)
-    phases = [asked(config.at_length(length), world_size) for length in lengths]
-    if phases:
-        return max(phases, key=lambda memory: memory.total)
+
+    config: Config
+    world_size: int
+    program: Program
+    cuts: list[range]
+    plan: MemoryPlan
+    on_cpu: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        world_size: int,
+        *,
+        on_cpu: bool,
+        cuts: list[range] | None = None,
+        plan: MemoryPlan | None = None,
+    ) -> Self:
+        """As flags say it, or with these stages, or this plan."""
+        number = config.num_microbatches(world_size)
+        cuts = stage_layer_ranges(config, computations(config, number)) if cuts is None else cuts
+        plan = with_weight_chunks(config, world_size, cuts, given_plan(config) if plan is None else plan)
+        return cls(config, world_size, computations(config, number, plan=plan), cuts, plan, on_cpu)
+
+
+def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
+    """Bytes on a rank at pipeline coordinate `rank`, at the length of sequences that needs most."""
+    program, cuts, plan, on_cpu = run.program, run.cuts, run.plan, run.on_cpu
     stages = program.placement.stages_of(rank)
-    states = _states(config, world_size, program, cuts, rank, plan, on_cpu=on_cpu)
+    config, world_size = run.config.of_stage(stages[0][0], run.world_size)
+    run = replace(run, config=config, world_size=world_size)
+    if config.training.seq_length_schedule is not None:
+        lengths = dict(config.phases(world_size))
+        phases = [rank_memory(replace(run, config=config.at_length(length)), rank) for length in lengths]
+        return max(phases, key=lambda memory: memory.total)
+    states = _states(run, rank)
     again = {stage: plan.recompute_of(stage) for stage, _ in stages}
     kept = {stage: stage_activations(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     spaces = {stage: workspace_bytes(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
@@ -156,46 +184,29 @@ def _with_step(memory: RankMemory, states: StateBytes, beside: float) -> RankMem
     return replace(memory, workspace=memory.workspace + max(0.0, step - memory.total))
 
 
-def pipeline_memory(
-    config: Config,
-    world_size: int,
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan | None = None,
-    *,
-    on_cpu: bool = False,
-) -> tuple[RankMemory, ...]:
+def pipeline_memory(run: PlannedStages) -> tuple[RankMemory, ...]:
     """`rank_memory` of every pipeline coordinate."""
-    asked = partial(rank_memory, config, world_size, program=program, cuts=cuts, plan=plan, on_cpu=on_cpu)
-    return tuple(asked(rank=rank) for rank in range(program.num_ranks))
+    return tuple(rank_memory(run, rank) for rank in range(run.program.num_ranks))
 
 
-def _states(
-    config: Config,
-    world_size: int,
-    program: Program,
-    cuts: Sequence[range],
-    rank: int,
-    plan: MemoryPlan,
-    *,
-    on_cpu: bool,
-) -> StateBytes:
+def _states(run: PlannedStages, rank: int) -> StateBytes:
     """Of the stages of a rank."""
+    config, program, cuts, plan = run.config, run.program, run.cuts, run.plan
     total, scratch = StateBytes(), 0
     places = MemoryPlan((), plan.fraction, plan.file_fraction, plan.hosts_params)  # what of it states depend on
     for stage, _ in program.placement.stages_of(rank):
         states = state_bytes(
             config,
-            world_size,
+            run.world_size,
             first_alike(config.model, cuts[stage]),
             num_stages=len(cuts),
             plan=places,
             versions=program.weight_versions[rank],
             num_gradients=program.gradient_buffers,
-            on_cpu=on_cpu,
+            on_cpu=run.on_cpu,
         )
         kept = program.weight_versions[rank] * kept_bytes(config, cuts[stage])
-        kept += gathered_bytes(config, cuts[stage], world_size)
+        kept += gathered_bytes(config, cuts[stage], run.world_size)
         states = replace(states, weights=states.weights + kept)
         total, scratch = total + states, max(scratch, states.scratch)
     # Gradients that go to the host share one pool, of pieces of one size.

@@ -20,18 +20,15 @@ from megalite.inventory import (
     boundary_bytes,
     computations,
     flops_per_iteration,
-    given_plan,
     model_layers,
-    stage_layer_ranges,
 )
 from megalite.planner.activations import recomputed
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
 from megalite.planner.data_parallel import DataParallel
 from megalite.planner.hardware import Hardware
-from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.host_states import host_traffic
-from megalite.planner.memory import RankMemory, pipeline_memory
+from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory
 from megalite.planner.software import MEGALITE, Software
 from megalite.schedule import (
     BACKWARD,
@@ -125,19 +122,18 @@ def predict(
     world_size: int,
     hardware: Hardware,
     source: TimeSource,
-    cuts: Sequence[range] | None = None,
+    cuts: list[range] | None = None,
     plan: MemoryPlan | None = None,
 ) -> Prediction:
     """Time and memory of a legal configuration with its vocabulary resolved; of a curriculum of lengths the mean step,
     weighted by iterations. plan: None: what flags say."""
-    cuts = stage_layer_ranges(config, program_of(config, world_size)) if cuts is None else cuts
-    plan = with_weight_chunks(config, world_size, cuts, given_plan(config) if plan is None else plan)
-    program = program_of(config, world_size, plan)
+    run = PlannedStages.of(config, world_size, on_cpu=hardware.on_cpu, cuts=cuts, plan=plan)
+    program, cuts, plan = run.program, run.cuts, run.plan
     if config.training.seq_length_schedule is not None:
         phases = config.phases(world_size)
         each = [predict(config.at_length(length), world_size, hardware, source, cuts, plan) for length, _ in phases]
         return _mean(config, each, [iterations or 1 for _, iterations in phases])
-    memory = pipeline_memory(config, world_size, program, cuts, plan, on_cpu=hardware.on_cpu)
+    memory = pipeline_memory(run)
     software = getattr(source, "software", MEGALITE)
     costs = _Stages(config, world_size, hardware, source.layers(config), cuts, plan, software)
     steady = steady_state(config, program, costs.simulator_costs(program), plan)

@@ -7,6 +7,7 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megalite.config import Config, ModelConfig, StageLayout, has_delay
 from megalite.inventory import (
@@ -16,33 +17,19 @@ from megalite.inventory import (
     count_parameters,
     count_trained_parameters,
     flops_per_iteration,
-    given_plan,
 )
 from megalite.planner.float8 import kept_bytes
 from megalite.planner.hardware import available, load_hardware
-from megalite.planner.memory import RankMemory, moved, pipeline_memory, weights_moved
+from megalite.planner.memory import PlannedStages, RankMemory, moved, pipeline_memory, weights_moved
 from megalite.planner.model_states import checkpoint_bytes
 from megalite.progress import in_units
 from megalite.schedule import Program, division_text
 
 
-def startup_rows(
-    config: Config,
-    world_size: int,
-    *,
-    program: Program,
-    cuts: Sequence[range],
-    plan: MemoryPlan | None = None,
-    device: str = "CPU",
-) -> list[tuple[str, str]]:
-    """Rows (name, text) about model, layout, batch, length, FLOPs and memory.
-
-    Args:
-        config: with its vocabulary resolved.
-        program: schedule of a full batch. cuts: stage -> indices into [embedding, block 0, ..., head].
-        plan: None: what flags say.
-        device: what the ranks run on, as text.
-    """
+def startup_rows(run: PlannedStages, device: str = "CPU") -> list[tuple[str, str]]:
+    """Rows (name, text) about model, layout, batch, length, FLOPs and memory. device: what the ranks run on, as
+    text."""
+    config, world_size, program, cuts = run.config, run.world_size, run.program, run.cuts
     model, training, parallel = config.model, config.training, config.parallel
     batch = config.global_batch_size(world_size)
     lengths = list(dict.fromkeys(length for length, _ in config.phases(world_size)))
@@ -52,7 +39,7 @@ def startup_rows(
         )
         for s in lengths
     ]
-    ranks = pipeline_memory(config, world_size, program, cuts, plan, on_cpu=device.lower() == "cpu")
+    ranks = pipeline_memory(replace(run, on_cpu=device.lower() == "cpu"))
     heaviest = max(range(len(ranks)), key=lambda r: ranks[r].total)
     by = "given" if parallel.stage_layout != StageLayout() else "divided by the FLOPs of their forwards"
     groups = f", {model.query_groups} key/value heads" if model.query_groups != model.num_attention_heads else ""
@@ -71,7 +58,7 @@ def startup_rows(
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
         *_memory_rows(ranks, heaviest, device, _kept(config, program, cuts, heaviest)),
-        *budget_rows(config, program, ranks, given_plan(config) if plan is None else plan),
+        *budget_rows(config, program, ranks, run.plan),
     ]
 
 

@@ -25,7 +25,7 @@ from megalite.config import Config, StageLayout
 from megalite.inventory import Layer, MemoryPlan, Recompute, blocks_of, model_layers
 from megalite.planner.activations import recomputed
 from megalite.planner.cost import LayerTimes, add_times
-from megalite.planner.memory import rank_memory
+from megalite.planner.memory import PlannedStages, rank_memory
 from megalite.schedule import Program, compact_layout, partition_of
 
 #: A stage between the ends may have this many layers more or fewer than the mean, or a third of the mean.
@@ -74,11 +74,11 @@ class MemoryHeadroom:
 
     def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
         """Whether the stages of `rank` fit. numbers: recomputed layers of each stage; None: the plan's."""
-        plan, world, on_cpu = self.plan, self.world_size, self.on_cpu
+        plan = self.plan
         if numbers is not None:
             plan = replace(plan, recompute=recompute_of(numbers, [self.blocks(cut) for cut in cuts]))
-        used = rank_memory(self.config, world, program=self.program, cuts=cuts, rank=rank, plan=plan, on_cpu=on_cpu)
-        return used.total <= self.usable_bytes
+        run = PlannedStages(self.config, self.world_size, self.program, list(cuts), plan, self.on_cpu)
+        return rank_memory(run, rank).total <= self.usable_bytes
 
 
 def smallest_numbers(room: MemoryHeadroom, cuts: Sequence[range]) -> tuple[int, ...] | None:

@@ -13,8 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.inventory import DEFAULT_PLAN, lowered_program, stage_layer_ranges
-from megalite.planner import RankMemory, pipeline_memory, within_budget
+from megalite.inventory import lowered_program, stage_layer_ranges
+from megalite.planner import (
+    PlannedStages,
+    RankMemory,
+    pipeline_memory,
+    within_budget,
+)
 from megalite.rehearsal.allocator import Allocator
 from megalite.rehearsal.classes import mesh_of
 from megalite.rehearsal.match import Fault, Records
@@ -62,7 +67,7 @@ def memory(run: Rehearsed, records: Records) -> list[Found]:
     if not config.model.is_foreign:
         cuts, even = stage_layer_ranges(config, whole), replace(config.model.experts, moe_expert_capacity_factor=1.0)
         balanced = replace(config, model=replace(config.model, experts=even))  # as `values.py` has it
-        planned = pipeline_memory(balanced, run.size, whole, cuts, plan or DEFAULT_PLAN)
+        planned = pipeline_memory(PlannedStages(balanced, run.size, whole, cuts, plan))
     rounds = max(ROUNDS, -(-WHOLE // whole.num_ranks))
     program = lowered_program(config, min(whole.num_microbatches, rounds * whole.num_ranks), plan=plan)
     stages = {rank: mesh_of(run, rank).coordinate("pp") for rank in records}

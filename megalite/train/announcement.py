@@ -66,8 +66,7 @@ def make_tracer(
 def rows_of(run: PlannedRun, device: str) -> list[tuple[str, str]]:
     """The rows of the table. device: what the ranks run on, as text."""
     if run.foreign is None:
-        program, cuts, plan = run.program, run.cuts, run.plan
-        return startup_rows(run.config, run.world_size, program=program, cuts=cuts, plan=plan, device=device)
+        return startup_rows(run, device)
     every = range(len(run.cuts))
     return foreign_rows(
         run.config,

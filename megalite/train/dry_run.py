@@ -103,7 +103,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         tp, *cp = (Axis(name, size, 0, tuple(range(size))) for name, size in sizes.items())  # that connect nobody
         device, dtype = torch.device("meta"), parameter_dtype(config)
         foreign = ForeignModel(config, tp, program, device, dtype, cp=ContextAxes(cp[0], cp[1]), look=True)
-    planned = PlannedRun.of(config, world_size, program, plan, foreign, on_cpu=True)
+    planned = PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=True)
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     device_name = torch.cuda.get_device_name() if here and not on_cpu else ""
@@ -223,7 +223,11 @@ def check_local_memory(run: PlannedRun) -> None:
     on_cpu = run.config.parallel.hardware.device == "cpu" or gpus == 0
     devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(run.world_size)]
     pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
-    run = run if on_cpu else PlannedRun.of(run.config, run.world_size, run.program, run.plan, run.foreign, on_cpu=False)
+    run = (
+        run
+        if on_cpu
+        else PlannedRun.before(run.config, run.world_size, run.program, run.plan, run.foreign, on_cpu=False)
+    )
     if problem := judge(run, pools):
         raise HostTooSmall(problem)
 

@@ -20,8 +20,8 @@ from megalite.comm import Axis, World, all_gather_json
 from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
-from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
-from megalite.planner import RankMemory, pipeline_memory, program_of, shared_memory_bytes, with_weight_chunks
+from megalite.inventory import MemoryPlan
+from megalite.planner import RankMemory, pipeline_memory, shared_memory_bytes
 from megalite.progress import in_units
 from megalite.train.planned import PlannedRun
 
@@ -105,7 +105,7 @@ def judge(run: PlannedRun, ranks: Sequence[Pools]) -> str | None:
 def demands_of(run: PlannedRun, ranks: Sequence[Pools]) -> dict[str, Demand]:
     """Pool -> what its ranks need."""
     config, world, on_cpu = run.config, run.world_size, run.on_cpu
-    memory = run.memory or pipeline_memory(config, world, run.program, run.cuts, run.plan, on_cpu=on_cpu)
+    memory = run.memory or pipeline_memory(run)
     # What ranks of a host exchange messages through is one for all, and counted in each.
     again = shared_memory_bytes(config, on_cpu, of_others=True)
     drawn: dict[str, list[tuple[float, float, float]]] = {}
@@ -158,12 +158,10 @@ def _remedies(run: PlannedRun, ranks: Sequence[Pools], key: str) -> Iterator[tup
         if long or config_problems(changed, world):
             continue
         try:
-            cuts = stage_layer_ranges(changed, program_of(changed, world))
-            plan = with_weight_chunks(changed, world, cuts, given_plan(changed))
-            program = program_of(changed, world, plan)
+            tried = PlannedRun.of(changed, world, on_cpu=run.on_cpu)
         except ScheduleError:
             continue
-        yield flag, demands_of(PlannedRun(changed, world, program, plan, cuts, run.on_cpu), ranks)[key].predicted
+        yield flag, demands_of(tried, ranks)[key].predicted
 
 
 def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str, Config]]:

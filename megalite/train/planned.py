@@ -7,28 +7,21 @@ from dataclasses import dataclass
 
 from megalite.config import Config
 from megalite.inventory import MemoryPlan, stage_layer_ranges
-from megalite.planner import RankMemory
+from megalite.planner import PlannedStages, RankMemory
 from megalite.schedule import Program
 from megalite.train.foreign import ForeignModel
 from megalite.train.foreign_memory import memory_of
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """config: with its vocabulary resolved. program: of a full batch. plan: where memory lies. cuts: the layers of each
-    stage. foreign: the module of `--model-module`, if it is one; memory: of its ranks at each pipeline coordinate."""
+class PlannedRun(PlannedStages):
+    """foreign: the module of `--model-module`, if it is one; memory: of its ranks at each pipeline coordinate."""
 
-    config: Config
-    world_size: int
-    program: Program
-    plan: MemoryPlan
-    cuts: list[range]
-    on_cpu: bool
     foreign: ForeignModel | None = None
     memory: Sequence[RankMemory] | None = None
 
     @classmethod
-    def of(
+    def before(
         cls,
         config: Config,
         world_size: int,
@@ -40,6 +33,6 @@ class PlannedRun:
     ) -> PlannedRun:
         """Asked before the stages are built."""
         if foreign is None:
-            return cls(config, world_size, program, plan, stage_layer_ranges(config, program), on_cpu)
+            return cls(config, world_size, program, stage_layer_ranges(config, program), plan, on_cpu)
         memory = memory_of(config, world_size, program, foreign, plan, on_cpu=on_cpu)
-        return cls(config, world_size, program, plan, foreign.cuts, on_cpu, foreign, memory)
+        return cls(config, world_size, program, foreign.cuts, plan, on_cpu, foreign, memory)

@@ -91,7 +91,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     programs.prove(world.size, mesh.world)
     program = programs.full(world.size)
     foreign = open_module(resolved, mesh, program, world) if resolved.model.is_foreign else None
-    planned = PlannedRun.of(resolved, world.size, program, plan, foreign, on_cpu=world.device.type == "cpu")
+    planned = PlannedRun.before(resolved, world.size, program, plan, foreign, on_cpu=world.device.type == "cpu")
     announce(planned, world, mesh.world)
     world.report_phase("start-up: run directory")
     with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:

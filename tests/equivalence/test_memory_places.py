@@ -13,8 +13,18 @@ from equivalence.layouts import OPTIMIZERS, TINY, saved_tensors, train, train_bo
 from megalite.comm.world import World
 from megalite.config import Config, parse
 from megalite.errors import ConfigError
-from megalite.inventory import MemoryPlan, stage_layer_ranges
-from megalite.planner import RankMemory, program_of, rank_memory, within_budget
+from megalite.inventory import (
+    MemoryPlan,
+    given_plan,
+    stage_layer_ranges,
+)
+from megalite.planner import (
+    PlannedStages,
+    RankMemory,
+    program_of,
+    rank_memory,
+    within_budget,
+)
 from megalite.testing import run_ranks
 from megalite.testing.oracle import Trajectory
 from megalite.train.run import open_run
@@ -30,7 +40,7 @@ SHARES = (0.0, 0.3, 1.0)
 def memory(config: Config, plan: MemoryPlan | None = None) -> RankMemory:
     program = program_of(config, RANKS)
     cuts = stage_layer_ranges(config, program)
-    return rank_memory(config, RANKS, program=program, cuts=cuts, rank=0, plan=plan, on_cpu=True)
+    return rank_memory(PlannedStages(config, RANKS, program, cuts, plan or given_plan(config), on_cpu=True), 0)
 
 
 def budget_for(argv: list[str], share: float, folder: Path | None = None) -> list[str]:

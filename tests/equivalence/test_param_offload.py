@@ -15,7 +15,11 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.inventory import computations, stage_layer_ranges
-from megalite.planner import rank_memory, within_budget
+from megalite.planner import (
+    PlannedStages,
+    rank_memory,
+    within_budget,
+)
 from megalite.testing import run_ranks
 from megalite.train.run import open_run, run_training
 
@@ -106,7 +110,7 @@ def held_body(world: World, argv: list[str]) -> tuple[int, float, float]:
         config, plan = trainer.config, run.state.model.plan
         program = computations(config, config.num_microbatches(world.size), plan=plan)
         cuts = stage_layer_ranges(config, program)
-        memory = rank_memory(config, world.size, program=program, cuts=cuts, rank=rank, plan=plan, on_cpu=True)
+        memory = rank_memory(PlannedStages(config, world.size, program, cuts, plan, on_cpu=True), rank)
         (tier,) = {f.rank_memory.tier for fs in run.state.model.buffers.values() for f in fs}
         assert tier is not None and tier.now == 0, "something stays on the device behind the step"
         return tier.peak, memory.weights, memory.weights + memory.buffers

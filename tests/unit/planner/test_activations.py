@@ -10,11 +10,15 @@ import torch
 from megalite.comm.mesh import Axis
 from megalite.config.cli import parse
 from megalite.gradient import WeightGradQueue
+from megalite.inventory import given_plan
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor.context import LayerContext
 from megalite.planner.activations import stage_activations
-from megalite.planner.memory import rank_memory
+from megalite.planner.memory import (
+    PlannedStages,
+    rank_memory,
+)
 from megalite.schedule import build_program, lower
 from megalite.train.build import parameter_dtype, wide_dtype
 
@@ -122,7 +126,8 @@ def test_early_stages_hold_more_micro_batches() -> None:
     )
     program = lower(build_program("1f1b", 4, 8))
     cuts = [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
-    ranks = [rank_memory(config, 4, program=program, cuts=cuts, rank=r, on_cpu=True) for r in range(4)]
+    run = PlannedStages(config, 4, program, cuts, given_plan(config), on_cpu=True)
+    ranks = [rank_memory(run, rank) for rank in range(4)]
     block = stage_activations(config, range(2, 3), on_cpu=True)
     assert ranks[1].activations == pytest.approx(3 * block.full)
     assert ranks[2].activations == pytest.approx(2 * block.full)
@@ -137,7 +142,7 @@ def test_recomputation_and_fewer_micro_batches_in_flight_save_memory() -> None:
         model=dataclasses.replace(config.model, recompute_granularity="full", recompute_method="uniform"),
     )
     plain, less, all_at_once = (
-        rank_memory(c, 1, program=lower(build_program(name, 1, 8)), cuts=cuts, rank=0).activations
+        rank_memory(PlannedStages(c, 1, lower(build_program(name, 1, 8)), cuts, given_plan(c)), 0).activations
         for c, name in ((config, "1f1b"), (recomputed, "1f1b"), (config, "gpipe"))
     )
     assert less < plain / 4

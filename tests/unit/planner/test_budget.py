@@ -10,9 +10,16 @@ import pytest
 
 from megalite.config import Config, dump_yaml, parse
 from megalite.errors import ConfigError
-from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, stage_layer_ranges
+from megalite.inventory import (
+    DEFAULT_PLAN,
+    MemoryPlan,
+    Recompute,
+    given_plan,
+    stage_layer_ranges,
+)
 from megalite.planner import (
     SEARCHED,
+    PlannedStages,
     RankMemory,
     Roofline,
     load_hardware,
@@ -38,7 +45,9 @@ def config_of(schedule: str, gigabytes: float, more: str = "--recompute-granular
 
 def ranks_of(config: Config, plan: MemoryPlan | None = None) -> tuple[RankMemory, ...]:
     program = program_of(config, 4, plan or DEFAULT_PLAN)
-    return pipeline_memory(config, 4, program, stage_layer_ranges(config, program), plan)
+    return pipeline_memory(
+        PlannedStages(config, 4, program, stage_layer_ranges(config, program), plan or given_plan(config))
+    )
 
 
 def totals(config: Config, plan: MemoryPlan | None = None) -> list[float]:
@@ -68,7 +77,7 @@ def test_states_leave_first_then_activations_then_nothing_is_enough(schedule: st
             program = program_of(config, 4, plan)
             validate(program)
             cuts = stage_layer_ranges(config, program)
-            rows = dict(startup_rows(config, 4, program=program, cuts=cuts, plan=plan))
+            rows = dict(startup_rows(PlannedStages(config, 4, program, cuts, plan)))
             transfers = max(sum(a.kind in ("EVICT", "PREFETCH") for a in actions) for actions in program.unroll(1))
             assert f"{transfers} transfers a batch" in rows["budget"]
             seen.add("activations")
@@ -110,7 +119,7 @@ def test_what_the_host_has_no_room_for_goes_into_files(tmp_path: Path) -> None:
         assert on_host(config, replace(plan, file_fraction=plan.file_fraction - 0.01)) > room
         program = program_of(config, 4)
         cuts = stage_layer_ranges(config, program)
-        row = dict(startup_rows(config, 4, program=program, cuts=cuts, plan=plan, device="GPU"))["budget"]
+        row = dict(startup_rows(PlannedStages(config, 4, program, cuts, plan), "GPU"))["budget"]
         assert re.search(r"masters and moments: [\d.]+ MB of a rank on its host and [\d.]+ MB of a rank in a file", row)
         with pytest.raises(ConfigError, match=r"are needed; give as much, or a folder .*--optimizer-offload-path=DIR"):
             within_budget(config_of("1f1b", budget, f"{small} {limited}"), 4, on_cpu=False)

@@ -8,7 +8,16 @@ import pytest
 
 from megalite.config import Config, parse
 from megalite.inventory import stage_layer_ranges
-from megalite.planner import Hardware, Roofline, load_hardware, predict, program_of, startup_rows, within_budget
+from megalite.planner import (
+    Hardware,
+    PlannedStages,
+    Roofline,
+    load_hardware,
+    predict,
+    program_of,
+    startup_rows,
+    within_budget,
+)
 
 FLAGS = (
     "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --micro-batch-size 1 --bf16 "
@@ -46,7 +55,7 @@ def test_the_table_says_what_comes_and_how_much_is_there() -> None:
     for config, plan in zip(configs, (free, bound), strict=True):
         program = program_of(config, 1, plan)
         cuts = stage_layer_ranges(config, program)
-        rows.append(dict(startup_rows(config, 1, program=program, cuts=cuts, plan=plan, device="GPU")))
+        rows.append(dict(startup_rows(PlannedStages(config, 1, program, cuts, plan), "GPU")))
     assert free.chunks is not None and free.chunks.capacity is None
     assert "on the host, with gradients; at most 201 MB of 843 MB on a device" in rows[0]["weights"]
     assert bound.chunks is not None and bound.chunks.capacity is not None

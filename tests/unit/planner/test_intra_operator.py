@@ -12,7 +12,10 @@ import pytest
 
 from megalite.config import Config, StageMesh
 from megalite.config.cli import parse
-from megalite.inventory import model_layers
+from megalite.inventory import (
+    given_plan,
+    model_layers,
+)
 from megalite.planner import unlike_stages
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes
@@ -29,7 +32,10 @@ from megalite.planner.intra_operator import (
     follows,
     plan_block,
 )
-from megalite.planner.memory import pipeline_memory
+from megalite.planner.memory import (
+    PlannedStages,
+    pipeline_memory,
+)
 from megalite.planner.predict import program_of
 from megalite.planner.unlike_stages import DeviceClass, UnlikePlan, best_unlike
 
@@ -199,7 +205,8 @@ def test_under_a_cap_search_and_chain_take_sequence_parallelism() -> None:
             parallel = replace(parallel, sequence_parallel=stream == TOKENS, zero_stage=1)
             one = replace(config, parallel=parallel)
             program, cuts = program_of(one, 8), range(1, layers + 2)
-            memory = [pipeline_memory(one, 8, program, [range(cut), range(cut, layers + 2)]) for cut in cuts]
+            ways = [[range(cut), range(cut, layers + 2)] for cut in cuts]
+            memory = [pipeline_memory(PlannedStages(one, 8, program, way, given_plan(one))) for way in ways]
             needs[stream] = min(max(rank.total for rank in ranks) for ranks in memory)
             kept[stream] = cheapest(run_chain(one, hardware, stream), CommGroup(hardware, 4), 0.0).kept
         assert needs[TOKENS] < 0.97 * needs[WHOLE] and kept[TOKENS] < 0.97 * kept[WHOLE]

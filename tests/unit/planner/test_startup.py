@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 from megalite.config import Config
+from megalite.inventory import given_plan
+from megalite.planner import PlannedStages
 from megalite.planner.startup_table import format_table, startup_rows
 from megalite.progress import in_units
 from megalite.schedule import build_program, lower
@@ -29,7 +31,8 @@ def test_the_table_says_what_will_run() -> None:
         pipeline_model_parallel_size=2, zero_stage=1, pipeline_schedule="2bw", training={"global_batch_size": 24}
     )
     cuts = [range(2), range(2, 4)]
-    text = format_table(startup_rows(config, 4, program=lower(build_program("2bw", 2, 4)), cuts=cuts))
+    run = PlannedStages(config, 4, lower(build_program("2bw", 2, 4)), cuts, given_plan(config))
+    text = format_table(startup_rows(run))
     correction = "staleness correction predict (weights 2 updates ahead for each update of delay)"
     assert f"pp2 x dp2, schedule 2bw, {correction}, ZeRO stage 1, on 4 x CPU" in text
     assert "24 samples = 4 micro-batches of 3 on 2 replicas; 96 tokens per step" in text
@@ -40,10 +43,8 @@ def test_the_table_says_what_will_run() -> None:
 def test_a_schedule_file_is_named_in_the_table_and_where_a_run_goes_on() -> None:
     before = _config(pipeline_model_parallel_size=2)
     now = _config(pipeline_model_parallel_size=2, pipeline_schedule_file="mine.txt")
-    rows = [
-        dict(startup_rows(each, 2, program=lower(build_program("1f1b", 2, 4)), cuts=[range(2), range(2, 4)]))
-        for each in (before, now)
-    ]
+    program, cuts = lower(build_program("1f1b", 2, 4)), [range(2), range(2, 4)]
+    rows = [dict(startup_rows(PlannedStages(each, 2, program, cuts, given_plan(each)))) for each in (before, now)]
     assert [row["layout"] for row in rows] == [
         "pp2, schedule 1f1b, on 2 x CPU",
         "pp2, schedule of mine.txt, on 2 x CPU",

@@ -17,7 +17,10 @@ from megalite.config.saved import dump_yaml
 from megalite.inventory import given_plan, stage_layer_ranges
 from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Hardware, load_hardware
-from megalite.planner.memory import rank_memory
+from megalite.planner.memory import (
+    PlannedStages,
+    rank_memory,
+)
 from megalite.planner.predict import predict, program_of
 from megalite.planner.search import SearchResult, search
 from megalite.planner.search_space import SEARCHED
@@ -51,8 +54,8 @@ def _room(config: Config, usable: float) -> tuple[MemoryHeadroom, list[range]]:
 
 def _totals(config: Config, cuts: list[range]) -> list[float]:
     p = config.parallel.pipeline_model_parallel_size
-    program = program_of(config, p)
-    return [rank_memory(config, p, program=program, cuts=cuts, rank=rank).total for rank in range(p)]
+    run = PlannedStages(config, p, program_of(config, p), cuts, given_plan(config))
+    return [rank_memory(run, rank).total for rank in range(p)]
 
 
 def _full(config: Config) -> Config:

@@ -56,7 +56,7 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
     found, again, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given, model.ranges(0))
     assert again == 0
     assert found == kept_by_autograd(model)
-    planned = PlannedRun.of(config, 1, program, DEFAULT_PLAN, model, on_cpu=True)
+    planned = PlannedRun.before(config, 1, program, DEFAULT_PLAN, model, on_cpu=True)
     memory = planned.memory
     assert memory is not None
     count = model.count(range(1))

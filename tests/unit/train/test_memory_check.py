@@ -14,7 +14,10 @@ from megalite.config import Config, parse
 from megalite.errors import in_flags
 from megalite.host_memory import Pool, host_pools
 from megalite.inventory import given_plan, stage_layer_ranges
-from megalite.planner import rank_memory
+from megalite.planner import (
+    PlannedStages,
+    pipeline_memory,
+)
 from megalite.train import memory_check
 from megalite.train.memory_check import judge
 from megalite.train.planned import PlannedRun
@@ -95,17 +98,14 @@ def settled(flags: str, world: int = 1) -> tuple[Config, Any, Any]:
 
 def predicted(flags: str, world: int = 1) -> float:
     config, program, cuts = settled(flags, world)
-    each = [
-        rank_memory(config, world, program=program, cuts=cuts, rank=rank, on_cpu=True)
-        for rank in range(program.num_ranks)
-    ]
+    each = pipeline_memory(PlannedStages(config, world, program, cuts, given_plan(config), on_cpu=True))
     return sum(each[rank * program.num_ranks // world].total for rank in range(world))
 
 
 def judged(flags: str, free: float, world: int = 1, *, hosts: int = 1, swap: float = 0.0) -> str | None:
     config, program, cuts = settled(flags, world)
     pools = [[(Pool(f"h{rank * hosts // world}", "host n", free / hosts, 9e15, swap), True)] for rank in range(world)]
-    line = judge(PlannedRun(config, world, program, given_plan(config), cuts, on_cpu=True), pools)
+    line = judge(PlannedRun(config, world, program, cuts, given_plan(config), on_cpu=True), pools)
     return None if line is None else in_flags(line)
 
 
