@@ -32,7 +32,7 @@ FINAL_EPOCH_SHARE = 0.80
 ANNOUNCED = 1 << 29
 INT32_MAX = 2**31 - 1
 # Documents of a block of `build_sample_index`: its arrays together fit a core's second-level cache.
-BLOCK = 1 << 14
+BLOCK = 65536
 
 
 class SampleOrder(NamedTuple):
@@ -95,20 +95,36 @@ def build_order(
         logger.info("building the order of %s %s samples (%.1f GB)", f"{num_samples:,}", split, needed / 1e9)
     separate, before = separate_final_epoch(tokens, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
-    documents = np.tile(np.arange(begin, end, dtype=np.int32), epochs)
-    document_index = _shuffled(documents, (epochs - separate) * (end - begin), random)
+    document_index = _document_index(begin, end, epochs, random, separate)
     with ProgressBar("indexing samples", "documents") as bar:
         sample_index = build_sample_index(lengths, document_index, seq_length, total=epochs * tokens, on_progress=bar)
     total = len(sample_index) - 1
-    numbers = np.arange(total, dtype=np.dtype(np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32))
-    return SampleOrder(document_index, sample_index, _shuffled(numbers, before if separate else total, random))
+    shuffle_index = _shuffle_index(before if separate else total, total, random)
+    return SampleOrder(document_index, sample_index, shuffle_index)
 
 
-def _shuffled(index: NDArray[np.integer], first: int, random: np.random.RandomState) -> NDArray[np.integer]:
-    """`index[:first]` and what follows, shuffled apart, one after the other."""
-    random.shuffle(index[:first])
-    random.shuffle(index[first:])
-    return index
+def _document_index(
+    begin: int, end: int, epochs: int, random: np.random.RandomState, separate: bool
+) -> NDArray[np.int32]:
+    once = np.arange(begin, end, dtype=np.int32)
+    if not separate:
+        index = np.tile(once, epochs)
+        random.shuffle(index)
+        return index
+    first = _document_index(begin, end, epochs - 1, random, False)
+    return np.concatenate((first, _document_index(begin, end, 1, random, False)))
+
+
+def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> NDArray[np.integer]:
+    """Shuffle `0:first` and `first:total` apart, one after the other."""
+    dtype = np.dtype(np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32)
+    head: NDArray[np.integer] = np.arange(first, dtype=dtype)
+    random.shuffle(head)
+    if first == total:
+        return head
+    tail: NDArray[np.integer] = np.arange(first, total, dtype=dtype)
+    random.shuffle(tail)
+    return np.concatenate((head, tail))
 
 
 def build_sample_index(
@@ -123,7 +139,7 @@ def build_sample_index(
 
     Row k is the place of stream token k * S. Nothing is searched: of a document that covers the stream tokens a to b
     the samples ceil(a / S) to ceil(b / S) - 1 begin in it, so its row is repeated that often. It works in blocks that
-    stay in a core's cache. Offsets of more than 2^31 documents take 64 bits.
+    stay in a core's cache: memory is read once and written once, all that a compiled loop would cost.
 
     lengths: tokens of every sequence, int32 `[N]`.
     document_index: order of the sequences in the stream.
@@ -134,18 +150,53 @@ def build_sample_index(
     if total is None:
         total = int(lengths[document_index].sum(dtype=np.int64))
     n = (total - 1) // seq_length
-    index = np.empty((n + 1, 2), np.int32 if len(document_index) <= INT32_MAX else np.int64)
-    end = done = 0  # tokens and samples before a block
-    for first in range(0, len(document_index), BLOCK):
-        sizes = lengths[document_index[first : first + BLOCK]]
-        ends = end + np.cumsum(sizes, dtype=np.int64)
-        begun = -(-ends // seq_length)
-        end, until = int(ends[-1]), int(begun[-1])
-        repeat = np.diff(begun, prepend=done)
-        index[done:until, 0] = np.repeat(np.arange(first, first + len(sizes)), repeat)
-        index[done:until, 1] = np.arange(done, until) * seq_length - np.repeat(ends - sizes, repeat)
-        done = until
-        on_progress(first + len(sizes), len(document_index), "")
+    if max(len(document_index), int(lengths.max(initial=0))) > INT32_MAX:
+        return _sample_index_by_search(lengths, document_index, seq_length, n)
+    index = np.empty((n + 1, 2), np.int32)
+    rows = index.view(np.int64)[:, 0]
+    block = min(BLOCK, len(document_index))
+    numbers = np.arange(block, dtype=np.int32)
+    row, sizes, repeat = np.empty((block, 2), np.int32), np.empty(block, np.int32), np.empty(block, np.intp)
+    stream, done = 0, 0
+    for first in range(0, len(document_index), block):
+        documents = document_index[first : first + block]
+        count = len(documents)
+        # mode="clip" is the form that writes into `out` without a copy; the indices are legal anyway.
+        size = np.take(lengths, documents, mode="clip", out=sizes[:count])
+        tokens = int(size.sum(dtype=np.int64))
+        # From here on positions are counted from the first token of the block, in 32 bits where they fit.
+        work = np.dtype(np.int32 if tokens + seq_length <= INT32_MAX else np.int64)
+        ends = np.cumsum(size, dtype=work)
+        lead = stream - done * seq_length
+        begun = (ends + work.type(lead + seq_length - 1)) // work.type(seq_length)
+        repeat[0] = begun[0]
+        np.subtract(begun[1:], begun[:-1], out=repeat[1:count])
+        new = int(begun[-1])
+        until = done + new
+        offset = np.arange(-lead, new * seq_length - lead, seq_length, dtype=work)
+        np.add(numbers[:count], first, out=row[:count, 0])
+        if work == np.int32:
+            np.subtract(size, ends, out=row[:count, 1])
+            rows[done:until] = np.repeat(row[:count].view(np.int64)[:, 0], repeat[:count])
+            index[done:until, 1] += offset
+        else:
+            index[done:until, 0] = np.repeat(row[:count, 0], repeat[:count])
+            index[done:until, 1] = offset - np.repeat(ends - size, repeat[:count])
+        stream, done = stream + tokens, until
+        on_progress(first + count, len(document_index), "")
     # The stream begins with the first entry of document_index, even where that one is empty.
+    index[0] = 0
+    return index
+
+
+def _sample_index_by_search(
+    lengths: NDArray[np.int32], document_index: NDArray[np.integer], seq_length: int, n: int
+) -> NDArray[np.int64]:
+    """`build_sample_index` in 64 bits, for streams of 2^31 documents: each k * S is searched among their ends."""
+    sizes = lengths[document_index]
+    ends = np.cumsum(sizes, dtype=np.int64)
+    position = np.arange(n + 1, dtype=np.int64) * seq_length
+    document = np.searchsorted(ends, position, side="right")
+    index = np.stack([document, position - (ends - sizes)[document]], axis=1)
     index[0] = 0
     return index

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.byte_level import WordTable
 from megalite.data.hostile_tokenizer import MOST_BYTES, check_growth, check_ids, probe, within
 from megalite.data.tokenizer import Tokenizer
 from megalite.errors import DataError
@@ -58,6 +59,8 @@ class _FastTokenizer(Tokenizer):
                 f"{origin}: puts id {max(self.front)} in front of texts; its ids end at {self.vocab_size - 1}"
             )
         self.splits_at_newline = self._is_byte_level()
+        added = [token.content for token in backend.get_added_tokens_decoder().values()]
+        self._table = WordTable(self.encode, added) if self.splits_at_newline else None
 
     def _is_byte_level(self) -> bool:
         """GPT-2's pre-tokenizer alone: no word reaches over a newline between two non-space characters."""
@@ -71,6 +74,11 @@ class _FastTokenizer(Tokenizer):
             return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        if self._table is not None:
+            return list(self._table.encode_batch(texts, self._library_batch))
+        return self._library_batch(texts)
+
+    def _library_batch(self, texts: Sequence[str]) -> list[NDArray[np.integer]]:
         with within(self._origin, "fails on a text"):
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]

@@ -32,13 +32,18 @@ def test_sample_index_equals_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPa
 
 
 def test_wide_positions_give_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of more than 2^31 documents take 64 bits: with a small bound here."""
+    """Blocks of more than 2^31 tokens, and streams of more than 2^31 documents, take 64 bits: with a small
+    bound here.
+    """
     lengths = np.array([5, 0, 9, 4, 1, 30], np.int32)
     documents = np.array([3, 5, 0, 1, 2, 4] * 3, np.int32)
     expected = build_sample_index(lengths, documents, 4)
+    monkeypatch.setattr(gpt_index, "INT32_MAX", 60)
+    in_blocks = build_sample_index(lengths, documents, 4)
     monkeypatch.setattr(gpt_index, "INT32_MAX", 8)
-    wide = build_sample_index(lengths, documents, 4)
-    assert wide.tolist() == expected.tolist() and wide.dtype == np.int64
+    by_search = build_sample_index(lengths, documents, 4)
+    assert in_blocks.tolist() == by_search.tolist() == expected.tolist()
+    assert by_search.dtype == np.int64
 
 
 def test_an_unaligned_index_of_a_file_is_fine() -> None:

@@ -96,7 +96,7 @@ def test_gpt2_ids_equal_those_of_transformers() -> None:
     round_trips(ours, texts[-2])
 
 
-def test_a_batch_has_the_ids_of_single_texts(bpe: HuggingFaceTokenizer) -> None:
+def test_word_table_gives_the_ids_of_the_library(bpe: HuggingFaceTokenizer) -> None:
     draw = random.Random(20)
     alphabet = [chr(c) for c in (*range(9, 14), *range(28, 127), *range(160, 600), *range(0x2000, 0x2030), 0x85, 0x660)]
     alphabet += ["\u4e00", "\uac00", "\u3000", "\u0301", "\u2167", "\u180e", "\U0001f600", "<|endoftext|>", "\ufeff"]
