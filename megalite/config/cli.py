@@ -120,9 +120,8 @@ def parse_with_origins(
     config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
     checks = [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
     if check_files:
-        if not config.training.dry_run or meant_for_this_host(
-            world
-        ):  # else another may have them: `--dry-run` lists them
+        # What another host may have, `--dry-run` lists.
+        if not config.training.dry_run or meant_for_this_host(world):
             checks += [*missing_data(config), *missing_packages(config)]
         checks += other_files(config)
         if offered is not None and offered.without_tokenizer:
