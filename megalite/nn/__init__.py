@@ -29,7 +29,7 @@ from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.largest import largest_scores
 from megalite.nn.attention.layer import Attention
-from megalite.nn.attention.newer import use_newer_kernel
+from megalite.nn.attention.trials import use_newer_kernel
 from megalite.nn.block import Block
 from megalite.nn.dropout import combine, site_key
 from megalite.nn.embedding import Embedding

@@ -11,7 +11,7 @@ import torch
 
 from megalite.comm import Axis, ContextAxes
 from megalite.config import parse
-from megalite.nn.attention import context, newer
+from megalite.nn.attention import context, trials
 from megalite.nn.attention.core import AttentionCore
 from megalite.nn.attention.flash import FlashKernel
 from megalite.nn.attention.tiles import TileKernel, sinks_by_query
@@ -54,13 +54,13 @@ def test_the_newer_kernel_is_used_where_it_is_right(
 ) -> None:
     with (
         patch.object(torch.nn, "attention", library),
-        patch.object(newer, "find_spec", lambda name: name if installed else None),
+        patch.object(trials, "find_spec", lambda name: name if installed else None),
         patch.object(torch.cuda, "get_device_capability", lambda device: (capability, 0)),
-        patch.object(newer, "flash_works", type("Tried", (), {
+        patch.object(trials, "flash_works", type("Tried", (), {
             "__call__": lambda self, *place: right and library.active == "FA3", "cache_clear": lambda self: None})()),
         caplog.at_level("INFO"),
     ):  # fmt: skip
-        used = newer.use_newer_kernel(torch.device("cuda"), torch.bfloat16)
+        used = trials.use_newer_kernel(torch.device("cuda"), torch.bfloat16)
     assert used == (words.startswith("attention by")) == (library.active == "FA3")
     assert (words in caplog.text) if words else not caplog.text
 
