@@ -24,19 +24,18 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig, depth_ratio
 from megalite.microbatch import Microbatch
+from megalite.nn.adapters import Bottlenecks, adapt
 from megalite.nn.attention.blocked import register_operator
 from megalite.nn.attention.latent import LatentAttention
 from megalite.nn.attention.layer import Attention
 from megalite.nn.delta import GatedDeltaNet
 from megalite.nn.dropout import HiddenDropout
-from megalite.nn.expert_adapters import adapt
 from megalite.nn.experts import MoE
-from megalite.nn.further_adapters import Bottlenecks
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
-from megalite.nn.segment import MakeMessage, Segment, chained, present
+from megalite.nn.segment import MakeMessage, Segment, present
 from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.tensor import LayerContext, Message, make_layer
 
@@ -90,7 +89,8 @@ class Block(nn.Module):
         attention = self.attention.segments(microbatch, cache, message)
         mlp = self.mlp.segments(microbatch, message)
         if not isinstance(self.mlp, MoE):
-            attention[2:4] = [chained(*attention[2:4])]
+            mix, proj = attention[2:4]
+            attention[2:4] = [Segment(lambda x: proj.run(mix.run(x)), (*mix.owners, *proj.owners))]
         enter, *attention, attended = attention
         begin, *mlp, made = mlp
         middle, last = ((), ()) if self.adapters is None else (self.adapters.attention.layers, self.adapters.mlp.layers)

@@ -28,11 +28,6 @@ class Segment(NamedTuple):
         return Segment(lambda x, y: (x, self.run(y)), self.owners)
 
 
-def chained(first: Segment, second: Segment) -> Segment:
-    """Both, as one segment."""
-    return Segment(lambda x: second.run(first.run(x)), (*first.owners, *second.owners))
-
-
 def present(*modules: nn.Module | None) -> tuple[nn.Module, ...]:
     """Those that there are."""
     return tuple(module for module in modules if module is not None)

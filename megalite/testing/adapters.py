@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
+from megalite.nn.adapters import Bottleneck, Prefix
 from megalite.nn.attention.layer import Attention
-from megalite.nn.further_adapters import Bottleneck, Prefix
 from megalite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 

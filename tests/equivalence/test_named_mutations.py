@@ -18,8 +18,7 @@ from equivalence.layouts import TINY, VARIANTS, Layout, assert_close, assert_sam
 from megalite.comm import Axis
 from megalite.comm.arrivals import Arrivals
 from megalite.comm.world import World
-from megalite.nn.expert_adapters import ExpertAdapters
-from megalite.nn.further_adapters import Prefix
+from megalite.nn.adapters import ExpertAdapters, Prefix
 from megalite.optim import kfac, shampoo
 from megalite.parallel.grid import product
 from megalite.parallel.pipeline.message_driven import MessageDriven

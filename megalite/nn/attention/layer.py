@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from megalite.comm import gather_sequence
 from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.microbatch import Microbatch
+from megalite.nn.adapters import Prefix
 from megalite.nn.attention.cached import cached_attention
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore, new_sinks
-from megalite.nn.further_adapters import Prefix
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import head_norm
 from megalite.nn.rope import Rotary, rotate

@@ -32,8 +32,8 @@ STEPS = {
     "dp": (2, "--use-distributed-optimizer"),
 }
 FENCED = {
-    "adapters": r"parallel/tensor/adapters|nn/expert_adapters|inventory/adapters|parallel/zero/frozen",
-    "layers as adapters": r"nn/further_adapters",
+    "adapters": r"parallel/tensor/adapters|nn/adapters|inventory/adapters|parallel/zero/frozen",
+    "layers as adapters": r"nn/adapters",
     "frozen 8 bits": r"parallel/tensor/int8",
     "grids": r"parallel/grid/|nn/grid|config/tensor_grid|inventory/grid_traffic",
     "partial backpropagation": r"train/partial_backprop|microbatch_notes",
