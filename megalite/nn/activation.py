@@ -8,7 +8,6 @@ activation again in backward needs no second graph for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from megalite.config import ModelConfig
 
 Elementwise = Callable[[Tensor], Tensor]
 Gradient = Callable[[Tensor, Tensor], Tensor]
+Activation = tuple[Elementwise, Gradient]
 aten = torch.ops.aten
 QUICK = 1.702
 
@@ -27,8 +27,8 @@ def gelu(x: Tensor) -> Tensor:
     return F.gelu(x)
 
 
-def gelu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    dx: Tensor = aten.gelu_backward(dy, x, approximate="none")
+def gelu_gradient(x: Tensor, dy: Tensor, approximate: str = "none") -> Tensor:
+    dx: Tensor = aten.gelu_backward(dy, x, approximate=approximate)
     return dx
 
 
@@ -38,8 +38,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    dx: Tensor = aten.gelu_backward(dy, x, approximate="tanh")
-    return dx
+    return gelu_gradient(x, dy, "tanh")
 
 
 def silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
@@ -65,23 +64,21 @@ def squared_relu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dy * F.relu(x) * 2
 
 
-@dataclass(frozen=True)
-class Gated:
-    """plain(gate) * value. gradient: that of `plain`."""
+def gated(plain: Elementwise, gradient: Gradient) -> Activation:
+    """plain(gate) * value, and its gradient."""
 
-    plain: Elementwise
-    gradient: Gradient
-
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(x: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
-        return self.plain(gate) * value
+        return plain(gate) * value
 
-    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
+    def backward(x: Tensor, dy: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
-        return torch.cat([self.gradient(gate, dy * value), dy * self.plain(gate)], -1)
+        return torch.cat([gradient(gate, dy * value), dy * plain(gate)], -1)
+
+    return forward, backward
 
 
-def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float | None) -> tuple[Elementwise, Gradient]:
+def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float | None) -> Activation:
     """(A gated activation, its gradient) with the gate at most `most`, the value between it and its negative, and
     `offset` added to the value (gpt-oss)."""
     bound = torch.inf if most is None else most
@@ -98,23 +95,19 @@ def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float |
     return lambda x: plain(shifted(x)), shifted_gradient
 
 
-GATES = {
-    "swiglu": Gated(F.silu, silu_gradient),
-    "geglu": Gated(gelu, gelu_gradient),
-    "geglu-tanh": Gated(gelu_tanh, gelu_tanh_gradient),
-    "quick-geglu": Gated(quick_gelu, quick_gelu_gradient),
-}
-ACTIVATIONS: dict[str, Elementwise] = {"gelu": gelu, "gelu-tanh": gelu_tanh, "squared-relu": squared_relu, **GATES}
-GRADIENTS: dict[str, Gradient] = {
-    "gelu": gelu_gradient,
-    "gelu-tanh": gelu_tanh_gradient,
-    "squared-relu": squared_relu_gradient,
-    **{name: gate.backward for name, gate in GATES.items()},
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": (gelu, gelu_gradient),
+    "gelu-tanh": (gelu_tanh, gelu_tanh_gradient),
+    "squared-relu": (squared_relu, squared_relu_gradient),
+    "swiglu": gated(F.silu, silu_gradient),
+    "geglu": gated(gelu, gelu_gradient),
+    "geglu-tanh": gated(gelu_tanh, gelu_tanh_gradient),
+    "quick-geglu": gated(quick_gelu, quick_gelu_gradient),
 }
 
 
-def activation_of(config: ModelConfig) -> tuple[Elementwise, Gradient]:
+def activation_of(config: ModelConfig) -> Activation:
     """(Activation, its gradient) of a model's MLPs."""
-    plain, gradient = ACTIVATIONS[config.activation], GRADIENTS[config.activation]
+    plain, gradient = ACTIVATIONS[config.activation]
     offset, most = config.glu_linear_offset, config.activation_func_clamp_value
     return (plain, gradient) if offset == 0.0 and most is None else clamped(plain, gradient, offset, most)

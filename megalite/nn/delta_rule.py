@@ -35,17 +35,16 @@ def gated_delta(
     g: Tensor,
     state: Tensor | None = None,
     starts: Tensor | None = None,
-    offset: int = 0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """(o `[n, b, H, r, dv]`, the state behind the last token `[b, H, r, dk, dv]`).
 
     q, k: `[n, b, H, dk]`; v: `[n, b, H, r, dv]`; beta, g: `[n, b, H, r]`; all in fp32 or wider. state: before the
-    first token. starts: int64 `[b, n]`, where documents begin, counted from `offset` tokens before the first.
+    first token. starts: int64 `[b, n]`, where documents begin, counted from the first.
     """
     if state is None:
         state = v.new_zeros(*v.shape[1:4], k.shape[-1], v.shape[-1])
-    made: Any = _GatedDelta.apply(q, k, v, beta, g, state, None if starts is None else starts - offset, chunk)
+    made: Any = _GatedDelta.apply(q, k, v, beta, g, state, starts, chunk)
     o, state = made
     return o, state
 

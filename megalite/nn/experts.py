@@ -23,7 +23,7 @@ from megalite.nn.activation import ACTIVATIONS, activation_of
 from megalite.nn.mlp import MLP
 from megalite.nn.router import Router
 from megalite.nn.segment import MakeMessage, Segment
-from megalite.parallel.expert import Carried, Dispatched, GroupedProduct, RowCounts, plan_dispatch
+from megalite.parallel.expert import Carried, Dispatched, GroupedProduct, plan_dispatch
 from megalite.parallel.tensor import (
     LayerContext,
     Message,
@@ -39,7 +39,7 @@ class Activation:
 
     def __init__(self, config: ModelConfig) -> None:
         self._plain, self._gradient = activation_of(config)
-        self._swiglu = self._plain is ACTIVATIONS["swiglu"]
+        self._swiglu = self._plain is ACTIVATIONS["swiglu"][0]
         self.of = self._plain
         self._fused: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
@@ -108,14 +108,6 @@ class StackedExperts(nn.Module):
         self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)
         self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=residual_std(config), ctx=ctx)
         self.activation = Activation(config)
-
-    def up(self, x: Tensor, counts: RowCounts) -> Tensor:
-        """fc1 of each expert's rows."""
-        return self.fc1.product(x, self.fc1.weight, self.fc1.bias, counts)
-
-    def down(self, hidden: Tensor, counts: RowCounts) -> Tensor:
-        """The activation and fc2."""
-        return self.fc2.product(hidden, self.fc2.weight, self.fc2.bias, counts, self.activation)
 
 
 class SharedGate(nn.Module):
@@ -220,13 +212,14 @@ class _SparseRun:
 
     def up(self, _: Tensor) -> Tensor:
         """The first product of this rank's experts."""
-        rows = self.dispatched.wait()
-        return self.layer.experts.up(rows, self.dispatched.counts)
+        fc1, rows = self.layer.experts.fc1, self.dispatched.wait()
+        return fc1.product(rows, fc1.weight, fc1.bias, self.dispatched.counts)
 
     def down(self, hidden: Tensor) -> Tensor:
-        """The second product; its rows start back."""
-        results = self.layer.experts.down(hidden, self.dispatched.counts)
-        self.dispatched.counts.forget_experts()
+        """The activation and the second product; its rows start back."""
+        experts, counts = self.layer.experts, self.dispatched.counts
+        results = experts.fc2.product(hidden, experts.fc2.weight, experts.fc2.bias, counts, experts.activation)
+        counts.forget_experts()
         self.returning = self.dispatched.back(results)
         return self.returning.rows
 

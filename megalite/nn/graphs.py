@@ -66,13 +66,6 @@ class BlockGraphs:
         return lane
 
 
-class _Forward(NamedTuple):
-    """y: the block's result, in the memory of the graph."""
-
-    graph: torch.cuda.CUDAGraph
-    y: Tensor
-
-
 class _Backward(NamedTuple):
     """dy, dx: gradients of the result and of the input. gradients: what autograd computes of parameters, and their
     sinks. postponed: gradients of weights, computed of what the graphs leave."""
@@ -108,8 +101,9 @@ class Lane:
             getattr(self.microbatch, name).copy_(getattr(microbatch, name))
 
     def forward(self, index: int) -> Tensor:
-        self._forwards[index].graph.replay()
-        return self._forwards[index].y
+        graph, y = self._forwards[index]
+        graph.replay()
+        return y
 
     def backward(self, index: int, dy: Tensor) -> Tensor:
         """Returns the gradient of the input; those of parameters are added, or put where the schedule wants them."""
@@ -146,7 +140,8 @@ class Lane:
         finally:
             graph.capture_end()
 
-    def _capture_forwards(self) -> tuple[list[tuple[Tensor, Tensor]], list[_Forward]]:
+    def _capture_forwards(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[torch.cuda.CUDAGraph, Tensor]]]:
+        """(Inputs and results of the blocks; their graphs, and their results in the memory of these)."""
         ends, forwards, x = [], [], self.x
         for block in self._graphs.blocks:
             x = x.detach().requires_grad_()
@@ -154,7 +149,7 @@ class Lane:
                 y = Block.forward(block, x, self.microbatch)
             ends.append((x, y))
             x = y.detach()
-            forwards.append(_Forward(graph, x))
+            forwards.append((graph, x))
         return ends, forwards
 
     def _capture_backwards(self, ends: list[tuple[Tensor, Tensor]]) -> list[_Backward]:

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from megalite.comm import all_gather
 from megalite.config import ModelConfig, width_ratio
 from megalite.microbatch import Microbatch
-from megalite.nn.mtp import FurtherPredictions, attached
+from megalite.nn.mtp import FurtherPredictions
 from megalite.nn.norm import Norm
+from megalite.nn.router import Attach
 from megalite.parallel.tensor import (
     WORD_EMBEDDINGS,
     LayerContext,
@@ -76,7 +77,7 @@ class Head(nn.Module):
             wanted.copy_(losses.t())
         if self.mtp is None or microbatch.further_tokens is None or not torch.is_grad_enabled():
             return loss
-        return attached(loss, self.mtp(x, microbatch, self.loss_of))
+        return Attach.apply(loss, self.mtp(x, microbatch, self.loss_of), None)
 
     def loss_of(self, x: Tensor, labels: Tensor, weights: Tensor, token_losses_to: Tensor | None = None) -> Tensor:
         """The same of a normalised x and labels and weights `[b, s]`. token_losses_to: `[s, b]`."""

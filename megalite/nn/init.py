@@ -21,15 +21,14 @@ from megalite.inventory import placement_of
 BLOCK_ELEMENTS = 1 << 20
 
 
-def named_logical_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+def named_logical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields (logical name, parameter) of every parameter once, in the order of definition.
 
-    The name is `prefix` + the path inside the module, or the parameter's own `logical_name` where it has one (the
-    word embedding, and the copy of it that a tied head on another stage holds).
+    The name is the path inside the module, or the parameter's own `logical_name` where it has one (the word embedding,
+    and the copy of it that a tied head on another stage holds).
     """
     for path, parameter in module.named_parameters():
-        own = getattr(parameter, "logical_name", None)
-        yield own if own is not None else (f"{prefix}.{path}" if prefix else path), parameter
+        yield getattr(parameter, "logical_name", path), parameter
 
 
 def initialize(module: nn.Module, *, seed: int) -> None:
@@ -74,14 +73,9 @@ def _rectangle(
     begin, end = offset[0], offset[0] + out.shape[0]
     for block in range(begin // height, math.ceil(end / height)):
         top = block * height
-        values = torch.empty(min(height, rows - top), columns).normal_(
-            0.0, std, generator=_generator(seed, name, block)
-        )
+        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        values = torch.empty(min(height, rows - top), columns).normal_(0.0, std, generator=generator)
         piece = values[max(begin - top, 0) : end - top, offset[1] : offset[1] + out.shape[1]]
         at = max(top - begin, 0)
         out[at : at + len(piece)].copy_(piece)
-
-
-def _generator(seed: int, name: str, block: int) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)

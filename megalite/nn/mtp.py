@@ -13,13 +13,11 @@ first stage's, tied to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig, hidden_std
-from megalite.gradient import Node
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.norm import Norm
@@ -77,18 +75,3 @@ class FurtherPredictions(nn.Module):
             total = loss if total is None else total + loss
         assert total is not None
         return total * self.share
-
-
-def attached(loss: Tensor, further: Tensor) -> Tensor:
-    """`loss` as it is; its gradient is also that of `further`."""
-    return _Attached.apply(loss, further)
-
-
-class _Attached(Node):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, further: Tensor) -> Tensor:
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient

@@ -22,16 +22,15 @@ its own tokens: nothing is scaled by the size of any axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from megalite.comm import all_gather, all_reduce_, own_slice
 from megalite.config import Experts, ModelConfig, hidden_std
+from megalite.gradient import Node
 from megalite.inventory import NO_AXES, ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.parallel.tensor import LayerContext, new_parameter
@@ -88,7 +87,7 @@ class Router(nn.Module):
         if load is not None:
             self.loads.note(self.index, load)
         if loss is not None and torch.is_grad_enabled() and microbatch.share is not None:
-            weights = _Attach.apply(weights, loss, microbatch.share)
+            weights = Attach.apply(weights, loss, microbatch.share)
         return Routing(experts, weights, kept, counts)
 
     def decide(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -237,13 +236,11 @@ def tokens_of_experts(experts: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(1, line, torch.ones_like(line))
 
 
-class _Attach(Function):
-    """y as it is; backward gives `loss` the gradient `share`, whatever y's is."""
-
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
+class Attach(Node):
+    """y as it is; backward gives `loss` the gradient `share`, whatever y's is; None: y's."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, loss: Tensor, share: Tensor | None) -> Tensor:
         ctx.save_for_backward(share)
         ctx.dtype = loss.dtype
         return y.view_as(y)
@@ -251,4 +248,4 @@ class _Attach(Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         (share,) = ctx.saved_tensors
-        return dy, share.to(ctx.dtype), None
+        return dy, dy if share is None else share.to(ctx.dtype), None

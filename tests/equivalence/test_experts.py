@@ -181,7 +181,7 @@ def shared_experts_counted_on_every_rank():
 
 
 def losses_not_attached():
-    return patch.object(router._Attach, "apply", lambda y, loss, share: y)
+    return patch.object(router.Attach, "apply", lambda y, loss, share: y)
 
 
 def losses_scaled_by_the_ranks():

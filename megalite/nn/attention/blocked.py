@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalite.gradient import Node
 from megalite.inventory import block_area, query_blocks
 
 OPERATOR = "megalite::blocked_attention"
@@ -65,9 +64,7 @@ def register_operator() -> None:
     forward.register_autograd(lambda ctx, dy, _: (backward(dy, *ctx.saved_tensors), None), setup_context=keep)
 
 
-class _BlockedAttention(Function):
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
-
+class _BlockedAttention(Node):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, values: int | None) -> Tensor:
         y, weights = attend(qkv, values)

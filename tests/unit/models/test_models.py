@@ -108,7 +108,7 @@ def test_tied_embeddings_are_one_parameter_on_one_stage_and_two_copies_on_two() 
     assert whole.get_parameter("head.output.weight") is embedding
     assert embedding.sink_uses == 2  # type: ignore[attr-defined]
     last = build_stack(config, specs[-1:], LayerContext(), init_seed=1)
-    copies = dict(named_logical_parameters(last.get_submodule("head"), "head"))
+    copies = dict(named_logical_parameters(last.get_submodule("head")))
     assert torch.equal(copies["embedding.word_embeddings.weight"], embedding)
     assert not hasattr(copies["embedding.word_embeddings.weight"], "sink_uses")
 

@@ -61,7 +61,7 @@ def test_a_state_goes_on_where_it_was_left(cut: int) -> None:
     starts = torch.tensor([[0] * 6 + [6] * 7, [0] * 3 + [3] * 10])
     whole, last = gated_delta(*given, starts=starts, chunk=4)
     first, state = gated_delta(*(x[:cut] for x in given), starts=starts[:, :cut], chunk=4)
-    rest, end = gated_delta(*(x[cut:] for x in given), state=state, starts=starts[:, cut:], offset=cut, chunk=4)
+    rest, end = gated_delta(*(x[cut:] for x in given), state=state, starts=starts[:, cut:] - cut, chunk=4)
     torch.testing.assert_close(torch.cat((first, rest)), whole, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(end, last, rtol=1e-12, atol=1e-12)
 
