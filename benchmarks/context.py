@@ -103,12 +103,13 @@ def attention(name: str, case: Case, place: Place) -> Variant:
     traders = place.ranks if kind == "a2a" else 1
     mesh = ParallelMesh.build(rank=place.rank, size=place.ranks, cp=place.ranks, cp_heads=traders)
     axes = mesh.context(gathers=kind == "all_gather")
+    core = replace(core, axes=axes)
     batch = SequenceCut(place.rank, place.ranks, axes.ring.size)(batch)
     own = batch.places
     leaves = [x[own].requires_grad_() for x in whole[:3]]
 
     def shared(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result: Tensor = context_attention(core, q[:, :, :, None], k, v, batch, axes, training=True)
+        result: Tensor = context_attention(core, q[:, :, :, None], k, v, batch, None, training=True)
         return result
 
     return differentiated(shared, leaves, whole[3][own], still)

@@ -65,6 +65,7 @@ def count(kind: str, place: str) -> Launches:
             dropout=P if "dropout" in words else 0.0,
             key=site_key(1, "attention").to(DEVICE),
             product_dtype=torch.bfloat16,
+            axes=axes,
         )
         at = torch.arange(LENGTH)[None]
         starts = at // DOCUMENT * DOCUMENT if "documents" in words else None
@@ -78,7 +79,7 @@ def count(kind: str, place: str) -> Launches:
         def run() -> torch.Tensor:
             if ranks == 1:
                 return core(q, k, v, sinks=sinks, training=True, **batch.of_attention)
-            return context_attention(core, q, k, v, batch, axes, sinks=sinks, training=True)
+            return context_attention(core, q, k, v, batch, sinks, training=True)
 
         layers = []
         for _ in ("the first", "another"):

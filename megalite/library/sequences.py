@@ -123,7 +123,7 @@ class Attend(nn.Module):
         self, cp: ContextAxes, scale: float | None, window: int | None, strides: tuple[int, ...] = (4, 3, 2, 1)
     ) -> None:
         super().__init__()
-        self.cp, self.scale, self.core = cp, scale, AttentionCore(window=window)
+        self.cp, self.scale, self.core = cp, scale, AttentionCore(window=window, axes=cp)
         self._order = sorted(range(4), key=lambda dim: -strides[dim])
 
     def __deepcopy__(self, memo: Any) -> Attend:
@@ -143,7 +143,7 @@ class Attend(nn.Module):
         q, k, v = (F.pad(x, (0, width - x.shape[-1])).permute(2, 0, 1, 3) for x in (q, k, v))
         q = q.unflatten(2, (groups, q.shape[2] // groups))
         if self.cp.size > 1:
-            y: Tensor = context_attention(self.core, q, k, v, microbatch, self.cp, training=False)
+            y: Tensor = context_attention(self.core, q, k, v, microbatch, None, training=False)
         else:
             y = self.core(q, k, v, document_starts=microbatch.document_starts, shared=microbatch.shared)
         y = y.unflatten(2, (-1, width))[..., :out].permute(1, 2, 0, 3)

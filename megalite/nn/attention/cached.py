@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.comm import ContextAxes, all_reduce_
+from megalite.comm import all_reduce_
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.context import context_attention
 from megalite.nn.attention.core import AttentionCore
@@ -28,9 +28,7 @@ def cached_attention(
     k: Tensor,
     v: Tensor,
     microbatch: Microbatch,
-    axes: ContextAxes,
     cache: LayerCache,
-    *,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attends like `core` and adds k, v to the cache: q `[s, b, g, r, d]`, k, v `[s, b, g, d]` -> `[s, b, g * r * d]`.
@@ -40,21 +38,20 @@ def cached_attention(
     starts, places = microbatch.document_starts, microbatch.places
     if microbatch.order is not None:
         cache.append(k, v, places)
-        y: Tensor = context_attention(core, q, k, v, microbatch, axes, sinks=sinks, training=False)
-        return y
+        return context_attention(core, q, k, v, microbatch, sinks, training=False)
     if len(q) > 1 or places is None:
         k, v = cache.append(k, v, starts=starts)
         return core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=microbatch.sample_ids)
-    k, v, hidden = with_token(core, k, v, microbatch, axes, cache)
-    return attend_token(q, k, v, hidden, axes, softcap=core.softcap, sinks=sinks, dtype=core.tile_dtype(q))
+    k, v, hidden = with_token(core, k, v, microbatch, cache)
+    return attend_token(core, q, k, v, hidden, sinks)
 
 
 def with_token(
-    core: AttentionCore, k: Tensor, v: Tensor, microbatch: Microbatch, axes: ContextAxes, cache: LayerCache
+    core: AttentionCore, k: Tensor, v: Tensor, microbatch: Microbatch, cache: LayerCache
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Adds those of one token, on one of the ranks that share the sequence: (all keys and values of this rank, what is
     hidden of them)."""
-    starts, places = microbatch.document_starts, microbatch.places
+    starts, places, axes = microbatch.document_starts, microbatch.places, core.axes
     assert places is not None
     mine = axes.size == 1 or int(places) % axes.size == axes.heads.rank + axes.heads.size * axes.ring.rank
     kept = slice(0, int(mine))
@@ -68,26 +65,19 @@ def with_token(
 
 
 def attend_token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    hidden: Tensor | None,
-    axes: ContextAxes,
-    *,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dtype: torch.dtype,
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, sinks: Tensor | None
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v of one token a sequence: `[1, b, g, r, d]` -> `[1, b, g * r * d]`.
 
-    k, v: `[n, b, g, d]`, this rank's part of what all ranks of `axes` hold; n may be 0. hidden: bool `[b, 1, 1, n]`.
-    dtype: of the products; sums are taken in fp32 or wider.
+    k, v: `[n, b, g, d]`, this rank's part of what all ranks of `core.axes` hold; n may be 0. hidden: bool
+    `[b, 1, 1, n]`. Sums are taken in fp32 or wider.
     """
+    dtype, axes = core.tile_dtype(q), core.axes
     query, keys, values = q[0].to(dtype), k.to(dtype).permute(1, 2, 3, 0), v.to(dtype).permute(1, 2, 0, 3)
     wide = torch.promote_types(dtype, torch.float32)
     scores = torch.matmul(query * q.shape[-1] ** -0.5, keys).to(wide)  # [b, g, r, n]
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    if core.softcap is not None:
+        scores = torch.tanh(scores / core.softcap) * core.softcap
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
     lowest = scores.new_full((*scores.shape[:3], 1), torch.finfo(wide).min)

@@ -7,7 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from megalite.comm import ContextAxes
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.choose import FLASH, TILED, Need, choose
 from megalite.nn.attention.core import AttentionCore
@@ -29,17 +28,10 @@ from megalite.visibility import Visibility
 
 @Uncompiled
 def context_attention(
-    core: AttentionCore,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    microbatch: Microbatch,
-    axes: ContextAxes,
-    *,
-    sinks: Tensor | None = None,
-    training: bool,
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch, sinks: Tensor | None, training: bool
 ) -> Tensor:
     """Attends like `core` from this rank's tokens: `[s/c, b, g, r, d]`, `[s/c, b, g, d]` -> `[s/c, b, g * r * d]`."""
+    axes = core.axes
     if axes.heads.size > 1:
         whole = trade_tokens_for_heads(torch.cat((q, k[:, :, :, None], v[:, :, :, None]), 3), axes.heads)
         q, k, v = whole[:, :, :, :-2], whole[:, :, :, -2], whole[:, :, :, -1]
@@ -47,23 +39,16 @@ def context_attention(
         core = dataclasses.replace(core, first_head=core.first_head + axes.heads.rank * heads)
         sinks = None if sinks is None else sinks.narrow(0, axes.heads.rank * heads, heads)
     if axes.ring.size > 1:
-        y = _over_ring(core, q, k, v, microbatch, axes, sinks, training)
+        y = _over_ring(core, q, k, v, microbatch, sinks, training)
     else:
         y = core(q, k, v, sinks=sinks, training=training, **microbatch.of_attention)
     return trade_heads_for_tokens(y.view(*q.shape[:3], -1), axes.heads).flatten(2)
 
 
 def _over_ring(
-    core: AttentionCore,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    microbatch: Microbatch,
-    axes: ContextAxes,
-    sinks: Tensor | None,
-    training: bool,
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, microbatch: Microbatch, sinks: Tensor | None, training: bool
 ) -> Tensor:
-    ring, narrow = axes.ring, q.dtype
+    ring, narrow = core.axes.ring, q.dtype
     assert microbatch.order is not None, "the micro-batch has not been cut"
     order, starts = microbatch.order, microbatch.document_starts
     on_cpu = q.device.type == "cpu"  # the kernels of a GPU have scores in fp32
@@ -105,6 +90,6 @@ def _over_ring(
 
         return microbatch.shared.once((rank, core.window, order.device), say)
 
-    if axes.gathers:
+    if core.axes.gathers:
         return gathered_attention(q, k, v, sight(None), Gathering(microbatch.order, ring), kernel, logits).to(narrow)
     return ring_attention(q, k, v, sight, ring, kernel, logits).to(narrow)

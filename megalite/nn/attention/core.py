@@ -8,13 +8,14 @@ s: the queries are the last s of k tokens (k > s while generating from a cache).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megalite.comm import ContextAxes
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
@@ -38,6 +39,7 @@ class AttentionCore:
     product_dtype: dtype of the matrix products (None: that of q).
     window: a query sees itself and the `window - 1` keys before it (Mistral, arXiv 2310.06825).
     softcap: scores become c tanh(score / c) before masking (Gemma 2, arXiv 2408.00118).
+    axes: the ranks that share a sequence; a call attends to the keys that it is given (`context_attention`: to all).
     """
 
     softmax_in_fp32: bool = False
@@ -48,6 +50,7 @@ class AttentionCore:
     product_dtype: torch.dtype | None = None
     window: int | None = None
     softcap: float | None = None
+    axes: ContextAxes = field(default_factory=ContextAxes)
 
     @classmethod
     def of(cls, config: ModelConfig, index: int, ctx: LayerContext) -> AttentionCore:
@@ -61,6 +64,7 @@ class AttentionCore:
             product_dtype=product_dtype(ctx.dtype, torch.device(ctx.device).type),
             first_head=ctx.tp.rank * (config.num_attention_heads // ctx.tp.size),
             softcap=config.attn_logit_softcapping,
+            axes=ctx.cp,
         )
 
     def __call__(

@@ -124,27 +124,23 @@ class LatentAttention(nn.Module):
             q, k, v = packed[:, :, :, :1], packed[:, :, :, 1], packed[:, :, :, 2]
         else:
             q, (k, v) = torch.cat(queries, -1)[:, :, :, None], torch.cat(stored, -1).split(self.width, -1)
-        sinks, training, core = self.sinks(q), self.training, self.core
+        sinks, training = self.sinks(q), self.training
         if alone:
             seen = {"packed": packed, "values": None if dv == self.width else dv, **microbatch.of_attention}
-            y = core(q, k, v, sinks=sinks, training=training, **seen)
+            y = self.core(q, k, v, sinks=sinks, training=training, **seen)
         else:
-            y = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
+            y = context_attention(self.core, q, k, v, microbatch, sinks, training)
         return y if y.shape[-1] == self.heads * dv else y.view(len(q), samples, self.heads, -1)[..., :dv].flatten(2)
 
     def attend_token(self, q: Tensor, stored: Tensor, microbatch: Microbatch, cache: LayerCache) -> Tensor:
         """The same of one token, `stored` `[1, b, 1, r + dr]`, without keys and values of the others."""
         dn, dv, rank = self.given.qk_head_dim, self.given.v_head_dim, self.given.kv_lora_rank
         w_k, w_v = self.kv_up.weight.view(self.heads, dn + dv, rank).split((dn, dv), 1)
-        stored, _, hidden = with_token(self.core, stored, stored[..., :0], microbatch, self.cp, cache)
+        stored, _, hidden = with_token(self.core, stored, stored[..., :0], microbatch, cache)
         q_n, q_r = self.turned(q, microbatch)
         small = torch.cat((torch.einsum("sbad,adr->sbar", q_n, w_k), q_r), -1)
         small = small * (small.shape[-1] / self.width) ** 0.5  # the scale is that of other channels
-        core, sinks, dtype = self.core, self.sinks(q), self.core.tile_dtype(q)
-        values = stored[..., :rank]
-        y = attend_token(
-            small[:, :, None], stored, values, hidden, self.cp, softcap=core.softcap, sinks=sinks, dtype=dtype
-        )
+        y = attend_token(self.core, small[:, :, None], stored, stored[..., :rank], hidden, self.sinks(q))
         return torch.einsum("sbar,avr->sbav", y.view(*q.shape[:2], self.heads, rank), w_v).flatten(2)
 
     def turned(self, q: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -102,11 +102,9 @@ class Attention(nn.Module):
         if self.scores is not None:
             self.scores(self, q, k, microbatch)
         if cache is not None:
-            return cached_attention(self.core, q, k, v, microbatch, self.cp, cache, sinks=sinks)
+            return cached_attention(self.core, q, k, v, microbatch, cache, sinks)
         if self.cp.size > 1:
-            core, training = self.core, self.training
-            y: Tensor = context_attention(core, q, k, v, microbatch, self.cp, sinks=sinks, training=training)
-            return y
+            return context_attention(self.core, q, k, v, microbatch, sinks, self.training)
         packed = qkv if untouched else None
         return self.core(q, k, v, packed=packed, sinks=sinks, training=self.training, **microbatch.of_attention)
 

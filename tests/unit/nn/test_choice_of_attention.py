@@ -79,13 +79,12 @@ def test_a_kernel_that_nobody_calls_is_no_tiles() -> None:
     """A row of the table whose call is missing ends the run; tiles do not run under its name."""
     q, k = torch.randn(8, 1, 2, 1, 4), torch.randn(8, 1, 2, 4)
     microbatch: Any = SimpleNamespace(order=torch.arange(8), document_starts=None)
-    alone: Any = SimpleNamespace(ring=SimpleNamespace(size=1, rank=0))
     core = AttentionCore()
     with patch.object(choosing, "KERNELS", (choosing.Kernel("new", lambda need: True), *choosing.KERNELS)):
         with pytest.raises(AssertionError, match="attention by new"):
             core(q, k, k)
         with pytest.raises(AssertionError, match="attention by new"):
-            context._over_ring(core, q, k, k, microbatch, alone, None, training=False)
+            context._over_ring(core, q, k, k, microbatch, None, training=False)
 
 
 def test_a_kernel_that_is_wrong_is_not_chosen() -> None:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megalite.comm import Axis, ContextAxes
+from megalite.comm import Axis
 from megalite.config import parse
 from megalite.nn.attention import context, trials
 from megalite.nn.attention.core import AttentionCore
@@ -93,7 +93,7 @@ def test_sinks_of_a_ring_are_those_of_tiles(groups: int) -> None:
         torch.testing.assert_close(flash, tiles, rtol=1e-10, atol=1e-12)
     microbatch: Any = SimpleNamespace(order=at, document_starts=None, documents=None, sample_ids=None, shared=Shared())
     with patch.object(context, "FlashKernel", side_effect=FlashKernel) as chosen:
-        y = context._over_ring(AttentionCore(), q, k, v, microbatch, ContextAxes(), sinks, True)
+        y = context._over_ring(AttentionCore(), q, k, v, microbatch, sinks, True)
         assert chosen.called and torch.equal(y, found[1][0])
-        context._over_ring(AttentionCore(softcap=2.0), q, k, v, microbatch, ContextAxes(), sinks, True)
+        context._over_ring(AttentionCore(softcap=2.0), q, k, v, microbatch, sinks, True)
         assert chosen.call_count == 1  # a cap is for tiles
