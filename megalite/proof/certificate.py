@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -47,16 +47,8 @@ class Part:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Rank:
-    """What a rank runs: `watch.train`, or what a test makes of it, with more arguments."""
-
-    body: Body = train
-    arguments: tuple[Any, ...] = ()
-
-
-def prove(small: Small, steps: int, say: Say, *, keep: str | None = None, rank: Rank = Rank()) -> int:
-    """Says the certificate, or the first difference; returns 0 or 1."""
+def prove(small: Small, steps: int, say: Say, *, keep: str | None = None, rank: Sequence[Any] = (train,)) -> int:
+    """Says the certificate, or the first difference; returns 0 or 1. rank: what a rank runs, with more arguments."""
     with tempfile.TemporaryDirectory(prefix="megalite-proof-") as name:
         folder = Path(name)
         try:
@@ -66,7 +58,7 @@ def prove(small: Small, steps: int, say: Say, *, keep: str | None = None, rank: 
                 shutil.copytree(folder, keep, dirs_exist_ok=True)
 
 
-def _certify(small: Small, steps: int, folder: Path, rank: Rank, say: Say) -> int:
+def _certify(small: Small, steps: int, folder: Path, rank: Sequence[Any], say: Say) -> int:
     for line in small.changes:
         say(f"  {line}")
     began = time.monotonic()
@@ -74,7 +66,8 @@ def _certify(small: Small, steps: int, folder: Path, rank: Rank, say: Say) -> in
     parts = []
     for part in _parts(small, steps, folder, rank):
         parts.append(part)
-        say(f"  {part.name} ({part.ranks} ranks, {part.seconds:.0f} s): {_numbers(part.worst)}")
+        worst = ", ".join(f"{kind} {value:.1e}" for kind, value in part.worst.items())
+        say(f"  {part.name} ({part.ranks} ranks, {part.seconds:.0f} s): {worst}")
         if part.difference is not None or part.died:
             say(f"FAIL  {part.name}: {part.difference or part.died}")
             if part.difference is not None and part.died:
@@ -93,18 +86,13 @@ def _certify(small: Small, steps: int, folder: Path, rank: Rank, say: Say) -> in
     return 0
 
 
-def _numbers(worst: dict[str, float]) -> str:
-    return ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
-
-
 def _recorded(small: Small, steps: int, folder: Path, say: Say) -> Small:
     """With the bound of the norm at which the one process, whose numbers are in `folder` from now on, clips some
     updates and not others."""
-    given, asked = folder / "asked.yaml", small.branches
-    given.write_text(dump_yaml(_cached(small.config, folder)), encoding="utf-8")
+    given, asked = _written(folder, "asked.yaml", small.config), small.branches
     with redirect_stdout(StringIO()):
         bound, clipped, updates = run_single(
-            record, str(given), small.world_size, steps, str(folder), asked, timeout=PATIENCE_SECONDS
+            record, given, small.world_size, steps, str(folder), asked, timeout=PATIENCE_SECONDS
         )
     if asked.skipped:
         say(f"  iteration {asked.skipped}: the gradient of its last sample is made not finite: a skipped update")
@@ -121,32 +109,30 @@ def _clipped(config: Config, bound: float) -> Config:
     return replace(config, optimizer=replace(config.optimizer, clip_grad=bound))
 
 
-def _parts(small: Small, steps: int, folder: Path, rank: Rank) -> Any:
+def _parts(small: Small, steps: int, folder: Path, rank: Sequence[Any]) -> Any:
     """The layout, then the checkpoint at another one."""
-    here = folder / "here.yaml"
     save_after = steps // 2
     config = replace(small.config, checkpoint=replace(small.config.checkpoint, save=str(folder / "run")))
-    here.write_text(dump_yaml(_cached(config, folder)), encoding="utf-8")
+    here = _written(folder, "here.yaml", config)
     reference = Reference(folder)
     whole = range(1, steps + 1)
     yield _part("the layout", rank, small.world_size, here, folder / "a", reference, whole, (steps, save_after))
     other, ranks = elsewhere(small)
-    there = folder / "there.yaml"
     newest = sorted((folder / "run").glob("iter_*"))[0]
     moved = replace(other.checkpoint, load=str(newest.parent), ckpt_step=save_after)
-    there.write_text(dump_yaml(_cached(replace(other, checkpoint=moved), folder)), encoding="utf-8")
+    there = _written(folder, "there.yaml", replace(other, checkpoint=moved))
     rest = range(save_after + 1, steps + 1)
     name = f"its checkpoint at {_describe(other, ranks)}"
     yield _part(name, rank, ranks, there, folder / "b", reference, rest, (steps, 0))
 
 
 def _part(
-    name: str, rank: Rank, ranks: int, config: Path, folder: Path, reference: Reference, iterations: range,
+    name: str, rank: Sequence[Any], ranks: int, config: str, folder: Path, reference: Reference, iterations: range,
     ends: tuple[int, int],
 ) -> Part:  # fmt: skip
     folder.mkdir()
     began = time.monotonic()
-    case = _run(rank.body, ranks, str(config), str(folder.parent), str(folder), *ends, *rank.arguments)
+    case = _run(rank[0], ranks, config, str(folder.parent), str(folder), *ends, *rank[1:])
     died = _death(case)
     results = [result for result in case.results if result is not None]
     seen = [seen for _, seen in results] if len(results) == ranks else []
@@ -174,8 +160,11 @@ def _run(body: Body, ranks: int, *args: Any) -> CaseResult:
         return try_ranks(body, ranks, *args, timeout=PATIENCE_SECONDS)
 
 
-def _cached(config: Config, folder: Path) -> Config:
-    return replace(config, data=replace(config.data, data_cache_path=str(folder / "cache")))
+def _written(folder: Path, name: str, config: Config) -> str:
+    """The path of the configuration's file."""
+    config = replace(config, data=replace(config.data, data_cache_path=str(folder / "cache")))
+    (folder / name).write_text(dump_yaml(config), encoding="utf-8")
+    return str(folder / name)
 
 
 def _describe(config: Config, ranks: int, *, zero: bool = True) -> str:
@@ -199,8 +188,7 @@ def _in_own_format(small: Small, steps: int, folder: Path) -> str:
     alone = small.by_microbatch and ranks == small.world_size
 
     def trained(file: str, config: Config, size: int, *seed: int) -> Trained:
-        (folder / file).write_text(dump_yaml(_cached(config, folder)), encoding="utf-8")
-        case = _run(losses, size, str(folder / file), steps, *seed)
+        case = _run(losses, size, _written(folder, file, config), steps, *seed)
         if case.outcome.culprit is not None:
             raise _Died(_death(case))
         result: Trained = case.results[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, cast
 
 import numpy as np
@@ -90,18 +89,13 @@ class TokenLosses:
                 yield (part.store.name, document), first, last, " ".join(text.split())[:SHOWN], same
             at += end - begin
 
-    def gather(self) -> list[DocumentLoss]:
-        """Of all ranks, dearest first. Collective."""
+    def take(self) -> list[DocumentLoss]:
+        """Of all ranks, dearest first: what was heard since the last time. Collective."""
         mine = [[*key, *sums, *self._text[key]] for key, sums in self._sums.items()]
         everyone = all_gather_json(mine, self._run.trainer.mesh.world)
-        return merged(one for rank in everyone for one in rank)
-
-    def take(self) -> list[DocumentLoss]:
-        """`gather`, of what was heard since the last time. Collective."""
-        found = self.gather()
         self._sums.clear()
         self._text.clear()
-        return found
+        return merged(one for rank in everyone for one in rank)
 
 
 def part_of_one(ids: np.ndarray) -> float:
@@ -127,8 +121,3 @@ def outstanding(documents: Sequence[DocumentLoss], beside: Mapping[int, Sequence
     others = {iteration: [Sample(one.loss, one.tokens) for one in group] for iteration, group in beside.items()}
     dear = outliers([Sample(one.loss, one.tokens) for one in documents], others)
     return [one for place, one in enumerate(documents) if place in dear or one.same >= ONE_TOKEN]
-
-
-def middle_of(documents: Sequence[DocumentLoss]) -> float:
-    """The median loss."""
-    return median(one.loss for one in documents) if documents else float(torch.nan)

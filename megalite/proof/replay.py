@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -20,7 +21,7 @@ from megalite.errors import CheckpointError, DataError, MegaliteError
 from megalite.launch import LaunchEnvironment, launch, log_to_stdout, print_error, read_environment
 from megalite.observe import StepStats
 from megalite.planner import describe_layout
-from megalite.proof.documents import ONE_TOKEN, DocumentLoss, TokenLosses, middle_of, outstanding
+from megalite.proof.documents import ONE_TOKEN, DocumentLoss, TokenLosses, outstanding
 from megalite.proof.history import Past
 from megalite.proof.numbers import (
     CLOSE,
@@ -195,7 +196,7 @@ class Replay:
             if record is not None and (count := record.get("iterations", 1)) > 1:
                 mark += f"   (lm_loss: the mean of {count} iterations)"
             lines.append(f"{iteration:>9}  {shown(loss)}  {shown(norm)}  {theirs}{mark}")
-        middle = middle_of(one.documents)
+        middle = median(document.loss for document in one.documents) if one.documents else math.nan
         documents = "1 document" if len(one.documents) == 1 else f"{len(one.documents)} documents"
         lines.append(f"{documents}, median loss {middle:.4f}; the dearest:")
         lines += [

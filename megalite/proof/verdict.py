@@ -51,15 +51,8 @@ def first_difference(
     places = {layer: i for i, layer in enumerate(reference.layers)}
 
     def when(one: Found) -> tuple[Any, ...]:
-        place = places.get(one["layer"], 0)
-        turned = one["kind"] in (BACKWARD, GRADIENT)
-        return (
-            one["step"] or 0,
-            ORDER.index(one["kind"]),
-            -place if turned else place,
-            one.get("sample", 0),
-            one["rank"],
-        )
+        place = places.get(one["layer"], 0) * (-1 if one["kind"] in (BACKWARD, GRADIENT) else 1)
+        return one["step"] or 0, ORDER.index(one["kind"]), place, one.get("sample", 0), one["rank"]
 
     return _name(min(found, key=when), folder, reference, before=iterations.start, loaded=loaded)
 

@@ -309,12 +309,8 @@ class Eyes:
             return  # there is none over PipeDream's pipeline
         if expected is None or stats.grad_norm is None:
             if expected is not stats.grad_norm:
-                what = (
-                    "was taken, though a gradient is not finite"
-                    if expected is None
-                    else "was skipped, though all is finite"
-                )
-                self.watch.tell(NORM, where, tensor="update", what=what)
+                wrong = ("was skipped, though all is finite", "was taken, though a gradient is not finite")
+                self.watch.tell(NORM, where, tensor="update", what=wrong[expected is None])
             return
         norm, found = (torch.tensor(float(value), dtype=torch.float64) for value in (expected, stats.grad_norm))
         self.watch.compare(NORM, "grad_norm", found, norm, 0.0, **where)

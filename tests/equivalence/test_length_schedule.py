@@ -283,7 +283,7 @@ def documents_body(world: World, argv: list[str]) -> list[tuple[str, int, int]]:
     with open_run(config, world) as run:
         losses = TokenLosses(run)
         run.trainer.train_step(drain=True)
-        return sorted((one.source, one.document, one.tokens) for one in losses.gather())
+        return sorted((one.source, one.document, one.tokens) for one in losses.take())
 
 
 def test_a_replay_names_the_same_documents() -> None:

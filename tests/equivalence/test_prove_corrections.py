@@ -96,9 +96,7 @@ def broken_body(world: World, config: str, reference: str, folder: str, steps: i
 def test_a_correction_that_is_wrong_is_named(full: bool, fresh: int, capsys: pytest.CaptureFixture[str]) -> None:
     for name in MISTAKES if full else [random.Random(fresh).choice([*MISTAKES])]:
         flags, account = MISTAKES[name]
-        status = certificate.prove(
-            small_form(["--fp64", *flags], 2), STEPS, print, rank=certificate.Rank(broken_body, (name,))
-        )
+        status = certificate.prove(small_form(["--fp64", *flags], 2), STEPS, print, rank=(broken_body, name))
         output = capsys.readouterr().out
         verdict = next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), "nothing")
         assert status == 1 and re.search(account, verdict), f"{name}: {output}"

@@ -127,7 +127,7 @@ def small_form(flags: list[str], ranks: int):
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_named_by_layer_and_action(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags, ranks, account = MISTAKES[name]
-    status = certificate.prove(small_form(flags, ranks), STEPS, print, rank=certificate.Rank(broken_body, (name,)))
+    status = certificate.prove(small_form(flags, ranks), STEPS, print, rank=(broken_body, name))
     output = capsys.readouterr().out
     verdict = next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), "nothing")
     assert status == 1 and re.search(account, verdict), output

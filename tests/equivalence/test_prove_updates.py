@@ -302,7 +302,7 @@ def small_form(flags: list[str], ranks: int, steps: int = STEPS) -> Small:
 
 
 def account(name: str, flags: list[str], ranks: int, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    status = certificate.prove(small_form(flags, ranks), STEPS, print, rank=certificate.Rank(broken_body, (name,)))
+    status = certificate.prove(small_form(flags, ranks), STEPS, print, rank=(broken_body, name))
     output = capsys.readouterr().out
     return status, next((line for line in output.splitlines() if line.startswith(("FAIL", "PASS"))), output)
 
