@@ -19,13 +19,13 @@ from megalite.comm import ContextAxes
 from megalite.config import ModelConfig
 from megalite.inventory import ParameterPlacement
 from megalite.nn.attention.blocked import blocked_attention
-from megalite.nn.attention.choose import BLOCKED, FUSED, TILED, Need, choose
-from megalite.nn.attention.masked import FLEX, MASKED, fused_words, words_of
-from megalite.nn.attention.tiles import WeightDropout, tiled_attention
+from megalite.nn.attention.by_sight import attention_by_sight
+from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
+from megalite.nn.attention.masked import fused_words, words_of
+from megalite.nn.attention.tiles import WeightDropout
 from megalite.nn.dropout import site_key
-from megalite.nn.uncompiled import Uncompiled
 from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
-from megalite.visibility import Documents, Shared, Visibility
+from megalite.visibility import Documents, Shared
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,8 @@ class AttentionCore:
         assert sample_ids is not None or not drops, "attention dropout needs the samples' numbers"
         dropped = sample_ids if drops else None
         seen: dict[str, Any] = {"window": window, "document_starts": document_starts, "documents": documents}
-        return attention_by_sight(self, name, q, k, v, sinks, dropped, shared, seen).to(narrow)
+        y: Tensor = attention_by_sight(self, name, q, k, v, sinks=sinks, dropped=dropped, shared=shared, **seen)
+        return y.to(narrow)
 
     def _wants_fp32(self, q: Tensor) -> bool:
         """Whether fp32 scores need extra work: on CUDA the fused kernels compute them, and so does a widened
@@ -135,39 +136,6 @@ class AttentionCore:
         return WeightDropout(
             self.dropout, words(self.key, sample_ids, queries, q.shape[2], q.shape[3], self.first_head)
         )
-
-
-@Uncompiled
-def attention_by_sight(
-    core: AttentionCore,
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    dropped: Tensor | None,
-    shared: Shared | None,
-    seen: dict[str, Any],
-) -> Tensor:
-    """By a kernel that has to know who sees whom, which is the same in all layers of a micro-batch with this window,
-    forward and in recomputation: the first of them says it, and what a kernel makes of it is made once, too.
-
-    dropped: numbers of the samples, `[b]`, whose weights are dropped; None: nothing is. seen: of `Visibility.of`.
-    """
-
-    def say() -> Visibility:
-        places, at = torch.arange(len(k), device=k.device), len(k) - len(q)  # the queries are the last tokens
-        return Visibility.of(places[at:], places, at=at, **seen)
-
-    sight = say() if shared is None else shared.once((len(q), len(k), seen["window"]), say)
-    drop = None if dropped is None else core.weight_dropout(dropped, sight.queries, q, fused=name == FLEX)
-    if name in MASKED:
-        dtype = core.product_dtype or q.dtype
-        more = {"softcap": core.softcap, "sinks": sinks, "drop": drop} if name == FLEX else {}
-        return MASKED[name](q.to(dtype), k.to(dtype), v.to(dtype), sight, **more)
-    assert name == TILED, f"attention by {name}, which is not called here"
-    q, k, v = (x.to(core.tile_dtype(q)) for x in (q, k, v))
-    return tiled_attention(q, k, v, sight, drop, softcap=core.softcap, sinks=sinks)
 
 
 def new_sinks(config: ModelConfig, ctx: LayerContext) -> nn.Parameter | None:
