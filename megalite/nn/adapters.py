@@ -52,10 +52,6 @@ class Bottleneck(nn.Module):
         a, b, c, d = parameters
         self.down, self.up = Dense((a, b), ctx), Dense((c, d), ctx)
 
-    @property
-    def layers(self) -> tuple[Dense, Dense]:
-        return self.down, self.up
-
     def forward(self, y: Tensor) -> Tensor:
         up: Tensor = self.up(F.gelu(self.down(y)))
         return y + up

@@ -93,7 +93,9 @@ class Block(nn.Module):
             attention[2:4] = [Segment(lambda x: proj.run(mix.run(x)), (*mix.owners, *proj.owners))]
         enter, *attention, attended = attention
         begin, *mlp, made = mlp
-        middle, last = ((), ()) if self.adapters is None else (self.adapters.attention.layers, self.adapters.mlp.layers)
+        middle, last = (
+            ((), ()) if self.adapters is None else (self.adapters.attention.children(), self.adapters.mlp.children())
+        )
 
         def norm(x: Tensor) -> tuple[Any, ...]:
             return x, enter.run(x.to(self.dtype) if self.input_norm is None else self.input_norm(x))

@@ -28,7 +28,6 @@ from megalite.proof.verdict import Difference, first_difference
 from megalite.proof.watch import train
 from megalite.testing import CaseResult, run_single, try_ranks
 
-Body = Callable[..., Any]
 Say = Callable[[str], None]
 """What a line of the account is handed to."""
 
@@ -154,7 +153,7 @@ def _death(case: CaseResult) -> str:
     return f"{culprit.phase}, rank {culprit.rank}: {account}"
 
 
-def _run(body: Body, ranks: int, *args: Any) -> CaseResult:
+def _run(body: Callable[..., Any], ranks: int, *args: Any) -> CaseResult:
     """The ranks share the cores, however many they are."""
     with redirect_stdout(StringIO()):
         return try_ranks(body, ranks, *args, timeout=PATIENCE_SECONDS)

@@ -46,8 +46,7 @@ class Past:
     """What ranks need to know of it. begin, end: they compute the iterations between, `end` is the first that was
     logged from the one that is looked at. lines: what was logged of them. witness: the checkpoint whose data the run
     must have, None where that is not to be looked at. otherwise: what is not as in the run, and may round otherwise.
-    starts: the start lines of the processes that computed them. begun: where processes began. replaced: lines of which
-    later ones tell otherwise, or the same.
+    legs: the processes that computed them. replaced: lines of which later ones tell otherwise, or the same.
     """
 
     run: Path
@@ -57,8 +56,7 @@ class Past:
     lines: Sequence[Record] = ()
     witness: Path | None = None
     otherwise: Sequence[str] = ()
-    starts: Sequence[Mapping[str, Any]] = ()
-    begun: Sequence[int] = ()
+    legs: Sequence[Leg] = ()
     replaced: Sequence[Record] = ()
 
     def replaced_values(self, iteration: int, name: str) -> list[float | None]:
@@ -167,19 +165,9 @@ class History:
         names = [name for leg in self.between for name in leg.changed]  # the run itself was laid out in two ways
         told = tuple(dict.fromkeys(name.rstrip(":") for name in (*otherwise, *names)))
         first = max((leg.begin for leg in self.legs if leg.begin <= self.begin), default=self.begin)
-        computing = [leg for leg in self.legs if first <= leg.begin < end]
-        return Past(
-            self.run,
-            self.iteration,
-            self.begin,
-            end,
-            lines,
-            None if other_data else self.after,
-            told,
-            starts=[leg.start for leg in computing],
-            begun=[leg.begin for leg in computing],
-            replaced=self.replaced,
-        )
+        legs = [leg for leg in self.legs if first <= leg.begin < end]
+        witness = None if other_data else self.after
+        return Past(self.run, self.iteration, self.begin, end, lines, witness, told, legs, self.replaced)
 
 
 def legs_and_lines(records: Iterable[Record]) -> tuple[list[Leg], list[Record]]:

@@ -99,7 +99,7 @@ class Replay:
 
     def _as_it_computed(self, config: Config, world: World) -> Config:
         """Threads and products of fp32 as the run had them, on whatever machine it was."""
-        facts = self.past.starts[0] if self.past.starts else {}
+        facts = self.past.legs[0].start if self.past.legs else {}
         threads = facts.get("threads")
         if isinstance(threads, list):
             threads = threads[world.rank] if len(threads) == world.size else None
@@ -136,7 +136,7 @@ class Replay:
                     seen = list(watch.seen)
             here = {"megalite_version": __version__, "torch_version": torch.__version__, **run.arithmetic}
             otherwise = [f"another {name}" for name in past.otherwise]
-            otherwise += unlike(config, past.starts, {"device": world.device.type, **here})
+            otherwise += unlike(config, [leg.start for leg in past.legs], {"device": world.device.type, **here})
             # of a gradient that is nearly 0 an optimizer can make a whole step, and of its rounding another one
             told = not otherwise or config.training.precision.name == "fp64"
             close = CLOSE[config.training.precision.name] if otherwise else 0.0
@@ -236,7 +236,7 @@ class Replay:
         partly = [record["iteration"] for record in here if not is_whole(one.numbers, record)]
         if partly:
             said += f"; the mean loss of line {partly[0]} is also of iterations that were not computed here"
-        for first, last in not_logged(past.begin, here, past.begun):
+        for first, last in not_logged(past.begin, here, [leg.begin for leg in past.legs]):
             said += f"; metrics.jsonl lacks the line of iterations {first} to {last}"
         return said
 
