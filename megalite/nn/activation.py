@@ -8,6 +8,7 @@ activation again in backward needs no second graph for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -51,31 +52,25 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(QUICK * x)
 
 
-def quick_gelu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return silu_gradient(QUICK * x, dy)  # it is silu(1.702 x) / 1.702
-
-
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x) ** 2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
 
 
-def squared_relu_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return dy * F.relu(x) * 2
+@dataclass(frozen=True)
+class Gated:
+    """plain(gate) * value. gradient: that of `plain`."""
 
+    plain: Elementwise
+    gradient: Gradient
 
-def gated(plain: Elementwise, gradient: Gradient) -> Activation:
-    """plain(gate) * value, and its gradient."""
-
-    def forward(x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
-        return plain(gate) * value
+        return self.plain(gate) * value
 
-    def backward(x: Tensor, dy: Tensor) -> Tensor:
+    def backward(self, x: Tensor, dy: Tensor) -> Tensor:
         gate, value = x.chunk(2, -1)
-        return torch.cat([gradient(gate, dy * value), dy * plain(gate)], -1)
-
-    return forward, backward
+        return torch.cat([self.gradient(gate, dy * value), dy * self.plain(gate)], -1)
 
 
 def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float | None) -> Activation:
@@ -95,14 +90,17 @@ def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float |
     return lambda x: plain(shifted(x)), shifted_gradient
 
 
+GATES = {
+    "swiglu": Gated(F.silu, silu_gradient),
+    "geglu": Gated(gelu, gelu_gradient),
+    "geglu-tanh": Gated(gelu_tanh, gelu_tanh_gradient),
+    "quick-geglu": Gated(quick_gelu, lambda x, dy: silu_gradient(QUICK * x, dy)),
+}
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": (gelu, gelu_gradient),
     "gelu-tanh": (gelu_tanh, gelu_tanh_gradient),
-    "squared-relu": (squared_relu, squared_relu_gradient),
-    "swiglu": gated(F.silu, silu_gradient),
-    "geglu": gated(gelu, gelu_gradient),
-    "geglu-tanh": gated(gelu_tanh, gelu_tanh_gradient),
-    "quick-geglu": gated(quick_gelu, quick_gelu_gradient),
+    "squared-relu": (squared_relu, lambda x, dy: dy * F.relu(x) * 2),
+    **{name: (gate, gate.backward) for name, gate in GATES.items()},
 }
 
 
