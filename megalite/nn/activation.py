@@ -48,7 +48,7 @@ def silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x), which gpt-oss has for GELU (arXiv 2508.10925)."""
+    """x sigmoid(1.702 x), silu(1.702 x) / 1.702, which gpt-oss has for GELU (arXiv 2508.10925)."""
     return x * torch.sigmoid(QUICK * x)
 
 
