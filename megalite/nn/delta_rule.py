@@ -151,7 +151,8 @@ def _gradients(
     dinner *= beta * decay
     dscores *= decay
     dq, dk = dq.mul_(from_state), dk_write.mul_(to_state) - dk_read.mul_(beta * from_state)
-    dq, dk, dinner, dscores = (_over_group(x) for x in (dq, dk, dinner, dscores))
+    # the value heads of a key head
+    dq, dk, dinner, dscores = (x if x.shape[3] == 1 else x.sum(3, keepdim=True) for x in (dq, dk, dinner, dscores))
     dq, dk = _plus(dq, dscores, k), _plus(_plus(dk, dinner + dinner.mT, k), dscores.mT, q)
     wrote *= to_state
     dtotal = flow.sum(-1, keepdim=True) - flow.sum(-2)[..., None] + (asked - beta * read) * from_state - wrote
@@ -193,11 +194,6 @@ def _plus(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _rows(a: Tensor, b: Tensor) -> Tensor:
     products: Tensor = torch.linalg.vecdot(a, b)
     return products.unsqueeze(-1)
-
-
-def _over_group(x: Tensor) -> Tensor:
-    """The sum over value heads of a key head."""
-    return x if x.shape[3] == 1 else x.sum(3, keepdim=True)
 
 
 def _part(

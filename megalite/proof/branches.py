@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megalite.config import Config, Decay, OptimizerConfig, Warmup
+from megalite.config import Config, Decay, Warmup
 from megalite.schedule import find_schedule
 
 FIRST_SCALE = 2.0**10
@@ -97,11 +97,8 @@ def with_schedules(small: Config, own: Config, world_size: int, ranks: int, bran
         wsd = replace(given.lr_wsd_decay, lr_wsd_decay_iters=None, lr_wsd_decay_samples=end - between(-1 - last))
         given = replace(given, lr_wsd_decay=wsd)
     if given.lr_decay_style == "inverse-square-root" and given.min_lr and len(seen) > 2:
-        given = replace(given, min_lr=_floor(given, seen[-2 - last], seen[-1 - last]))
+        earlier, later = seen[-2 - last : len(seen) - last]
+        begun = max(1, given.lr_warmup.lr_warmup_samples)
+        floor = given.lr * math.sqrt(begun / math.sqrt(max(earlier, begun) * later))
+        given = replace(given, min_lr=floor)  # between the rates of two steps
     return replace(small, optimizer=given)
-
-
-def _floor(settings: OptimizerConfig, earlier: int, later: int) -> float:
-    """Between the rates of two steps."""
-    warmup = max(1, settings.lr_warmup.lr_warmup_samples)
-    return settings.lr * math.sqrt(warmup / math.sqrt(max(earlier, warmup) * later))

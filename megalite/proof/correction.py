@@ -52,25 +52,17 @@ def _adamw_nesterov(before: Tensor, g: Tensor, moments: Named, n: Numbers) -> Te
     return -n.lr * (wanted - taken) / size
 
 
-def _sgd_expects(w: Tensor, moments: Named, n: Numbers) -> Tensor:
-    return -n.lr * moments["momentum_buffer"]
-
-
 def _sgd_nesterov(before: Tensor, g: Tensor, moments: Named, n: Numbers) -> Tensor:
     taken = moments["momentum_buffer"]
     wanted = g + n.weight_decay * before + n.settings.args.sgd_momentum * taken
     return -n.lr * (wanted - taken)
 
 
-def _lion_expects(w: Tensor, moments: Named, n: Numbers) -> Tensor:
-    return -n.lr * (moments["exp_avg"].sign() + n.weight_decay * w)
-
-
 ADAMW, SGD, LION = (frozenset(labels) for labels in (("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ("exp_avg",)))
 EXPECTS: Mapping[frozenset[str], Callable[[Tensor, Named, Numbers], Tensor]] = {
     ADAMW: _adamw_expects,
-    SGD: _sgd_expects,
-    LION: _lion_expects,
+    SGD: lambda w, moments, n: -n.lr * moments["momentum_buffer"],
+    LION: lambda w, moments, n: -n.lr * (moments["exp_avg"].sign() + n.weight_decay * w),
 }
 """The moments of a tensor -> the step that they stand for."""
 NESTEROV: Mapping[frozenset[str], Callable[[Tensor, Tensor, Named, Numbers], Tensor]] = {

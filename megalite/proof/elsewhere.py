@@ -58,7 +58,9 @@ def plain(small: Small, own: Config) -> tuple[Config, int]:
     together = replace(config, parallel=replace(parallel, pipeline_model_parallel_size=stages), training=wider)
     if endless_program(together).staleness != endless_program(small.config).staleness:
         return own, small.world_size
-    if _weigh_alike(own) and not config_problems(together, stages):
+    # a micro-batch of all replicas' samples has their mean loss if none is masked, none shares a capacity or a scale
+    alike = not (own.data.eod_mask_loss or own.model.experts.num_experts or own.training.float8.fp8_format)
+    if alike and not config_problems(together, stages):
         return together, stages
     return replace(together, training=own.training), stages * replicas
 
@@ -66,12 +68,6 @@ def plain(small: Small, own: Config) -> tuple[Config, int]:
 def nothing_recomputed(config: Config) -> ModelConfig:
     """Its model: recomputation is written for the layout's stages."""
     return replace(config.model, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
-
-
-def _weigh_alike(own: Config) -> bool:
-    """Whether a micro-batch of all replicas' samples has their mean loss: none is masked, none shares a capacity or a
-    scale."""
-    return not (own.data.eod_mask_loss or own.model.experts.num_experts or own.training.float8.fp8_format)
 
 
 def _kept(small: Small) -> dict[str, Any]:

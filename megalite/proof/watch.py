@@ -31,7 +31,6 @@ from megalite.microbatch import Microbatch
 from megalite.nn import LayerStack
 from megalite.observe import StepStats
 from megalite.optim import DynamicLossScaler, LossScaler
-from megalite.parallel.zero import ParameterBuffers
 from megalite.proof.branches import FIRST_SCALE
 from megalite.proof.gradient_taps import tap_gradients
 from megalite.proof.reference import Reference
@@ -146,12 +145,10 @@ class Eyes:
         for stage in run.trainer.executor.stages.values():
             for module in stage.modules:
                 self._listen(cast(LayerStack, module))
-        for family in self._families():
-            tap_gradients(family, self._keep)
+        for families in run.state.model.buffers.values():
+            for family in families:
+                tap_gradients(family, self._keep)
         inject.install([*inject.FAULTS, self])
-
-    def _families(self) -> list[ParameterBuffers]:
-        return [family for stage in self.run.state.model.buffers.values() for family in stage]
 
     # layers
 

@@ -87,7 +87,8 @@ def attend(qkv: Tensor, values: int | None = None) -> tuple[Tensor, Tensor]:
     for (begin, end), scores in zip(query_blocks(s), _by_block(weights, s, b * g, r), strict=True):
         rows = slice(begin * r, end * r)
         torch.bmm(q[:, rows] * d**-0.5, k[:, :end].transpose(1, 2), out=scores)
-        scores[:, :, begin:].add_(_hidden(end - begin, r, scores))
+        hidden = scores.new_full((end - begin, end - begin), -torch.inf).triu_(1)
+        scores[:, :, begin:].add_(hidden if r == 1 else hidden.repeat_interleave(r, 0))
         torch.softmax(scores, -1, out=scores)
         torch.bmm(scores, v[:, :end], out=context[:, rows])
     # contiguous: as the operator announces it, also where one group makes the reshape a view
@@ -147,9 +148,3 @@ def _by_head(x: Tensor) -> Tensor:
 def _to_tokens(x: Tensor, s: int, r: int) -> Tensor:
     """`[n, s * r, d]` -> `[s, n, r, d]` (a view)."""
     return x.view(x.shape[0], s, r, x.shape[2]).permute(1, 0, 2, 3)
-
-
-def _hidden(rows: int, r: int, like: Tensor) -> Tensor:
-    """-inf where a query of the block may not look, `[rows * r, rows]`."""
-    mask = torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
-    return mask if r == 1 else mask.repeat_interleave(r, 0)

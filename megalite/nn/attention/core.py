@@ -103,7 +103,8 @@ class AttentionCore:
                 hides=window is not None or document_starts is not None,
                 bends=self.softcap is not None or sinks is not None,
                 drops=drops,
-                rewrites=self._wants_fp32(q),
+                # on CUDA the fused kernels compute fp32 scores, and so does a widened product
+                rewrites=self.softmax_in_fp32 and wide.itemsize < 4 and q.device.type == "cpu",
                 keeps_weights=not self.recompute,
             )
         )
@@ -117,12 +118,6 @@ class AttentionCore:
         seen: dict[str, Any] = {"window": window, "document_starts": document_starts, "documents": documents}
         y: Tensor = attention_by_sight(self, name, q, k, v, sinks=sinks, dropped=dropped, shared=shared, **seen)
         return y.to(narrow)
-
-    def _wants_fp32(self, q: Tensor) -> bool:
-        """Whether fp32 scores need extra work: on CUDA the fused kernels compute them, and so does a widened
-        product."""
-        narrow = (self.product_dtype or q.dtype).itemsize < 4
-        return self.softmax_in_fp32 and narrow and q.device.type == "cpu"
 
     def tile_dtype(self, q: Tensor) -> torch.dtype:
         """The dtype of the tiles' GEMMs: the scores have that of the operands."""

@@ -10,7 +10,7 @@ and so on; backwards go the same way with the chunks reversed. Rank r runs 2(p-1
 activations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.definition import ScheduleShape, flush_schedule
@@ -28,25 +28,18 @@ def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`; chunk c is stage c*p + rank."""
     p, m, v, _ = shape[:4]
 
-    def place(turn: int) -> tuple[int, int]:
+    def in_turn(build: Callable[..., Action], turn: int) -> Action:
         group, within = divmod(turn, p * v)
         chunk, member = divmod(within, p)
-        return chunk, group * p + member
-
-    def forward_turn(turn: int) -> Action:
-        chunk, microbatch = place(turn)
-        return forward(chunk * p + rank, microbatch)
-
-    def backward_turn(turn: int) -> Action:
-        chunk, microbatch = place(turn)
-        return backward((v - 1 - chunk) * p + rank, microbatch)
+        chunk = chunk if build is forward else v - 1 - chunk
+        return build(chunk * p + rank, group * p + member)
 
     warmup, total = warmup_chunks(rank, shape), m * v
-    yield from (forward_turn(turn) for turn in range(warmup))
+    yield from (in_turn(forward, turn) for turn in range(warmup))
     for turn in range(total):
         if warmup + turn < total:
-            yield forward_turn(warmup + turn)
-        yield backward_turn(turn)
+            yield in_turn(forward, warmup + turn)
+        yield in_turn(backward, turn)
 
 
 def problems(shape: ScheduleShape) -> list[str]:
