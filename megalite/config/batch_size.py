@@ -16,7 +16,7 @@ import itertools
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Self
+from typing import ClassVar, Self
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _STEP = re.compile(r"(\d+(?:\.\d+)?)([KMGBT]?):(.+)", re.IGNORECASE)
@@ -28,14 +28,28 @@ class Steps:
 
     An iteration has the number that holds at its first sample, so a change waits for the end of the iteration.
 
-    steps: `(first sample, number)`, first samples rising from 0.
+    steps: `(first sample, number)`, first samples rising from 0. number, counts: how messages call a number, and what
+    it is one of.
     """
 
     steps: tuple[tuple[int, int], ...]
+    number: ClassVar[str]
+    counts: ClassVar[str]
 
     @classmethod
     def constant(cls, number: int) -> Self:
         return cls(((0, number),))
+
+    @classmethod
+    def parse(cls, text: str, seq_length: int) -> Self:
+        """The numbers of `TOKENS:NUMBER` pairs. Raises ValueError as `parse_words`, or for a number below 1."""
+        steps = parse_words(text, seq_length, cls.number)
+        for pair, (_, word) in zip(text.split(), steps, strict=True):
+            if not word.isdecimal():
+                raise ValueError(f"'{pair}' is not TOKENS:{cls.number}")
+            if int(word) < 1:
+                raise ValueError(f"'{pair}' has no {cls.counts}")
+        return cls(tuple((first, int(word)) for first, word in steps))
 
     def at(self, consumed_samples: int) -> int:
         """The number of the iteration that begins after `consumed_samples`."""
@@ -45,10 +59,8 @@ class Steps:
 class BatchSizeSchedule(Steps):
     """Samples of a global batch (`--step-batch-size-schedule "0:768 250B:1536"`: from 0 tokens on 768, then 1536)."""
 
-    @classmethod
-    def parse(cls, text: str, seq_length: int) -> BatchSizeSchedule:
-        """Raises ValueError as `parse_steps`."""
-        return cls(parse_steps(text, seq_length, "SIZE"))
+    number = "SIZE"
+    counts = "samples"
 
     @classmethod
     def ramp(cls, start: int, increment: int, ramp_samples: int, global_batch_size: int) -> BatchSizeSchedule:
@@ -113,26 +125,13 @@ class LengthSchedule(Steps):
                               |_______________________________________|     from 500 billion tokens on the sample whole
     """
 
-    @classmethod
-    def parse(cls, text: str, seq_length: int) -> LengthSchedule:
-        """Raises ValueError as `parse_steps`."""
-        return cls(parse_steps(text, seq_length, "LENGTH"))
+    number = "LENGTH"
+    counts = "tokens"
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """All that occur, the first first."""
         return tuple(dict.fromkeys(length for _, length in self.steps))
-
-
-def parse_steps(text: str, seq_length: int, what: str) -> tuple[tuple[int, int], ...]:
-    """`(first sample, number)` of `TOKENS:NUMBER` pairs, as `parse_words`. what: the name of the number."""
-    steps = parse_words(text, seq_length, what)
-    for pair, (_, word) in zip(text.split(), steps, strict=True):
-        if not word.isdecimal():
-            raise ValueError(f"'{pair}' is not TOKENS:{what}")
-        if int(word) < 1:
-            raise ValueError(f"'{pair}' has no {'samples' if what == 'SIZE' else 'tokens'}")
-    return tuple((first, int(word)) for first, word in steps)
 
 
 def parse_words(text: str, seq_length: int, what: str) -> tuple[tuple[int, str], ...]:
