@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.comm.axis import Axis
+from megalite.comm.exchange import Exchange
 from megalite.comm.gathered_json import all_gather_json
 from megalite.errors import PeerLost, rank_name
 from megalite.scratch import remove_forgotten
@@ -46,16 +47,6 @@ SPINS = 200
 NAP_SECONDS = 50e-6
 
 Finish = Callable[[Sequence[Tensor]], None]
-
-
-class Message:
-    """Handle of the last of a tensor's pieces; `wait` finishes everything up to it."""
-
-    def __init__(self, exchange: SharedExchange, number: int) -> None:
-        self._exchange, self._number = exchange, number
-
-    def wait(self) -> None:
-        self._exchange.finish(self._number)
 
 
 class SharedExchange:
@@ -70,7 +61,7 @@ class SharedExchange:
         self._posted = 0
         self._pending: deque[tuple[int, int, torch.dtype, Finish]] = deque()
 
-    def all_reduce_(self, x: Tensor, op: str) -> Message:
+    def all_reduce_(self, x: Tensor, op: str) -> Exchange:
         """Starts x = sum, max or min over the ranks, in place."""
         whole = x if x.is_contiguous() else x.contiguous()
         flat = whole.view(-1)
@@ -78,22 +69,22 @@ class SharedExchange:
         for begin in range(0, flat.numel(), step):
             part = flat[begin : begin + step]
             self._post(part, partial(_reduce, out=part, op=op))
-        message = Message(self, self._posted)
+        message = self._last_posted()
         if whole is not x:
             message.wait()
             x.copy_(whole)
         return message
 
-    def all_gather_into(self, out: Tensor, x: Tensor) -> Message:
+    def all_gather_into(self, out: Tensor, x: Tensor) -> Exchange:
         """Starts out = the ranks' x one after the other along dim 0."""
         flat, rows = x.contiguous().view(-1), out.view(self._size, -1)
         step = SLOT_BYTES // flat.element_size()
         for begin in range(0, flat.numel(), step):
             targets = rows[:, begin : begin + step]
             self._post(flat[begin : begin + step], partial(_gather, targets=targets))
-        return Message(self, self._posted)
+        return self._last_posted()
 
-    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> Message:
+    def reduce_scatter_into(self, out: Tensor, x: Tensor) -> Exchange:
         """Starts out = this rank's part along dim 0 of the sum of x."""
         rows = x.contiguous().view(self._size, -1)
         flat = out.view(-1)
@@ -101,9 +92,9 @@ class SharedExchange:
         for begin in range(0, flat.numel(), step):
             part = flat[begin : begin + step]
             self._post(rows[:, begin : begin + step], partial(_sum_of_rows, rank=self._rank, out=part))
-        return Message(self, self._posted)
+        return self._last_posted()
 
-    def all_to_all_rows(self, out: Tensor, x: Tensor, traffic: Sequence[Sequence[int]]) -> Message:
+    def all_to_all_rows(self, out: Tensor, x: Tensor, traffic: Sequence[Sequence[int]]) -> Exchange:
         """Starts out = the rows of x `[n, ...]` that are for this rank, rank after rank. traffic[i][j]: how many go
         from i to j."""
         me, size = self._rank, self._size
@@ -119,7 +110,11 @@ class SharedExchange:
             for begin in range(0, longest, step):
                 part = into[begin : begin + step]
                 self._post(leaving[begin : begin + step], partial(_take, rank=source, out=part), part.numel())
-        return Message(self, self._posted)
+        return self._last_posted()
+
+    def _last_posted(self) -> Exchange:
+        """The handle of the last of a tensor's pieces, which finishes everything up to it."""
+        return Exchange([], [], partial(self.finish, self._posted))
 
     def _post(self, values: Tensor, finish: Finish, arriving: int | None = None) -> None:
         """arriving: elements of the others' parts, where they are not as many as `values` has."""
