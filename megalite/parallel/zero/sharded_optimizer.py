@@ -240,14 +240,12 @@ class ShardedOptimizer:
         """Within the context, the compute weights of `version` are uncorrected copies of the masters."""
         corrects = any(sub.corrects for sub in self.sub_optimizers)
         if corrects:
-            self._rewrite(version, as_masters=True)
+            self.wait_for_weights()
+            self.write_weights(version, as_masters=True)
         yield
         if corrects:
-            self._rewrite(version, as_masters=False)
-
-    def _rewrite(self, version: int, *, as_masters: bool) -> None:
-        self.wait_for_weights()
-        self.write_weights(version, as_masters=as_masters)
+            self.wait_for_weights()
+            self.write_weights(version)
 
     # ---- checkpoint --------------------------------------------------------------------------------------------------
 
