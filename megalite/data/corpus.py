@@ -111,8 +111,11 @@ def file_corpus(path: str, flag: str = "`data_path`") -> TextCorpus:
                 yield text[begin:end]
 
     def digest() -> str:
-        with open_bytes(path, flag) as file:
-            return hashlib.file_digest(file, lambda: xxhash.xxh3_128(b"jsonl" if jsonl else b"text")).hexdigest()
+        try:
+            with open_bytes(path, flag) as file:
+                return hashlib.file_digest(file, lambda: xxhash.xxh3_128(b"jsonl" if jsonl else b"text")).hexdigest()
+        except OSError as error:
+            raise DataError(f"{flag}={path}: cannot be read ({error.strerror})") from None
 
     return TextCorpus(path, digest, documents, ends_documents=jsonl)
 

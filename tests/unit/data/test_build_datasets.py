@@ -337,6 +337,12 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that opens and cannot be read, of Linux")
+def test_a_text_whose_reading_fails_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^--data-path=/proc/self/mem: cannot be read \(Input/output error\)$"):
+        build(config(data_path=("/proc/self/mem",)), tmp_path)
+
+
 @pytest.mark.parametrize(("fields", "message"), BAD_INPUT)
 def test_bad_input_is_one_line(
     fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
