@@ -55,7 +55,9 @@ class Section:
             if isinstance(declared, dataclasses.Field):
                 shared = {key: value for key, value in facts.items() if value != name}
                 declared.metadata = types.MappingProxyType({**shared, **declared.metadata})
+        said = cls.__doc__ or ""  # `python -OO` has none, in whose place a dataclass would put its signature
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+        cls.__doc__ = said
 
 
 class Spelled(Section):

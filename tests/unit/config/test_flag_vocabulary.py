@@ -6,6 +6,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,10 @@ def test_tables_of_names_point_at_fields() -> None:
         assert target in options, target
     for name in [*RENAMED, *CONSTANT_FLAGS, *EXTRA_OPTIONS]:
         assert name not in options, name
+
+
+def test_without_docstrings_no_signature_stands_in_the_help() -> None:
+    code = "from megalite.config.arguments import argument_flags; print({f.help for f in argument_flags().values()})"
+    command = [sys.executable, "-B", "-OO", "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert "soft caps" in said and "(*," not in said
