@@ -134,9 +134,15 @@ def checksum(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def commit_text(manifest: bytes) -> bytes:
-    """The exact content of COMMITTED for these manifest bytes: any other content is refused."""
-    return f"{FORMAT} {VERSION}\nmanifest.json {len(manifest)} bytes xxh3_64 {checksum(manifest)}\n".encode()
+def commit_text(manifest: bytes, version: int | None = None) -> bytes:
+    """The exact content of COMMITTED for these manifest bytes: any other content is refused. version: None: today's."""
+    version = VERSION if version is None else version
+    return f"{FORMAT} {version}\nmanifest.json {len(manifest)} bytes xxh3_64 {checksum(manifest)}\n".encode()
+
+
+def proves(committed: bytes, manifest: bytes) -> bool:
+    """Whether COMMITTED proves a manifest of this version of the format, or of an older one."""
+    return any(committed == commit_text(manifest, version) for version in range(1, VERSION + 1))
 
 
 def check_file_name(name: str, where: str) -> str:

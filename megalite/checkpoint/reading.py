@@ -26,8 +26,8 @@ from megalite.checkpoint.format import (
     StoredShard,
     check_file_name,
     checksum,
-    commit_text,
     parse_manifest,
+    proves,
 )
 from megalite.checkpoint.remote import attempt_place, read_proven
 from megalite.errors import CheckpointError
@@ -181,7 +181,7 @@ def read_manifest(path: Place) -> Manifest:
         raise CheckpointError(f"{path}: not a committed checkpoint (no {COMMITTED} file)")
     proof = read_small(path / COMMITTED, 4096)
     raw = read_small(path / MANIFEST, MAX_MANIFEST_BYTES)
-    if proof != commit_text(raw):
+    if not proves(proof, raw):
         newer = re.match(rb"%s (\d{1,5})\s" % FORMAT.encode(), proof)
         if newer and int(newer[1]) > VERSION:
             raise CheckpointError(

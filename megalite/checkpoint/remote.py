@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megalite.checkpoint.format import COMMITTED, MANIFEST, MAX_MANIFEST_BYTES, Manifest, commit_text, to_json
+from megalite.checkpoint.format import COMMITTED, MANIFEST, MAX_MANIFEST_BYTES, Manifest, commit_text, proves, to_json
 from megalite.checkpoint.lock import RunLock
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -57,7 +57,7 @@ def read_proven(path: StoreUrl) -> tuple[bytes, str]:
         except Missing:  # or the name of the save was damaged on its way here
             wrong = f"{manifest}: missing"
             continue
-        if found[1] == commit_text(raw):
+        if proves(found[1], raw):
             return raw, found[2].decode()
     raise CheckpointError(f"{wrong}; the checkpoint is damaged")
 

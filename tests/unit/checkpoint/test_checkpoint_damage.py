@@ -187,6 +187,17 @@ def test_a_newer_format_says_so(tmp_path: Path) -> None:
         load(path)
 
 
+def test_a_checkpoint_of_an_older_format_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_as_ranks(tmp_path, 1, [[TensorShard("w", (4, 4), (0, 0), torch.ones(4, 4))]])
+    monkeypatch.setattr("megalite.checkpoint.format.VERSION", 2)
+    into = torch.zeros(4, 4)
+    load_as_ranks(path, [[TensorShard("w", (4, 4), (0, 0), into)]])
+    assert bool((into == 1).all())
+    (path / COMMITTED).write_bytes((path / COMMITTED).read_bytes().replace(b"checkpoint 1", b"checkpoint 0"))
+    with pytest.raises(CheckpointError, match="does not match"):
+        load_as_ranks(path, [[TensorShard("w", (4, 4), (0, 0), into)]])
+
+
 def test_two_thousand_mutated_manifests_raise_nothing_but_our_error(saved: Path) -> None:
     raw = (saved / MANIFEST).read_bytes()
     rng = random.Random(1)
