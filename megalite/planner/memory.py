@@ -39,7 +39,7 @@ from megalite.planner.activations import (
 from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.model_states import StateBytes, state_bytes
-from megalite.planner.moments import STEPPED, fullest_moments, walked
+from megalite.planner.peaks import STEPPED, memory_peaks, walked
 from megalite.schedule import (
     ChunkTraffic,
     Program,
@@ -286,10 +286,10 @@ def _peak(
     if walked(program) * len(kept) * 2 > WALKED_ACTIONS:
         return *_declared_peak(program, rank, kept), transient
     found = [(0.0, 0.0, 0.0, transient)]
-    for moment in fullest_moments(program, rank):
-        if moment.ended != STEPPED:
-            waiting = 0.0 if moment.ended is None else kept[moment.ended].weight_only_block
-            found.append((*moment.held(kept), max(0.0, transient - waiting)))
+    for peak in memory_peaks(program, rank):
+        if peak.ended != STEPPED:
+            waiting = 0.0 if peak.ended is None else kept[peak.ended].weight_only_block
+            found.append((*peak.held(kept), max(0.0, transient - waiting)))
     return max(found, key=sum)
 
 
@@ -297,8 +297,8 @@ def _kept_by_step(program: Program, rank: int, kept: Mapping[int, StageActivatio
     """Activations of the batches that a pipeline which never drains has begun when it steps."""
     if not program.asynchronous:
         return 0.0
-    moments = (moment for moment in fullest_moments(program, rank) if moment.ended == STEPPED)
-    return max((sum(moment.held(kept)) for moment in moments), default=0.0)
+    peaks = (peak for peak in memory_peaks(program, rank) if peak.ended == STEPPED)
+    return max((sum(peak.held(kept)) for peak in peaks), default=0.0)
 
 
 def _declared_peak(program: Program, rank: int, kept: Mapping[int, StageActivations]) -> tuple[float, float, float]:

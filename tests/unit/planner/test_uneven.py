@@ -105,7 +105,7 @@ def test_the_memory_of_a_stage_is_that_of_its_own_number() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_fullest_moments_are_those_of_a_walk(name: str) -> None:
+def test_the_peaks_of_memory_are_those_of_a_walk(name: str) -> None:
     """The peak by the few moments that count, against a sum that is carried through every action."""
     from megalite.planner.activations import StageActivations
     from megalite.planner.memory import _peak

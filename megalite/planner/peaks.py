@@ -1,4 +1,4 @@
-"""The moments of a batch at which a rank holds the most, by a walk through its program."""
+"""The points of a batch at which a rank holds the most memory, by a walk through its program."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def walked(program: Program) -> int:
 
 
 STEPPED = -1
-"""The moment of a STEP."""
+"""That of a STEP."""
 
 
-class MemoryMoment(NamedTuple):
+class MemoryPeak(NamedTuple):
     """What a rank holds after a forward, or after the I of stage `ended`, or while it steps (`STEPPED`).
 
     counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits, and those whose
@@ -59,8 +59,8 @@ class MemoryMoment(NamedTuple):
 
 
 @cache
-def fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
-    """The moments of a batch at which a rank holds the most, whatever a micro-batch keeps: no other moment has as many
+def memory_peaks(program: Program, rank: int) -> tuple[MemoryPeak, ...]:
+    """The points of a batch at which a rank holds the most, whatever a micro-batch keeps: no other point has as many
     of everything. Few, and worked out once for all that is asked of a program."""
     stages = sorted({stage for stage, _ in program.placement.stages_of(rank)})
     counts = {stage: [0, 0, 0] for stage in stages}
@@ -90,7 +90,7 @@ def fullest_moments(program: Program, rank: int) -> tuple[MemoryMoment, ...]:
                     continue
                 note(part.stage if part.kind == BACKWARD_INPUT else None)
     return tuple(
-        MemoryMoment(ended, tuple(zip(stages, held[::3], held[1::3], held[2::3], strict=True)))
+        MemoryPeak(ended, tuple(zip(stages, held[::3], held[1::3], held[2::3], strict=True)))
         for ended, moments in fullest.items()
         for _, held in moments
     )
