@@ -164,7 +164,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
         ),
         "lion": OptimizerSpec(
             lambda settings: (settings.exp_avg_dtype,),
-            step=3,
+            step=2,
             scales=True,
             settings=("exp_avg_dtype",),
             nesterov="its update weighs the newest gradient by itself",

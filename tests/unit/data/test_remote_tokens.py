@@ -31,7 +31,7 @@ def pair(tmp_path: Path) -> tuple[IndexedDataset, RemoteIndexedDataset]:
     url = place(f"memory://{uuid.uuid4().hex}/corpus/c")
     assert isinstance(url, StoreUrl)
     for suffix in (".bin", ".idx"):
-        url.with_name(f"c{suffix}").write_bytes((tmp_path / f"c{suffix}").read_bytes())
+        (url.parent / f"c{suffix}").write_bytes((tmp_path / f"c{suffix}").read_bytes())
     return IndexedDataset(tmp_path / "c"), RemoteIndexedDataset(str(url), tmp_path / "cache", 4)
 
 
@@ -95,7 +95,7 @@ def test_an_index_is_fetched_once_and_anew_where_it_changed(tmp_path: Path) -> N
         with IndexedWriter(tmp_path / f"c{length}", vocab_size=1000) as writer:
             writer.add_document(np.arange(length))
         for suffix in (".bin", ".idx"):
-            url.with_name(f"c{suffix}").write_bytes((tmp_path / f"c{length}{suffix}").read_bytes())
+            (url.parent / f"c{suffix}").write_bytes((tmp_path / f"c{length}{suffix}").read_bytes())
         for _ in range(2):
             there = RemoteIndexedDataset(str(url), tmp_path / "cache", 4)
             assert there.lengths.tolist() == [length]

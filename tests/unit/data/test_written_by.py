@@ -89,10 +89,10 @@ def test_a_store_is_asked_once_for_the_name(tmp_path: Path, monkeypatch: pytest.
     prefix, url = pair(tmp_path / "c", ByteTokenizer()), place(f"memory://{uuid.uuid4().hex}/c")
     assert isinstance(url, StoreUrl)
     for suffix in (".bin", ".idx", ".tokenizer.json"):
-        url.with_name(f"c{suffix}").write_bytes(Path(prefix + suffix).read_bytes())
+        (url.parent / f"c{suffix}").write_bytes(Path(prefix + suffix).read_bytes())
         if suffix != ".tokenizer.json":
-            url.with_name(f"d{suffix}").write_bytes(Path(prefix + suffix).read_bytes())
-    named, unnamed = (RemoteIndexedDataset(str(url.with_name(n)), tmp_path / "cache", 1) for n in "cd")
+            (url.parent / f"d{suffix}").write_bytes(Path(prefix + suffix).read_bytes())
+    named, unnamed = (RemoteIndexedDataset(str(url.parent / n), tmp_path / "cache", 1) for n in "cd")
     asked: list[str] = []
     for name in ("_read", "_head"):
         original = getattr(type(url.store), name)
