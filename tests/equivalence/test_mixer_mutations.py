@@ -92,7 +92,7 @@ def test_mutation_is_seen(mutation: Callable) -> None:
 
 
 FILES = {
-    "interleaved channels as they come": lambda: patch.object(deepseek, "_reordered", lambda rows, *_, **more: rows),
+    "interleaved channels as they come": lambda: patch.object(deepseek, "reordered", lambda rows, *_, **more: rows),
     "scores without YaRN's temperature": lambda: patch.object(
         RopeScaling, "latent_temperature", new_callable=PropertyMock, return_value=1.0
     ),
