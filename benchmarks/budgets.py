@@ -20,6 +20,7 @@ from benchmarks import gpu_page
 
 if TYPE_CHECKING:
     from benchmarks.layer_cost import LayerCost
+    from megalite.config import Config
 
 LLAMA = "--model-type llama --untie-embeddings-and-output-weights"
 
@@ -61,6 +62,12 @@ CASES = (
 def count(case: Case) -> LayerCost:
     """Counts a case."""
     from benchmarks.layer_cost import cost_of_layer
+
+    return cost_of_layer(config_of(case), case.layer)
+
+
+def config_of(case: Case) -> Config:
+    """A run of the case's model and layout."""
     from megalite.config import read_unjudged
 
     flags = (
@@ -68,7 +75,7 @@ def count(case: Case) -> LayerCost:
         "--tokenizer-type NullTokenizer --eval-iters 0"
     )
     words = [] if "--config" in flags or "--vocab-size" in flags else ["--vocab-size", "1024"]
-    return cost_of_layer(read_unjudged([*flags.split(), *words])[0], case.layer)
+    return read_unjudged([*flags.split(), *words])[0]
 
 
 def table(budgets: dict[str, LayerCost]) -> str:

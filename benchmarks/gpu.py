@@ -6,8 +6,8 @@ a sparse block, every kind of attention, and megalite on 1 to all devices. What 
     python benchmarks/gpu.py --quick                  # smaller models; on a machine without a GPU this is what runs
 
 One variant at a time: nothing else is in the device's memory. Each row tells milliseconds, tokens/s, peak memory and
-MFU (model FLOPs, causal attention halved, over the device's bf16 peak). `titan` is torchtitan's Llama of the same width
-and depth, where torchtitan is installed.
+MFU (model FLOPs, causal attention halved, over the device's bf16 peak). `titan` is torchtitan's Llama of the same
+sizes, where torchtitan is installed, as it trains on one device: blocks and loss compiled, autocast.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from benchmarks import attention, experts, single
 from benchmarks.harness import MODELS, Benchmark, Flag, model_named
 from benchmarks.turns import Case, Place, Variant
+from megalite.config import ModelConfig
 from megalite.inventory import flops_per_iteration
 
 STEPS = (
-    *("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers", "titan", "titan-compiled"),
+    *("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers"),
     *("megalite-fp8", "megalite-fp8-delayed", "megalite-muon"),
 )
 MASKS = ("megalite-documents", "megalite-window", "megalite-cap")
@@ -39,10 +40,11 @@ LAYOUTS = {
     "megalite-pp": {"pp": 0},
     "megalite-cp": {"cp": 0},
 }
+LLAMA, LLAMA_STEPS = "llama3-8b-layers", ("megalite", "megalite-compiled", "megalite-fp8", "titan", "titan-compiled")
 VOCABULARIES = (50257, 50304)
 HEADS = {"heads": 16, "channels": 128}
 FLAGS = {
-    "models": Flag("GPTs", ["1b", "8b-layers", "gpt2"], ["tiny"], MODELS),
+    "models": Flag("GPTs", ["1b", "8b-layers", LLAMA, "gpt2"], ["tiny"], (*MODELS, LLAMA)),
     "tokens": Flag("in a micro-batch of a device, at least one sequence", 16384, 64),
     "micro": Flag("micro-batches of a step", 4, 2),
     "lengths": Flag("tokens of a sequence, of attention alone", [2048, 8192], [16]),
@@ -55,21 +57,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
     found = []
     shared = {"bf16": True, "threads": args.threads, "compile": False}
     for name in args.models:
-        for vocabulary in VOCABULARIES if name == "gpt2" else (model_named(name).vocab_size,):
-            model = replace(model_named(name), untie_embeddings_and_output_weights=False, vocab_size=vocabulary)
-            batch = max(1, args.tokens // model.seq_length)
-            sequences, work = batch * args.micro, batch * args.micro * model.seq_length
-            settings = {**shared, "model": model, "batch_size": sequences, "microbatches": args.micro}
-            pairs = (
-                *(("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers")),
-                *((f"megalite-{how}", "megalite-compiled") for how in ("fp8", "fp8-delayed", "muon")),
-            )
-            flops = float(flops_per_iteration(model, sequences, 1))
-            title = f"one device, {name}, vocabulary of {vocabulary:,}"
-            found.append(Case(title, STEPS, pairs, settings, work=work, unit="tokens", flops=flops))
-            sizes = {**shared, "tokens": batch * model.seq_length, "hidden": model.hidden_size, "rows": vocabulary}
-            beside = tuple(zip(LOSSES[:2], LOSSES[2:], strict=True))
-            found.append(Case(f"loss of {name}, vocabulary of {vocabulary:,}", LOSSES, beside, sizes, inner=3))
+        for vocabulary in VOCABULARIES if name == "gpt2" else (None,):
+            found += steps_of(name, vocabulary, args, shared)
     found += [
         Case(f"attention, {length:,} tokens", ("megalite-attention", "sdpa", *MASKS), (("megalite-attention", "sdpa"),),
              {**shared, "length": length, "tokens": args.tokens, **HEADS}, base="megalite-attention", inner=5)
@@ -77,7 +66,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     ]  # fmt: skip
     sparse = {**shared, "tokens": args.tokens, **(dict.fromkeys(("hidden", "width"), 2048) if not args.quick else {})}
     found.append(Case("8 experts, top 2, beside a dense MLP of equal products", SPARSE, (SPARSE,), sparse, inner=3))
-    model = model_named(args.models[0])
+    model = llama3_layers() if args.models[0] == LLAMA else model_named(args.models[0])
     batch = max(1, args.tokens // model.seq_length)
     for ranks in powers_up_to(args.devices or count_gpus()):
         for name, layout in LAYOUTS.items():
@@ -90,6 +79,37 @@ def cases(args: argparse.Namespace) -> list[Case]:
             title = f"{ranks} devices, {args.models[0]}"
             found.append(Case(title, (name,), (), settings, work=work, unit="tokens", ranks=ranks, flops=flops))
     return found
+
+
+def steps_of(name: str, vocabulary: int | None, args: argparse.Namespace, shared: dict[str, Any]) -> list[Case]:
+    """A step of a model, and its loss alone. vocabulary: another than the model's own."""
+    llama = name == LLAMA
+    model = llama3_layers() if llama else replace(model_named(name), untie_embeddings_and_output_weights=False)
+    model = model if vocabulary is None else replace(model, vocab_size=vocabulary)
+    batch = 1 if llama else max(1, args.tokens // model.seq_length)
+    sequences, work = batch * args.micro, batch * args.micro * model.seq_length
+    settings = {**shared, "model": model, "batch_size": sequences, "microbatches": args.micro}
+    pairs = (
+        *(("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers")),
+        *(("megalite", "titan"), ("megalite-compiled", "titan-compiled")),
+        *((f"megalite-{how}", "megalite-compiled") for how in ("fp8", "fp8-delayed", "muon")),
+    )
+    flops, rows = float(flops_per_iteration(model, sequences, 1)), model.vocab_size or 0
+    size = f"{name}, vocabulary of {rows:,}"
+    steps = LLAMA_STEPS if llama else STEPS
+    step = Case(f"one device, {size}", steps, pairs, settings, work=work, unit="tokens", flops=flops)
+    sizes = {**shared, "tokens": batch * model.seq_length, "hidden": model.hidden_size, "rows": rows}
+    beside = tuple(zip(LOSSES[:2], LOSSES[2:], strict=True))
+    return [step, Case(f"loss of {size}", LOSSES, beside, sizes, inner=3)]
+
+
+def llama3_layers() -> ModelConfig:
+    """Six layers of Llama 3 8B (arXiv 2407.21783) with its vocabulary."""
+    return ModelConfig(
+        num_layers=6, hidden_size=4096, num_attention_heads=32, num_query_groups=8, ffn_hidden_size=14336,
+        seq_length=8192, vocab_size=128256, activation="swiglu", normalization="RMSNorm", add_bias_linear=False,
+        position_embedding_type="rope", rotary_base=500000, untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
 
 
 def count_gpus() -> int:
@@ -172,30 +192,29 @@ def loss(kind: str, case: Case, place: Place, *, compiled: bool) -> Variant:
 
 
 def titan(case: Case, place: Place, *, compiled: bool) -> Variant:
-    """torchtitan's Llama in the GPT's width and depth (it has more parameters in each block)."""
+    """torchtitan's Llama in the sizes of `llama3_layers`."""
     import torch
 
-    from benchmarks.plain_gpt import adamw, batch, plain_step
+    from benchmarks.plain_gpt import adamw, batch, loss_of, plain_step
 
-    try:
-        llama: Any = importlib.import_module("torchtitan.models.llama3")
-        arguments: Any = llama
-        llama.Transformer  # noqa: B018 (whether it is there)
-    except (ImportError, AttributeError):
-        llama = importlib.import_module("torchtitan.models.llama3.model.model")
-        arguments = importlib.import_module("torchtitan.models.llama3.model.args")
+    llama: Any = importlib.import_module("torchtitan.models.llama3.model.model")
     model = case.settings["model"]
     sizes = {"dim": model.hidden_size, "n_layers": model.num_layers, "n_heads": model.num_attention_heads}
+    sizes |= {"n_kv_heads": model.num_query_groups, "multiple_of": 1024, "rope_theta": model.rotary_base}
+    sizes |= {"vocab_size": model.vocab_size, "max_seq_len": model.seq_length}
     with place.device:
-        given = arguments.TransformerModelArgs(**sizes, vocab_size=model.vocab_size, max_seq_len=model.seq_length)
-        peer = llama.Transformer(given)
+        peer = llama.Transformer(llama.TransformerModelArgs(**sizes, ffn_dim_multiplier=1.3))
+        peer.init_weights()
     tokens, labels = batch(model, case.settings["batch_size"], place.device)
-    forward = torch.compile(peer) if compiled else peer
-    return Variant(plain_step(forward, adamw(peer.parameters()), tokens, labels, clip=peer.parameters(), bf16=True))
+    for block in peer.layers.values() if compiled else ():
+        block.compile(fullgraph=True)
+    how = {"clip": peer.parameters(), "bf16": True, "num_microbatches": case.settings["microbatches"]}
+    loss = torch.compile(loss_of) if compiled else loss_of
+    return Variant(plain_step(peer, adamw(peer.parameters()), tokens, labels, loss=loss, **how))
 
 
 PEERS = {"transformers": "transformers"}  # torchtitan is tried: it is on no list of extras
-VARIANTS = (*STEPS, *LOSSES, "megalite-attention", "sdpa", *MASKS, *SPARSE, *LAYOUTS)
+VARIANTS = (*dict.fromkeys((*STEPS, *LLAMA_STEPS)), *LOSSES, "megalite-attention", "sdpa", *MASKS, *SPARSE, *LAYOUTS)
 BENCHMARK = Benchmark("gpu", __doc__, FLAGS, cases, build, VARIANTS, PEERS)
 
 if __name__ == "__main__":

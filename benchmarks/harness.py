@@ -238,6 +238,8 @@ def case_record(case: Case, samples: Samples) -> Json:
             variants[name]["rate"] = case.work / statistics.median(seconds)
         if name in samples.device_bytes:
             variants[name]["device_mib"] = round(samples.device_bytes[name] / MIB, 1)
+        if name in samples.launches:
+            variants[name]["launches"] = samples.launches[name]
         if case.flops and (peak := _peak_flops()):
             variants[name]["mfu"] = round(case.flops / case.ranks / peak / statistics.median(seconds), 4)
     for name, taken in samples.process_bytes.items():
@@ -286,6 +288,7 @@ def case_text(case: Json) -> str:
         rate = f"{found['rate']:14,.6g} {case['unit']}" if "rate" in found else ""
         rate += f"   live {found['live_mib']:.0f} MiB" if "live_mib" in found else ""
         rate += f"   {found['device_mib']:,.0f} MiB" if "device_mib" in found else ""
+        rate += f"   {found['launches']:,} launches" if "launches" in found else ""
         rate += f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
         lines.append(f"  {name:36s} {typical:10.2f} {unit} [{low:.2f} .. {high:.2f}]{rate}")
     for name, ratio in case["ratios"].items():

@@ -51,7 +51,7 @@ def cost_of_layer(config: Config, index: int) -> LayerCost:
         alone(FakeGroups(0, tp)) as gpu,
         patch.object(RowCounts, "on_host", _balanced(config)),
     ):
-        run, x = _layer(config, index, tp)
+        run, _, x = layer_of(config, index, ParallelMesh.build(rank=0, size=tp, tp=tp), DEVICE)
         run()  # kernels are tried
         gc.collect()  # what is in circles is freed when Python comes to it, at another place each time
         before = gpu.ledger.allocated
@@ -77,28 +77,32 @@ def _balanced(config: Config) -> tuple[int, ...]:
     return (tokens * experts.moe_router_topk // number,) * number
 
 
-def _layer(config: Config, index: int, tp: int) -> tuple[Callable[[], Any], torch.Tensor]:
-    """A function that runs a micro-batch through it, and its input."""
-    mesh = ParallelMesh.build(rank=0, size=tp, tp=tp)
+def layer_of(
+    config: Config, index: int, mesh: ParallelMesh, device: torch.device | str, *, compiled: bool = False
+) -> tuple[Callable[[], Any], list[torch.nn.Parameter], torch.Tensor]:
+    """A function that runs a micro-batch of `config` through layer `index`, as the first of the mesh's ranks, its
+    weights, whose values the caller draws where any are needed, and its input."""
     context = LayerContext(
         tp=mesh["tp"],
         sharers=mesh.sharing_keys(config.model.query_groups),
         sequence_parallel=config.parallel.sequence_parallel,
         dtype=torch.bfloat16,
-        device=DEVICE,
+        device=device,
     )
     stack = build_stack(config.model, [layer_specs(config.model)[index]], context)
     for parameter in stack.parameters():
-        attach_sink(parameter, GradSink(torch.zeros(parameter.shape, dtype=torch.float32, device=DEVICE)))
+        attach_sink(parameter, GradSink(torch.zeros(parameter.shape, dtype=torch.float32, device=device)))
+    if compiled:
+        stack.compile_blocks(on_device=True)
     b, s, h = config.training.micro_batch_size, config.model.seq_length, config.model.hidden_size
-    places = torch.zeros(b, s, dtype=torch.int64, device=DEVICE)
-    mask, ids = torch.ones(b, s, device=DEVICE), torch.zeros(b, dtype=torch.int64, device=DEVICE)
-    batch = Microbatch(places, places, places, mask, ids, share=torch.ones((), device=DEVICE))
-    rows = s // (tp if config.parallel.sequence_parallel else 1)
-    x = torch.zeros(rows, b, h, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    places = torch.zeros(b, s, dtype=torch.int64, device=device)
+    mask, ids = torch.ones(b, s, device=device), torch.zeros(b, dtype=torch.int64, device=device)
+    batch = Microbatch(places, places, places, mask, ids, share=torch.ones((), device=device))
+    rows = s // (mesh.size("tp") if config.parallel.sequence_parallel else 1)
+    x = torch.zeros(rows, b, h, dtype=torch.bfloat16, device=device).requires_grad_()
     if config.parallel.hardware.cuda_graph_impl != "none":
         BlockGraphs(stack, context.weight_grads)
-    return lambda: stack(x, batch), x
+    return lambda: stack(x, batch), list(stack.parameters()), x
 
 
 @contextmanager

@@ -11,13 +11,19 @@ it count as one launch for each result.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from benchmarks import gpu_page
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megalite.comm import ContextAxes
 
 LENGTH, GROUPS, HEADS, CHANNELS, DOCUMENT, WINDOW, CAP, P = 8192, 8, 4, 128, 1000, 1024, 30.0, 0.1
 KINDS = {
@@ -51,45 +57,53 @@ def count(kind: str, place: str) -> Launches:
 
     from benchmarks.layer_cost import counted
     from megalite.comm import ParallelMesh
-    from megalite.microbatch import Microbatch
-    from megalite.nn import AttentionCore, context_attention, site_key
-    from megalite.parallel.context import SequenceCut
     from megalite.rehearsal import DEVICE, FakeGroups, alone
 
-    words, (ranks, gathers) = KINDS[kind].split(), PLACES[place]
+    ranks, gathers = PLACES[place]
     with alone(FakeGroups(0, ranks)) as gpu:
-        axes = ParallelMesh.build(rank=0, size=ranks, cp=ranks).context(gathers=gathers)
-        core = AttentionCore(
-            window=WINDOW if "window" in words else None,
-            softcap=CAP if "cap" in words else None,
-            dropout=P if "dropout" in words else 0.0,
-            key=site_key(1, "attention").to(DEVICE),
-            product_dtype=torch.bfloat16,
-            axes=axes,
-        )
-        at = torch.arange(LENGTH)[None]
-        starts = at // DOCUMENT * DOCUMENT if "documents" in words else None
-        whole = Microbatch(at, at, at, torch.ones(1, LENGTH), torch.zeros(1, dtype=torch.int64), starts).to(DEVICE)
-        batch = SequenceCut(0, ranks, ranks)(whole)
-        shapes = ((GROUPS, HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, CHANNELS))
-        q, k, v = (torch.zeros(LENGTH // ranks, 1, *x, dtype=torch.bfloat16, device=DEVICE) for x in shapes)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        sinks = torch.zeros(GROUPS * HEADS, device=DEVICE).requires_grad_() if "sinks" in words else None
-
-        def run() -> torch.Tensor:
-            if ranks == 1:
-                return core(q, k, v, sinks=sinks, training=True, **batch.of_attention)
-            return context_attention(core, q, k, v, batch, sinks, training=True)
-
+        run, leaves = attention(kind, DEVICE, ParallelMesh.build(rank=0, size=ranks, cp=ranks).context(gathers=gathers))
         layers = []
         for _ in ("the first", "another"):
             with counted(gpu) as found:
                 y = run()
                 forward = found["launches"]
-                torch.autograd.grad(y, [*leaves, *([] if sinks is None else [sinks])], torch.ones_like(y))
+                torch.autograd.grad(y, leaves, torch.ones_like(y))
             layers.append(found["launches"])
         assert gpu.races == [], gpu.races
         return Launches(forward, layers[1] - forward, found["waits"], layers[0] - layers[1])
+
+
+def attention(kind: str, device: torch.device | str, axes: ContextAxes) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """A function that attends, on the first of the ranks that share a sequence, and what it has gradients for."""
+    import torch
+
+    from megalite.microbatch import Microbatch
+    from megalite.nn import AttentionCore, context_attention, site_key
+    from megalite.parallel.context import SequenceCut
+
+    words, ranks = KINDS[kind].split(), axes.size
+    core = AttentionCore(
+        window=WINDOW if "window" in words else None,
+        softcap=CAP if "cap" in words else None,
+        dropout=P if "dropout" in words else 0.0,
+        key=site_key(1, "attention").to(device),
+        product_dtype=torch.bfloat16,
+        axes=axes,
+    )
+    at = torch.arange(LENGTH)[None]
+    starts = at // DOCUMENT * DOCUMENT if "documents" in words else None
+    whole = Microbatch(at, at, at, torch.ones(1, LENGTH), torch.zeros(1, dtype=torch.int64), starts).to(device)
+    batch = SequenceCut(0, ranks, ranks)(whole)
+    shapes = ((GROUPS, HEADS, CHANNELS), (GROUPS, CHANNELS), (GROUPS, CHANNELS))
+    q, k, v = (torch.randn(LENGTH // ranks, 1, *x).to(device, torch.bfloat16).requires_grad_() for x in shapes)
+    sinks = torch.zeros(GROUPS * HEADS, device=device).requires_grad_() if "sinks" in words else None
+
+    def run() -> Tensor:
+        if ranks == 1:
+            return core(q, k, v, sinks=sinks, training=True, **batch.of_attention)
+        return context_attention(core, q, k, v, batch, sinks, training=True)
+
+    return run, [q, k, v, *([] if sinks is None else [sinks])]
 
 
 def counts() -> dict[str, dict[str, Launches]]:

@@ -105,17 +105,19 @@ def plain_step(
     labels: Tensor,
     *,
     clip: Iterable[nn.Parameter] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = loss_of,
     bf16: bool = False,
     num_microbatches: int = 1,
 ) -> Callable[[], None]:
-    """The step of a training script: forward, backward, clipping to norm 1 of `clip`, update."""
+    """The step of a training script: forward, loss of logits and labels, backward, clipping to norm 1 of `clip`,
+    update."""
     parameters = list(clip) if clip is not None else []
 
     def step() -> None:
         for x, y in zip(tokens.chunk(num_microbatches), labels.chunk(num_microbatches), strict=True):
             with torch.autocast(tokens.device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
                 logits = forward(x)
-            (loss_of(logits, y) / num_microbatches).backward()
+            (loss(logits, y) / num_microbatches).backward()
         if parameters:
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()

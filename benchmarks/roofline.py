@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works without being installed
 
 from benchmarks import gpu_page
-from benchmarks.budgets import CASES, Case, count
+from benchmarks.budgets import CASES, Case, config_of, count
 
 if TYPE_CHECKING:
     from benchmarks.layer_cost import LayerCost
@@ -51,15 +51,6 @@ class Seconds(NamedTuple):
     @property
     def total(self) -> float:
         return self.products + self.attention + self.beside
-
-
-def config_of(case: Case) -> Config:
-    """A run of the case's model and layout."""
-    from megalite.config import read_unjudged
-
-    flags = f"--micro-batch-size 1 {case.flags} --num-layers 2 --bf16 --train-iters 1 --lr 1e-4 --mock-data"
-    words = [] if "--config" in flags else ["--vocab-size", "1024"]
-    return read_unjudged([*flags.split(), *words])[0]
 
 
 def seconds_of(config: Config, cost: LayerCost, layer: int = 1) -> Seconds:

@@ -62,7 +62,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
     import torch
 
     from benchmarks.megalite_step import Layout, TrainingStep, Update
-    from benchmarks.plain_gpt import PlainGPT, adamw, batch, plain_step
+    from benchmarks.plain_gpt import PlainGPT, adamw, batch, loss_of, plain_step
 
     model, compiled, bf16 = (case.settings[key] for key in ("model", "compile", "bf16"))
     micro = case.settings.get("microbatches", 1)
@@ -73,11 +73,11 @@ def build(name: str, case: Case, place: Place) -> Variant:
         return TrainingStep(model, layout, update, place, tokens, labels).variant()
     with place.device:  # on which a generator of numbers is as fast as the device
         peer = PlainGPT(model) if name == "plain" else transformers_gpt(model)
-    run = torch.compile(peer) if compiled else peer
+    run, loss = (torch.compile(peer), torch.compile(loss_of)) if compiled else (peer, loss_of)
     forward = run if name == "plain" else lambda ids: run(input_ids=ids).logits
     optimizer = adamw(peer.parameters(), lr=3e-4)
-    step = plain_step(forward, optimizer, tokens, labels, clip=peer.parameters(), bf16=bf16, num_microbatches=micro)
-    return Variant(step)
+    how = {"clip": peer.parameters(), "loss": loss, "bf16": bf16, "num_microbatches": micro}
+    return Variant(plain_step(forward, optimizer, tokens, labels, **how))
 
 
 def transformers_gpt(model: ModelConfig) -> Any:

@@ -106,13 +106,14 @@ class Case:
 @dataclass
 class Samples:
     """Of each variant: seconds of every repetition, or bytes of every launch; or why there are none. device_bytes: the
-    peak on a GPU while seconds were measured."""
+    peak on a GPU while seconds were measured. launches: of kernels there in one call, where a case has them counted."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     process_bytes: dict[str, list[int]] = field(default_factory=dict)
     live_bytes: dict[str, list[int]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     device_bytes: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Samples) -> None:
         """Takes in what another launch measured."""
@@ -121,6 +122,7 @@ class Samples:
                 mine.setdefault(name, []).extend(values)
         self.seconds.update(other.seconds)
         self.device_bytes.update(other.device_bytes)
+        self.launches.update(other.launches)
         self.errors.update(other.errors)
 
 
@@ -234,7 +236,7 @@ def _set_up_torch(place: Place, case: Case, timeout: float) -> None:
         import torch.distributed as dist
 
         dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
+            "nccl" if torch.cuda.device_count() >= place.ranks else "gloo",
             init_method=f"file://{place.folder}/rendezvous",
             rank=place.rank,
             world_size=place.ranks,
@@ -251,6 +253,8 @@ def take_turns(place: Place, case: Case, build: Build, rounds: int, begin: Tell,
         _begin(name, variants, place, case, build, found, tell)
         if place.device.type == "cuda":  # nobody disturbs a GPU, and two variants together would not fit on it
             _rounds(variants, found, place, case, rounds, begin, tell)
+            if name in variants and case.settings.get("launches"):
+                found.launches[name] = _launches(variants[name])
             _free(name, variants, place, found)
     _rounds(variants, found, place, case, rounds, begin, tell)
     return found
@@ -283,6 +287,17 @@ def _rounds(
             seconds = _timed(variant, place, case.inner)
             if number:
                 found.seconds.setdefault(name, []).append(seconds)
+
+
+def _launches(variant: Variant) -> int:
+    """Kernels, copies and fills that one call gives to the device."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        variant.run()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in found.events() or [])
 
 
 def _free(name: str, variants: dict[str, Variant], place: Place, found: Samples) -> None:
