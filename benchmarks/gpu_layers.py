@@ -20,10 +20,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 
 from benchmarks import budgets
 from benchmarks.harness import Benchmark, Flag
-from benchmarks.masks import CHANNELS, GROUPS, HEADS, KINDS, LENGTH, attention
+from benchmarks.masks import CHANNELS, GROUPS, HEADS, LENGTH, attention
 from benchmarks.turns import Case, Place, Variant
 
-MASKS = {f"megalite-{kind.replace(', ', '-').replace(' ', '-')}": kind for kind in KINDS}
+MASKS = {
+    "megalite-causal": "causal",
+    "megalite-documents": "documents",
+    "megalite-window": "a window",
+    "megalite-documents-window": "documents, a window",
+    "megalite-cap": "a cap",
+    "megalite-sinks": "sinks",
+    "megalite-all-but-dropout": "documents, a window, a cap, sinks",
+    "megalite-dropout": "dropout",
+    "megalite-all": "all of them",
+}
+"""Variant -> its kind in masks.py."""
 LAYERS = ("megalite", "megalite-compiled")
 SMALL = "--hidden-size 128 --num-attention-heads 4 --seq-length 64"
 FLAGS = {
