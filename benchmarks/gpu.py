@@ -214,7 +214,7 @@ def titan(case: Case, place: Place, *, compiled: bool) -> Variant:
 
 
 PEERS = {"transformers": "transformers"}  # torchtitan is tried: it is on no list of extras
-VARIANTS = (*dict.fromkeys((*STEPS, *LLAMA_STEPS)), *LOSSES, "megalite-attention", "sdpa", *MASKS, *SPARSE, *LAYOUTS)
+VARIANTS = (*STEPS, *LLAMA_STEPS[3:], *LOSSES, "megalite-attention", "sdpa", *MASKS, *SPARSE, *LAYOUTS)
 BENCHMARK = Benchmark("gpu", __doc__, FLAGS, cases, build, VARIANTS, PEERS)
 
 if __name__ == "__main__":
