@@ -11,7 +11,6 @@ from torch import nn
 
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import ConfigError, ScheduleError, spelled
-from megalite.inventory import recomputed_layers
 from megalite.library.traced_layer import BODY
 from megalite.schedule import SCHEDULES, find_schedule
 
@@ -80,11 +79,6 @@ def check_memory(layers: int | None, method: str, offloaded: int) -> None:
         raise ConfigError(f"recompute_num_layers={layers}: a number above 0 is wanted; None recomputes nothing")
     if offloaded < 0 or offloaded and layers is not None:
         raise ConfigError(f"cpu_offloading_num_layers={offloaded}: 0 or more, and not with recompute_num_layers")
-
-
-def layer_ranges(count: int, recompute: int | None, method: str) -> list[tuple[int, int, bool]]:
-    """(begin, end, recompute) of the layers of a stage."""
-    return [(0, count, False)] if recompute is None else recomputed_layers(0, count, method, recompute)
 
 
 def check_free(layers: Sequence[nn.Module]) -> None:

@@ -49,7 +49,10 @@ def linearise(traced: Traced, cut: TensorCut) -> Line:
     """Cuts the graph where the fewest tensors cross; finer only where a part would hold too much of the model. Never
     where ranks hold parts of a tensor."""
     roots, written = _storages(traced)
-    everywhere = _everywhere(traced, roots, written)
+    # Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most.
+    states = {node for node, (_, t) in traced.states.items() if not isinstance(t, torch.nn.Parameter)}
+    free = states - written.keys() | {node for node in traced.inputs if not _value(node).is_floating_point()}
+    everywhere = repeatable(traced.graph, free, {node for node, root in roots.items() if root in written})
     cut.follow(traced.graph, traced.states, everywhere)
     if traced.result in cut.parts:
         raise ConfigError("tensor_parallel: each rank would return a part of the result; a row is missing")
@@ -125,13 +128,6 @@ def _storages(traced: Traced) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.
         if "norm" in str(node.target) and "running_mean" in str(schema):  # which batch norm's does not declare
             written |= {roots[value]: node for value in node.args[3:5] if isinstance(value, fx.Node)}
     return roots, written
-
-
-def _everywhere(traced: Traced, roots: dict[fx.Node, fx.Node], written: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most."""
-    states = {node for node, (_, t) in traced.states.items() if not isinstance(t, torch.nn.Parameter)}
-    free = states - written.keys() | {node for node in traced.inputs if not _value(node).is_floating_point()}
-    return repeatable(traced.graph, free, {node for node, root in roots.items() if root in written})
 
 
 def _value(node: fx.Node) -> Any:

@@ -200,14 +200,10 @@ class _SplitTurned(Function):
         rows, (weight_sink, bias_sink) = x.detach().t(), ctx.sinks
         dx = dy @ weight.t() if ctx.needs_input_grad[0] else None
         dweight = dbias = None
-        if weight_sink is not None:
-            ctx.queue.put(lambda: weight_sink.addmm(rows, dy), weight_sink)
-        elif ctx.needs_input_grad[1]:
-            dweight = rows @ dy
-        if bias_sink is not None:
-            ctx.queue.put(lambda: bias_sink.add(sum_widened(dy)), bias_sink)
-        elif ctx.needs_input_grad[2]:
-            dbias = dy.sum(0)
+        if ctx.needs_input_grad[1]:
+            dweight = ctx.queue.give(weight_sink, lambda sink: sink.addmm(rows, dy), lambda: rows @ dy)
+        if ctx.needs_input_grad[2]:
+            dbias = ctx.queue.give(bias_sink, lambda sink: sink.add(sum_widened(dy)), lambda: dy.sum(0))
         return dx, dweight, dbias, None
 
 

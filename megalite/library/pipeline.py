@@ -13,6 +13,7 @@ from megalite.comm import Channel, ParallelMesh, TensorSpec, all_reduce_
 from megalite.config import ParallelConfig
 from megalite.engine import BuiltStages, Given, run_forwards
 from megalite.errors import ConfigError, RuntimeFailure, ScheduleError
+from megalite.inventory import recomputed_layers
 from megalite.library.agreement import Agreement, seen
 from megalite.library.cutting import Boundary, Tensors
 from megalite.library.given import (
@@ -22,7 +23,6 @@ from megalite.library.given import (
     check_schedule,
     check_values,
     in_arguments,
-    layer_ranges,
     listed,
     take,
     weighed,
@@ -117,8 +117,9 @@ class Pipeline:
         check_values(layers)
         keys = self.placement.stages_of(self.mesh.coordinate("pp"))
         self.built: BuiltStages = {}
+        again = ("block", 0) if recompute_num_layers is None else (recompute_method, recompute_num_layers)
         for key in keys:
-            ranges = layer_ranges(len(self.cuts[key[0]]), recompute_num_layers, recompute_method)
+            ranges = recomputed_layers(0, len(self.cuts[key[0]]), *again)
             self.built[key] = self.parts.stage(key, loss, program, ranges, offloaded=cpu_offloading_num_layers)
         self.stages = {key: stage for key, (stage, _) in self.built.items()}
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references

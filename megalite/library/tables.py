@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from megalite.errors import ConfigError
-from megalite.library.tracing import Traced, is_random, with_devices
+from megalite.library.tracing import Traced, is_random, needed_by, with_devices
 
 EMBEDDING, INDEX = torch.ops.aten.embedding.default, torch.ops.aten.index.Tensor
 #: Operations that hand ids on as they are.
@@ -63,34 +63,31 @@ def worked_out(node: fx.Node, traced: Traced, most: int) -> Tensor | None:
     """The value of a node that depends on no input and no parameter, on the CPU. most: elements of any value on the
     way."""
     known: dict[fx.Node, Any] = {}
-
-    def of(node: fx.Node) -> Any:
-        if node not in known:
-            known[node] = computed(node)
-        return known[node]
-
-    def computed(node: fx.Node) -> Any:
-        shape = node.meta.get("val")
-        if isinstance(shape, Tensor) and shape.numel() > most:
-            return None
-        if node in traced.states:
-            tensor = traced.states[node][1]
-            return None if isinstance(tensor, torch.nn.Parameter) or tensor.is_meta else tensor.cpu()
-        if node.op == "get_attr":
-            return getattr(traced.root, str(node.target))
-        if node.op != "call_function" or is_random(node):
-            return None
-        given = [of(each) for each in node.all_input_nodes]
-        if any(value is None for value in given):
-            return None
-        put = fx.node.map_aggregate((node.args, node.kwargs), lambda a: of(a) if isinstance(a, fx.Node) else a)
-        args, kwargs = with_devices(put, torch.device("cpu"))
-        operation: Any = node.target
-        return operation(*args, **kwargs)
-
+    needed = needed_by([node])
     try:
         with torch.no_grad():
-            found = of(node)
+            for each in (each for each in traced.graph.nodes if each in needed):
+                value = known[each] = _computed(each, known, traced, most)
+                if value is None:
+                    return None
     except Exception:  # an operation that a graph may hold and we cannot repeat; the run itself will
         return None
-    return found if isinstance(found, Tensor) else None
+    return known[node] if isinstance(known[node], Tensor) else None
+
+
+def _computed(node: fx.Node, known: Mapping[fx.Node, Any], traced: Traced, most: int) -> Any:
+    """The value of a node by those that it reads, None where it has none. most: elements."""
+    shape = node.meta.get("val")
+    if isinstance(shape, Tensor) and shape.numel() > most:
+        return None
+    if node in traced.states:
+        tensor = traced.states[node][1]
+        return None if isinstance(tensor, torch.nn.Parameter) or tensor.is_meta else tensor.cpu()
+    if node.op == "get_attr":
+        return getattr(traced.root, str(node.target))
+    if node.op != "call_function" or is_random(node):
+        return None
+    put = fx.node.map_aggregate((node.args, node.kwargs), lambda a: known[a] if isinstance(a, fx.Node) else a)
+    args, kwargs = with_devices(put, torch.device("cpu"))
+    operation: Any = node.target
+    return operation(*args, **kwargs)

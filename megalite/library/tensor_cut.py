@@ -11,18 +11,17 @@ the other are right, fused queries, keys and values are not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import Function
 
-from megalite.comm import Axis, all_gather, copy_to_axis, own_slice, reduce_from_axis
+from megalite.comm import Axis, all_gather, conjugates, copy_to_axis, own_slice, reduce_from_axis
 from megalite.errors import ConfigError
 from megalite.inventory import ParameterPlacement, placement_of
 
@@ -139,15 +138,19 @@ class TensorCut:
                 self.entries.add((node, arg))
 
 
-class _Held(nn.Module):
-    """An operation over the axis, for a traced graph. Not copied with a layer: communicators cannot be."""
+class OverRanks(nn.Module):
+    """An operation over an axis, for a traced graph. Not copied with a layer: communicators cannot be. given: its first
+    arguments."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, operation: Callable[..., Tensor], *given: Any) -> None:
         super().__init__()
-        self.axis = axis
+        self.operation, self.given = operation, given
 
-    def __deepcopy__(self, memo: Any) -> _Held:
+    def __deepcopy__(self, memo: Any) -> OverRanks:
         return self
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return self.operation(*self.given, *x)
 
 
 def has_no_values(x: Tensor) -> bool:
@@ -155,64 +158,32 @@ def has_no_values(x: Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
-class Enter(_Held):
+def _enter(axis: Axis, x: Tensor) -> Tensor:
     """Whole on all ranks, before operations on parts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return copy_to_axis(x, self.axis) if x.is_floating_point() else x
+    return copy_to_axis(x, axis) if x.is_floating_point() else x
 
 
-class Sum(_Held):
+def _sum(axis: Axis, x: Tensor) -> Tensor:
     """Of the ranks' shares."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if has_no_values(x) else reduce_from_axis(x, self.axis)
+    return x if has_no_values(x) else reduce_from_axis(x, axis)
 
 
-class Lookup(_Held):
+def _lookup(axis: Axis, padding: int, weight: Tensor, ids: Tensor) -> Tensor:
     """An embedding whose rows are cut: each rank looks up the ids that it has."""
-
-    def __init__(self, axis: Axis, padding: int) -> None:
-        super().__init__(axis)
-        self.padding = padding
-
-    def forward(self, weight: Tensor, ids: Tensor) -> Tensor:
-        rows = weight.shape[0]
-        begin = self.axis.rank * rows
-        padding = self.padding - begin if begin <= self.padding < begin + rows else None
-        own = (ids >= begin) & (ids < begin + rows)
-        x = F.embedding((ids - begin).clamp(0, rows - 1), weight, padding)
-        x = x * own[..., None]
-        return x if has_no_values(x) else reduce_from_axis(x, self.axis)
+    rows = weight.shape[0]
+    begin = axis.rank * rows
+    own = (ids >= begin) & (ids < begin + rows)
+    of_rank = padding - begin if begin <= padding < begin + rows else None
+    return _sum(axis, F.embedding((ids - begin).clamp(0, rows - 1), weight, of_rank) * own[..., None])
 
 
-class Logits(_Held):
+def _logits(axis: Axis, columns: int, x: Tensor) -> Tensor:
     """The ranks' columns side by side, without padding."""
-
-    def __init__(self, axis: Axis, columns: int) -> None:
-        super().__init__(axis)
-        self.columns = columns
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = (
-            x.new_empty((*x.shape[:-1], x.shape[-1] * self.axis.size))
-            if has_no_values(x)
-            else _Gather.apply(x, self.axis)
-        )
-        return out.narrow(-1, 0, self.columns)
-
-
-class _Gather(Function):
-    apply: ClassVar[Any]  # torch's own has no type
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return all_gather(x.movedim(-1, 0).contiguous(), axis).movedim(0, -1)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return own_slice(dy.movedim(-1, 0), ctx.axis).movedim(0, -1), None
+    if has_no_values(x):
+        out = x.new_empty((*x.shape[:-1], x.shape[-1] * axis.size))
+    else:
+        out = conjugates(x.movedim(-1, 0).contiguous(), axis, all_gather, own_slice).movedim(0, -1)
+    return out.narrow(-1, 0, columns)
 
 
 def rewritten(graph: fx.Graph, node: fx.Node, made: fx.Node, cut: TensorCut, held: dict[str, Any]) -> fx.Node:
@@ -221,23 +192,23 @@ def rewritten(graph: fx.Graph, node: fx.Node, made: fx.Node, cut: TensorCut, hel
     if kind == VOCAB and node.target is EMBEDDING:
         padding: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("padding_idx", -1)
         with graph.inserting_before(made):
-            found = _call(graph, held, f"lookup_{padding}", Lookup(cut.axis, padding), *made.args[:2])
+            found = _call(graph, held, f"lookup_{padding}", OverRanks(_lookup, cut.axis, padding), *made.args[:2])
         graph.erase_node(made)
         return found
     if kind == VOCAB:
         columns = node.meta["val"].shape[-1]
-        return _call(graph, held, f"logits_{columns}", Logits(cut.axis, columns), made)
+        return _call(graph, held, f"logits_{columns}", OverRanks(_logits, cut.axis, columns), made)
     if kind == ROW:
         bias = made.args[2] if len(made.args) > 2 else None
         made.args = made.args[:2]  # each rank would add the bias
-        total = _call(graph, held, "sum", Sum(cut.axis), made)
+        total = _call(graph, held, "sum", OverRanks(_sum, cut.axis), made)
         return total if bias is None else graph.call_function(torch.ops.aten.add.Tensor, (total, bias))
     return made
 
 
 def entered(graph: fx.Graph, value: fx.Node, cut: TensorCut, held: dict[str, Any]) -> fx.Node:
     """A whole value for an operation on parts."""
-    return _call(graph, held, "enter", Enter(cut.axis), value)
+    return _call(graph, held, "enter", OverRanks(_enter, cut.axis), value)
 
 
 def _call(graph: fx.Graph, held: dict[str, Any], name: str, module: nn.Module, *args: Any) -> fx.Node:

@@ -87,7 +87,10 @@ def layers_over(
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
     line = linearise(traced, cut)
     if cuts:
-        check_parts(cut, traced, _uncut(module, own, traced))
+        whole = trace(module, own, {})
+        if traced.attention:
+            without_masks(whole)
+        check_parts(cut, traced, whole)
     keys: dict[int, tuple[str, ...]] = {}
     stored = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     held = {id(parameter): cuts[name].local for name, parameter in module.named_parameters() if name in cuts}
@@ -107,14 +110,6 @@ def layers_over(
             used.add(id(tensor))
             layers[0].keep(name, tensor, keys[id(tensor)])  # type: ignore[operator]  # a TracedLayer
     return layers
-
-
-def _uncut(module: nn.Module, example: tuple[Tensor, ...], traced: Traced) -> Traced:
-    """The module traced with whole parameters, and otherwise as it was."""
-    whole = trace(module, example, {})
-    if traced.attention:
-        without_masks(whole)
-    return whole
 
 
 class TracedLayer(nn.Module):
