@@ -14,12 +14,12 @@
     run_data, validation    the run's data; evaluation through the same pipeline
     starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
     announcement    the table at the start, advice, and the check of memory
-    planned         a run before anything large is made
+    planned         a run before anything large is made; the memory of a user's module
     memory_check    predicted memory against what hosts and GPUs have free
     param_schedules, matmul_precision   learning rate and weight decay over a run; how fp32 products are computed, and
                     what else last bits depend on
     programs        the pipeline programs of a run, each validated once
-    foreign, foreign_memory     `--model-module`: a user's module, whether it reads later tokens; its memory
+    foreign         `--model-module`: a user's module, whether it reads later tokens
     host_embedding  `--offload embedding`
     further         inputs and labels of multi-token prediction
     spikes, rollback    spikes of the gradient, samples passed over, the way back to a checkpoint

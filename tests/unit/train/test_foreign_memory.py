@@ -15,9 +15,8 @@ from megalite.comm import Axis
 from megalite.config import parse
 from megalite.inventory import DEFAULT_PLAN, given_plan
 from megalite.train.foreign import ForeignModel
-from megalite.train.foreign_memory import memory_of, saved_bytes
 from megalite.train.memory_check import demands_of, judge
-from megalite.train.planned import PlannedRun
+from megalite.train.planned import PlannedRun, saved_bytes
 from megalite.train.programs import ProgramCache
 
 BASE = (
@@ -78,7 +77,9 @@ def test_recomputed_layers_keep_their_inputs_and_come_back_one_by_one() -> None:
     everything, *_ = saved_bytes(model.parts, model.cuts[0], model.parts.given, [(0, count, False)])
     assert kept == 4 * 2 * 32 * 6 * (count - 1), "what enters all layers but the first, which reads tokens"
     assert kept < everything and everything / count < again < everything - kept
-    memory = memory_of(parse(argv), 1, program, model, given_plan(parse(argv)), on_cpu=True)[0]
+    planned = PlannedRun.before(parse(argv), 1, program, given_plan(parse(argv)), model, on_cpu=True)
+    assert planned.memory is not None
+    memory = planned.memory[0]
     assert memory.activations == kept and memory.logits >= again
 
 
