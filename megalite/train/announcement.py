@@ -52,15 +52,13 @@ def announce(run: PlannedRun, world: World, axis: Axis) -> None:
     check_memory(run, world, axis)
 
 
-def make_tracer(
-    config: Config, program: Program, executor: Executor, mesh: ParallelMesh, train_iters: int
-) -> PipelineTracer | None:
+def make_tracer(config: Config, program: Program, executor: Executor, mesh: ParallelMesh) -> PipelineTracer | None:
     """What draws the timeline of the pipeline, if it is asked for."""
     if (path := config.logging.trace_pipeline) is None:
         return None
     known = not config.model.is_foreign and program.num_stages > 1
     division = division_text(stage_layer_ranges(config, program), program.placement) if known else ""
-    return PipelineTracer(path, executor, mesh, train_iters, division)
+    return PipelineTracer(path, executor, mesh, config.train_iterations(mesh.size("world")), division)
 
 
 def rows_of(run: PlannedRun, device: str) -> list[tuple[str, str]]:

@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, all_reduce_
+from megalite.comm import ParallelMesh, all_reduce_
+from megalite.config import Config
 from megalite.data import BatchLoader
 from megalite.microbatch import Microbatch
+from megalite.train.build import wide_dtype
 from megalite.train.further import Further
 
 
@@ -55,14 +57,10 @@ class GlobalBatch:
 class BatchReader:
     """Fetches batches on demand and forgets them when asked to.
 
-    dp_size: data-parallel replicas.
+    loader: None in a run that only evaluates.
     cut: takes this rank's part of a sequence, after its tokens were counted.
-    tokens_over: the axis over which tokens are counted, so that each token has the same weight; None: each micro-batch
-        has the same weight.
     together: micro-batches of an update (PipeDream); None: all of the batch.
-    loss_dtype: fp32, or fp64 in fp64 mode.
     loss_scale: number of a batch -> its loss scale; called when the batch is begun.
-    further: adds what the prediction of further tokens reads, before sequences are cut; None: nothing does.
     watch: called when a batch has been read, with the number of its first micro-batch, its micro-batches in host
         memory, whose tokens stay there, and the loader.
     """
@@ -70,23 +68,22 @@ class BatchReader:
     def __init__(
         self,
         loader: BatchLoader | None,
-        *,
-        dp_size: int,
-        cut: Callable[[Microbatch], Microbatch],
-        tokens_over: Axis | None,
-        together: int | None,
+        config: Config,
+        mesh: ParallelMesh,
         device: torch.device,
-        loss_dtype: torch.dtype,
+        *,
+        cut: Callable[[Microbatch], Microbatch],
+        together: int | None,
         loss_scale: Callable[[int], float | Tensor],
-        further: Further | None = None,
-        watch: Callable[[int, list[Microbatch], BatchLoader], None] | None = None,
+        watch: Callable[[int, list[Microbatch], BatchLoader], None] | None,
     ) -> None:
-        self.loader, self._watch, self._further = loader, watch, further
-        self._dp_size, self._cut = dp_size, cut
-        self._tokens_over, self._of_update = tokens_over, together
-        self._device = device
+        self.loader, self._device, self._watch = loader, device, watch
+        self._dp_size, self._cut, self._of_update = mesh.size("stream"), cut, together
+        # Tokens are counted over it, so that each has the same weight; None: each micro-batch has.
+        self._tokens_over = mesh["stream"] if config.training.calculate_per_token_loss else None
+        self.loss_dtype, depth = wide_dtype(config), config.model.further.depth
+        self._further = Further(depth, self._tokens_over, self.loss_dtype) if depth else None
         self.part_names = () if loader is None or loader.parts is None else loader.parts.names
-        self.loss_dtype = loss_dtype
         self._seconds = 0.0
         self._loss_scale = loss_scale
         self._plan: dict[int, tuple[int, int]] = {}

@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.comm import Axis, ParallelMesh, all_reduce_
-from megalite.config import Config
+from megalite.comm import Axis, all_reduce_
 from megalite.microbatch import Microbatch
-from megalite.train.build import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,6 @@ class Further:
             )
             for mb, mask, weight in zip(microbatches, masks, weights, strict=True)
         ]
-
-
-def further_of(config: Config, mesh: ParallelMesh) -> Further | None:
-    """What a run needs of it."""
-    over = mesh["stream"] if config.training.calculate_per_token_loss else None
-    depth = config.model.further.depth
-    return Further(depth, over, wide_dtype(config)) if depth else None
 
 
 def moved(x: Tensor, steps: int) -> Tensor:

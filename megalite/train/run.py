@@ -29,10 +29,9 @@ from megalite.planner import format_table, within_budget
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, make_tracer, open_module
 from megalite.train.batch_reader import BatchReader
-from megalite.train.build import Model, build_model, wide_dtype
+from megalite.train.build import Model, build_model
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
-from megalite.train.further import further_of
 from megalite.train.host_embedding import traffic_hooks, watch_of
 from megalite.train.matmul_precision import arithmetic_of, set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
@@ -175,65 +174,48 @@ def assemble_trainer(
     config, model, mesh = state.config, state.model, data.mesh
     reader = BatchReader(
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
-        dp_size=mesh.size("stream"),
+        config,
+        mesh,
+        world.device,
         cut=data.cut,
-        tokens_over=mesh["stream"] if config.training.calculate_per_token_loss else None,
         together=model.together,
-        device=world.device,
-        loss_dtype=wide_dtype(config),
         # The same on every stage. Some begin a batch of 2BW before the last update: its scale is older.
         loss_scale=lambda batch: updater.loss_scale(
             previous=model.num_versions > 1 and updater.newest_version() == batch
         ),
-        further=further_of(config, mesh),
         watch=watch_of(config, model.rows, mesh.coordinate("pp"), [*model.stages], data.cut),
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
     executor = make_executor(programs, model, mesh, updater, world)
-    exits = make_exits(state, mesh, world.device)
+    exits = ExitPolicy(
+        config.training,
+        mesh.world,
+        device=world.device,
+        save_has_failed=lambda: state.checkpointer.failure is not None,
+        saves=config.checkpoint.save is not None,
+        hasten=state.checkpointer.hasten,
+    )
     extra = [*traffic_hooks(config, model.rows), UploadsHook(state.checkpointer)]
     model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
     flops = None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
+        state=state,
         progress=progress,
-        config=config,
         mesh=mesh,
         device=world.device,
         executor=executor,
         updater=updater,
         batch_reader=reader,
         program=programs.program,
-        batch_sizes=config.batch_size_schedule(world.size),
-        lengths=config.length_schedule,
-        train_iters=(train_iters := config.train_iterations(world.size)),
-        tracer=make_tracer(config, programs.full(world.size), executor, mesh, train_iters),
+        tracer=make_tracer(config, programs.full(world.size), executor, mesh),
         hooks=make_hooks(config, world.rank, start_facts, flops, extra, model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
-        finish_save=state.checkpointer.wait,
         sample=SampleWriter(model_in_use()) if config.logging.samples.sample_interval is not None else None,
         measure=measures and measures(model_in_use()),
-        evaluate=Validator(
-            *(data, model, executor.channel, updater.newest_version),
-            *(lambda: data.evaluation_length(progress.consumed_samples), exits.interruption),
-        ),
-        save=state.save if config.checkpoint.save is not None else None,
-        save_locally=state.save_locally,
-        passed=model.passed,
+        evaluate=Validator(data, model, executor.channel, updater.newest_version, progress, exits),
         roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
-    )
-
-
-def make_exits(state: RunState, mesh: ParallelMesh, device: torch.device) -> ExitPolicy:
-    """When the run ends early."""
-    return ExitPolicy(
-        state.config.training,
-        mesh.world,
-        device=device,
-        save_has_failed=lambda: state.checkpointer.failure is not None,
-        saves=state.config.checkpoint.save is not None,
-        hasten=state.checkpointer.hasten,
     )
 
 

@@ -61,26 +61,18 @@ class RunData:
         before = max(1, sizes.iterations_for(consumed_samples)) - 1
         return self.config.length_schedule.at(sizes.samples_after(before))
 
-    def evaluation(self, dataset: Dataset, length: int) -> Iterable[list[Microbatch]]:
-        """The batches of one evaluation: the whole split, or its first `--eval-iters` batches, always the same tokens,
-        in sequences of `length`. Of a number that nobody gave, a small split is read once and not several times."""
-        samples = self.config.global_batch_size(self.mesh.size("world"))
-        pieces = self.config.model.seq_length // length
-        if self._reads_whole(dataset):
-            return self._loader(dataset.sequential(), 0, lambda _: pieces, threads=False).full_pass(samples)
-        return islice(self._batches(dataset, samples, pieces), self.config.training.most_eval_iters)
-
-    def evaluation_batches(self, dataset: Dataset) -> int:
-        """How many these are."""
-        return self._whole(dataset) if self._reads_whole(dataset) else self.config.training.most_eval_iters
-
-    def _reads_whole(self, dataset: Dataset) -> bool:
-        training = self.config.training
-        small = training.eval_iters is None and self._whole(dataset) <= training.most_eval_iters
-        return training.full_validation or small
-
-    def _whole(self, dataset: Dataset) -> int:
-        return -(-len(dataset.sequential()) // self.config.global_batch_size(self.mesh.size("world")))
+    def evaluation(self, dataset: Dataset, length: int) -> tuple[Iterable[list[Microbatch]], int]:
+        """The batches of one evaluation, and how many these are: the whole split, or its first `--eval-iters` batches,
+        always the same tokens, in sequences of `length`. Of a number that nobody gave, a small split is read once and
+        not several times."""
+        training, samples = self.config.training, self.config.global_batch_size(self.mesh.size("world"))
+        pieces, most = self.config.model.seq_length // length, training.most_eval_iters
+        if training.full_validation or training.eval_iters is None:
+            source = dataset.sequential()
+            whole = -(-len(source) // samples)
+            if training.full_validation or whole <= most:
+                return self._loader(source, 0, lambda _: pieces, threads=False).full_pass(samples), whole
+        return islice(self._batches(dataset, samples, pieces), most), most
 
     @property
     def cut(self) -> Callable[[Microbatch], Microbatch]:

@@ -15,14 +15,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megalite.comm import Done, Handle, ParallelMesh, all_reduce_
-from megalite.config import BatchSizeSchedule, Config, LengthSchedule
 from megalite.engine import Updater
 from megalite.errors import RuntimeFailure
 from megalite.faults import fault_point
@@ -31,7 +30,10 @@ from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.schedule import BatchRange, Program
 from megalite.train.batch_reader import BatchReader
 from megalite.train.exits import COMPLETED, FAILED, ExitPolicy, ExitReason
-from megalite.train.rollback import PassedOver, Rollback, SampleRange
+from megalite.train.rollback import Rollback, SampleRange
+
+if TYPE_CHECKING:
+    from megalite.train.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -70,40 +72,37 @@ class Trainer:
 
     program: (micro-batches per replica, iteration) -> its schedule. train_iters: number of the last iteration.
     evaluate: (iteration, whether it is the last) -> records; None: a signal has cut it short.
-    save: writes a checkpoint of the present state and returns its path; None: nothing is saved. unsaved: there is none
-        of the beginning. save_locally: the same on the hosts, returns a record. report_phase: tells a supervisor.
-    finish_save: waits for a save in the background. sample: iteration -> texts of the model; None: it writes none.
+    report_phase: tells a supervisor. sample: iteration -> texts of the model; None: it writes none.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
-    measure: iteration -> records of `--eval-tasks`; None: there are none. passed: iterations that are passed over.
+    measure: iteration -> records of `--eval-tasks`; None: there are none.
+    unsaved: there is no checkpoint of the beginning.
     """
 
+    state: RunState
     progress: TrainingProgress
-    config: Config
     mesh: ParallelMesh
     device: torch.device
     executor: Executor
     updater: Updater
     batch_reader: BatchReader
     program: Callable[[int, int], Program]
-    batch_sizes: BatchSizeSchedule
-    lengths: LengthSchedule
-    train_iters: int
     hooks: Hooks
     exits: ExitPolicy
     evaluate: Callable[[int, bool], list[Record] | None]
-    save: Callable[[TrainingProgress], str] | None
     report_phase: Callable[[str], None]
-    finish_save: Callable[[], None] | None = None
-    experts: Callable[[range], Callable[[], ExpertStats]] | None = None
-    sample: Callable[[int], list[Record]] | None = None
-    measure: Callable[[int], list[Record]] | None = None
-    save_locally: Callable[[TrainingProgress], Record | None] = lambda progress: None
-    tracer: PipelineTracer | None = None
-    passed: PassedOver = field(default_factory=PassedOver)
-    roll_back: Rollback | None = None
+    experts: Callable[[range], Callable[[], ExpertStats]] | None
+    sample: Callable[[int], list[Record]] | None
+    measure: Callable[[int], list[Record]] | None
+    tracer: PipelineTracer | None
+    roll_back: Rollback | None
     unsaved: bool = False
 
     def __post_init__(self) -> None:
+        self.config, world = self.state.config, self.mesh.size("world")
+        self.batch_sizes, self.lengths = self.config.batch_size_schedule(world), self.config.length_schedule
+        self.train_iters = self.config.train_iterations(world)
+        self._saves = self.config.checkpoint.save is not None
+        self._passed = self.state.model.passed
         self._drained = True
         self._losses: dict[int, Tensor] = {}
         self._loss_handle: Handle = Done()
@@ -136,10 +135,9 @@ class Trainer:
                     self._save()
             if status == COMPLETED and not self._evaluate(final=True):
                 status = str(ExitReason.SIGNAL.value)
-            if self.finish_save is not None:
-                status, ended = FAILED, status  # unless the last save is where it should be
-                self.finish_save()
-                status = ended
+            status, ended = FAILED, status  # unless the last save is where it should be
+            self.state.checkpointer.wait()
+            status = ended
         finally:
             hooks.on_end(self, status)
         return status
@@ -158,10 +156,10 @@ class Trainer:
             self.report_phase(f"iteration {number}")
             evaluates = training.evaluates and _is_due(number, training.eval_interval)
             reason = exits.decide(number, evaluates=evaluates, last=number == self.train_iters)
-            if reason is ExitReason.SAVE_FAILED and self.finish_save is not None:
-                self.finish_save()  # raises on all ranks, with the reason
+            if reason is ExitReason.SAVE_FAILED:
+                self.state.checkpointer.wait()  # raises on all ranks, with the reason
             stops = reason is not None or number == self.train_iters
-            saves = stops or (self.save is not None and _is_due(number, self.config.checkpoint.save_interval))
+            saves = stops or (self._saves and _is_due(number, self.config.checkpoint.save_interval))
             local = _is_due(number, self.config.checkpoint.local.non_persistent_save_interval) and not saves
             samples = self.sample is not None and _is_due(number, self.config.logging.samples.sample_interval)
             due = reason is None and _is_due(number, self.config.logging.eval_tasks.eval_tasks_interval)
@@ -184,7 +182,7 @@ class Trainer:
             self._check_skips(number)
             if stops or (saves and not self._is_stuck()):
                 self._save()
-            elif local and not self._is_stuck() and (record := self.save_locally(self.progress)) is not None:
+            elif local and not self._is_stuck() and (record := self.state.save_locally(self.progress)) is not None:
                 self.hooks.on_record(self, record)
             if measures is not None:  # what goes wrong in them costs no checkpoint
                 self.report_phase(f"tasks after iteration {number}")
@@ -201,7 +199,7 @@ class Trainer:
         number, progress = self.iteration + 1, self.progress
         fault_point("iteration", rank=self.mesh.rank, step=number)
         samples, length = (schedule.at(progress.consumed_samples) for schedule in (self.batch_sizes, self.lengths))
-        if self.passed.holds(number, progress.consumed_samples):
+        if self._passed.holds(number, progress.consumed_samples):
             return self._pass_over(samples, length, began)
         batch = self._plan(samples, drain=drain)
         program = self.program(batch.size, number)
@@ -243,7 +241,7 @@ class Trainer:
         size = samples // (self.config.training.micro_batch_size * self.mesh.size("stream"))
         following = self.batch_sizes.at(progress.consumed_samples + samples)
         # A batch of another size has another program: the pipeline drains between the two.
-        skips = self.passed.holds(self.iteration + 2, progress.consumed_samples + samples)
+        skips = self._passed.holds(self.iteration + 2, progress.consumed_samples + samples)
         next_size = 0 if drain or skips or following != samples else size
         self.batch_reader.plan(progress.updates, first=progress.microbatches, samples=samples)
         self.batch_reader.plan(progress.updates + 1, first=progress.microbatches + size, samples=following)
@@ -252,7 +250,7 @@ class Trainer:
     def _pass_over(self, samples: int, length: int, began: float) -> StepStats:
         """The data of this iteration is consumed, nothing is computed."""
         progress, first = self.progress, self.progress.consumed_samples
-        self.passed.add(SampleRange(first, first + samples, progress.iteration, progress.iteration + 1))
+        self._passed.add(SampleRange(first, first + samples, progress.iteration, progress.iteration + 1))
         progress.iteration += 1
         progress.consumed_samples += samples
         progress.skipped_iterations += 1
@@ -312,7 +310,7 @@ class Trainer:
     def _is_stuck(self) -> bool:
         """Whether to postpone a save: the weights have not changed since the last one, and may have diverged."""
         stuck = self.updater.stuck
-        if stuck == 2 and self.save is not None and self.mesh.world.is_first:
+        if stuck == 2 and self._saves and self.mesh.world.is_first:
             logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")
         return stuck >= 2
 
@@ -333,11 +331,11 @@ class Trainer:
         return records is not None
 
     def _save(self) -> None:
-        if self.save is None or (self._last_saved == self.iteration and not self.unsaved):
+        if not self._saves or (self._last_saved == self.iteration and not self.unsaved):
             return
         self.report_phase(f"checkpoint of iteration {self.iteration}")
         began = time.perf_counter()
-        path = self.save(self.progress)
+        path = self.state.save(self.progress)
         self._last_saved, self.unsaved = self.iteration, False
         self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
 

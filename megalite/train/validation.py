@@ -18,8 +18,9 @@ from megalite.parallel.pipeline import ForwardOnly
 from megalite.progress import LINES, ProgressBar
 from megalite.schedule import forward_program
 from megalite.train.build import Model
-from megalite.train.exits import Interruption
+from megalite.train.exits import ExitPolicy
 from megalite.train.run_data import RunData
+from megalite.train.trainer import TrainingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,7 @@ LOSSES = ("lm_loss", "ppl", "bits_per_byte")
 
 
 class Validator:
-    """Evaluates splits. newest_version: which weight version to use. length: tokens of the sequences.
-
-    interruption: makes what is asked before each batch.
-    """
+    """Evaluates splits. newest_version: which weight version to use."""
 
     def __init__(
         self,
@@ -39,11 +37,11 @@ class Validator:
         model: Model,
         channel: Channel,
         newest_version: Callable[[], int],
-        length: Callable[[], int],
-        interruption: Callable[[], Interruption],
+        progress: TrainingProgress,
+        exits: ExitPolicy,
     ) -> None:
         self._data, self._model, self._channel, self._newest_version = data, model, channel, newest_version
-        self._length, self._interruption = length, interruption
+        self._progress, self._exits = progress, exits
         self._mesh, self._device = data.mesh, data.device
         spelled = data.token_bytes()
         self._token_bytes = None if spelled is None else spelled.to(data.device)
@@ -51,7 +49,7 @@ class Validator:
     def __call__(self, iteration: int, final: bool) -> list[Record] | None:
         """Records of the validation split, at the end also of the test split; None where it was interrupted.
         Collective over the world."""
-        length, records = self._length(), []
+        length, records = self._data.evaluation_length(self._progress.consumed_samples), []
         data = self._data.datasets
         splits = [("valid", None, data.valid), *(("valid", name, part) for name, part in data.valid_sets.items())]
         for kind, name, dataset in [*splits, ("test", None, data.test if final else None)]:
@@ -72,8 +70,8 @@ class Validator:
     def _evaluate(self, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
         """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""
         # Equally many on all replicas; a sample that is not there has a loss mask of zeros.
-        batches, num_batches = self._data.evaluation(dataset, length), self._data.evaluation_batches(dataset)
-        interrupted = self._interruption()
+        batches, num_batches = self._data.evaluation(dataset, length)
+        interrupted = self._exits.interruption()
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._train(False)

@@ -268,7 +268,7 @@ def test_tokens_flops_and_evaluations_follow_the_length(tmp_path: Path) -> None:
     assert {line["num_tokens"] for line in checked} == {2 * 8 * 16}
     pupil = Pupil((*TINY, *GPT, "--micro-batch-size", "1", "--eval-iters", "2"))
     pupil.masters.update({name: value for name, value in saved_tensors(tmp_path).items() if name in pupil.masters})
-    batches = [sample for batch in pupil.data.evaluation(pupil.data.datasets.valid, 16) for sample in batch]
+    batches = [sample for batch in pupil.data.evaluation(pupil.data.datasets.valid, 16)[0] for sample in batch]
     with torch.no_grad():
         losses = [torch.func.functional_call(pupil.model, by_path(pupil), (None, sample)) for sample in batches]
     assert checked[-1]["lm_loss"] == pytest.approx(float(sum(losses)) / (2 * 8 * 16), rel=1e-12)
