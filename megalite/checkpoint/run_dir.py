@@ -328,17 +328,20 @@ def set_aside_newer(save: Place | str, step: int) -> list[Place]:
     return moved
 
 
-def in_the_way(save: Place | str, files: Sequence[str]) -> str | None:
-    """Says which directory, link or device has the name of a file that a run will write; None if nothing has."""
+def check_names(save: Place | str, files: Sequence[str]) -> None:
+    """Raises CheckpointError where a directory, a link or a device has the name of a file that a run will write."""
     where = place(save)
     if isinstance(where, StoreUrl):
-        return None
+        return
     for name in (*files, COMPLETED_FILE, TRACKER):
         path = where / name
-        if path.is_dir() and not path.is_symlink():
-            return f"`save`={save}: {name} is a directory, and a run writes a file of that name; move it away"
+        does = "a run writes a file of that name"
         if path.is_symlink():
-            return f"`save`={save}: {name} is a link, and a run would write where it leads; move it away"
-        if path.exists() and not path.is_file():
-            return f"`save`={save}: {name} is a pipe or a device, and a run writes a file of that name; move it away"
-    return None
+            kind, does = "a link", "a run would write where it leads"
+        elif path.is_dir():
+            kind = "a directory"
+        elif path.exists() and not path.is_file():
+            kind = "a pipe or a device"
+        else:
+            continue
+        raise CheckpointError(f"`save`={save}: {name} is {kind}, and {does}; move it away")

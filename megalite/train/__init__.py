@@ -12,7 +12,8 @@
     trainer         the loop: decide, step, report
     batch_reader    micro-batches by number and the factors of their losses
     run_data, validation    the run's data; evaluation through the same pipeline
-    starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory
+    starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory, and
+                    starts in vain
     announcement    the table at the start, advice, and the check of memory
     planned         a run before anything large is made; the memory of a user's module
     memory_check    predicted memory against what hosts and GPUs have free
@@ -23,7 +24,7 @@
     host_embedding  `--offload embedding`
     further         inputs and labels of multi-token prediction
     spikes, rollback    spikes of the gradient, samples passed over, the way back to a checkpoint
-    attempts, shared_disks    starts in vain; hosts that see other folders
+    shared_disks    hosts that see other folders
     expert_report, samples      routers as numbers of a log line; continuations of prompts during a run
     dry_run, resume_report  `--dry-run`; what a resumed run says of its checkpoint
     exits           when to stop: interval, duration, signal, agreed by all ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint import check_space, in_the_way, lock_of, read_manifest, verify_checkpoint, without_gc
+from megalite.checkpoint import check_names, check_space, lock_of, read_manifest, verify_checkpoint, without_gc
 from megalite.comm import Axis, ContextAxes
 from megalite.config import (
     USUAL_VOCABULARIES,
@@ -240,7 +240,8 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
         if folder is not None:
             check_writable(name, folder)
     if save is not None and not config.training.skip_train:
-        check_run_folder(save)
+        check_writable("save", save)
+        check_names(save, (CONFIG_FILE, *RUN_FILES))
         lock_of(str(config.checkpoint.save)).check()
     directory = RunDirectory(config, Axis.single("world"))
     start = directory.start()
@@ -336,11 +337,3 @@ def check_writable(name: str, folder: str) -> None:
         raise CheckpointError(
             f"`{name}`={folder}: cannot write in {existing} ({error.strerror}); choose another `{name}`"
         ) from None
-
-
-def check_run_folder(save: str) -> None:
-    """Raises CheckpointError where a run could not write its directory."""
-    check_writable("save", save)
-    problem = in_the_way(save, (CONFIG_FILE, *RUN_FILES))
-    if problem:
-        raise CheckpointError(problem)

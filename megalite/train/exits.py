@@ -58,10 +58,9 @@ class ExitPolicy:
     first one of a run that writes no checkpoint.
 
     Args:
-        config: `exit_interval`, `exit_duration_in_mins`, `exit_signal_handler`.
+        config: `exit_interval`, `exit_duration_in_mins` (from the making of this object on), `exit_signal_handler`.
         world: axis of all ranks.
         device: where the vote travels; on a GPU it is read one iteration late.
-        clock: seconds, monotonic; the duration counts from the making of this object.
         save_has_failed: whether this rank knows of a background save that came to nothing.
         saves: whether a run that ends writes a checkpoint.
         hasten: called when it is to end, in a signal's handler, too: no store that is gone is waited for.
@@ -73,7 +72,6 @@ class ExitPolicy:
         world: Axis,
         *,
         device: torch.device,
-        clock: Callable[[], float] = time.monotonic,
         save_has_failed: Callable[[], bool] = lambda: False,
         saves: bool = True,
         hasten: Callable[[], None] = lambda: None,
@@ -81,8 +79,7 @@ class ExitPolicy:
         self._config, self._world, self._device = config, world, device
         self._save_has_failed, self._saves, self._hasten = save_has_failed, saves, hasten
         self._decided, self._ends_here = 0, False
-        self._clock = clock
-        self._began = clock()
+        self._began = time.monotonic()
         self._received: dict[int, float] = {}  # when each first came
         self._previous: dict[signal.Signals, Any] = {}
         # Only these can be seen differently by different ranks; without them no message is exchanged.
@@ -147,13 +144,13 @@ class ExitPolicy:
         if self._received:
             return ExitReason.SIGNAL
         minutes = self._config.exit_duration_in_mins
-        if minutes is not None and self._clock() - self._began >= 60 * minutes:
+        if minutes is not None and time.monotonic() - self._began >= 60 * minutes:
             return ExitReason.DURATION
         return None
 
     def _note(self, number: int, _: FrameType | None) -> None:
         # No logger: the handler runs between any two instructions, perhaps while a log line is being written.
-        new, now = number not in self._received, self._clock()
+        new, now = number not in self._received, time.monotonic()
         self._hasten()
         first = new and (number == signal.SIGINT or not self._received)
         if now - self._received.setdefault(number, now) > SAME_SECONDS and number == signal.SIGINT:

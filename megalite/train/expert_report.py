@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from megalite.comm import Handle, ParallelMesh, all_reduce_
+from megalite.comm import ParallelMesh, all_reduce_
 from megalite.config import Config
 from megalite.microbatch_notes import EXTRA
 from megalite.observe import ExpertStats
@@ -36,18 +35,18 @@ class ExpertReport:
             for layer, load in stage.loads.take(microbatches).items():
                 total[self._rows[layer]] += load
         handle = all_reduce_(total, self._mesh.world, async_op=self._device.type != "cpu")
-        return lambda: self._stats(total, handle, len(microbatches))
+        batches = len(microbatches) * self._mesh.size("stream") * self._parts
 
-    def _stats(self, total: Tensor, handle: Handle, microbatches: int) -> ExpertStats:
-        handle.wait()
-        number = self._given.num_experts or 0
-        counts, (balance, z, dropped) = total[:, :number], total[:, number:].unbind(1)
-        batches = microbatches * self._mesh.size("stream") * self._parts
-        return ExpertStats(
-            load_balancing_loss=balance.mean() / batches if self._given.balances else None,
-            z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,
-            fullest_expert=(counts.amax(1) / counts.mean(1)).max(),
-            dropped_fraction=dropped.sum() / counts.sum() if self._given.moe_expert_capacity_factor else None,
-            expert_load=counts,
-            layers=tuple(self._rows),
-        )
+        def stats() -> ExpertStats:
+            handle.wait()
+            counts, (balance, z, dropped) = total[:, :number], total[:, number:].unbind(1)
+            return ExpertStats(
+                load_balancing_loss=balance.mean() / batches if self._given.balances else None,
+                z_loss=z.mean() / batches if self._given.moe_z_loss_coeff > 0 else None,
+                fullest_expert=(counts.amax(1) / counts.mean(1)).max(),
+                dropped_fraction=dropped.sum() / counts.sum() if self._given.moe_expert_capacity_factor else None,
+                expert_load=counts,
+                layers=tuple(self._rows),
+            )
+
+        return stats

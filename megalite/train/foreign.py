@@ -100,7 +100,7 @@ class ForeignModel:
     axis: the tensor-parallel ranks. cp: those that share a sequence. dtype: of parameters. look: build on `meta`, to
     look at it only.
     probe: ask whether it reads later tokens, where that is cheap.
-    held: (name, local shape, placement) of what learns in each stage, each once.
+    cuts: the layers of each stage. held: (name, local shape, placement) of what learns in each stage, each once.
     still: what of this rank's stages no update changes: buffers that are saved, and parameters that do not learn.
     leak: what `probe` found. Raises ConfigError in one line for whatever cannot be done with it.
     """
@@ -138,7 +138,7 @@ class ForeignModel:
                 f"`pipeline_schedule`={program.name}: {', '.join(sorted(self.parts.tied))} would drift apart: several "
                 "stages of `model_module` share it; use 2bw"
             )
-        self.still: list[TensorShard] = []
+        self.cuts, self.still = self.parts.cuts, list[TensorShard]()
         learn = [
             dict.fromkeys(p for i in items for p in self.parts.layers[i].parameters() if p.requires_grad)
             for items in self.parts.cuts
@@ -147,11 +147,6 @@ class ForeignModel:
         samples = config.training.micro_batch_size
         ranks = size * sequences.cp.size
         self.flops_per_sample = (1 + BACKWARD) * ranks * sum(layer.flops for layer in self.parts.found) / samples
-
-    @property
-    def cuts(self) -> list[range]:
-        """The layers of each stage."""
-        return self.parts.cuts
 
     def count(self, stages: Iterable[int]) -> int:
         """Elements of the logical tensors that learn in these stages, each once."""

@@ -149,8 +149,3 @@ class TrafficHook(Hook):
         uses, hits, up, down = total.tolist()
         record["embedding_hit_rate"] = hits / uses if uses else None
         record["embedding_bytes_up"], record["embedding_bytes_down"] = (n / record["iterations"] for n in (up, down))
-
-
-def traffic_hooks(config: Config, rows: CachedRows | None) -> list[Hook]:
-    """The same on all ranks of a run."""
-    return [] if config.optimizer.offload.embedding_offload is None else [TrafficHook(rows)]

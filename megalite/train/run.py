@@ -26,13 +26,14 @@ from megalite.observe import Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor, executor_of
 from megalite.planner import format_table, within_budget
+from megalite.schedule import token_pairs
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, make_tracer, open_module
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import Model, build_model
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import ExpertReport
-from megalite.train.host_embedding import traffic_hooks, watch_of
+from megalite.train.host_embedding import TrafficHook, watch_of
 from megalite.train.matmul_precision import arithmetic_of, set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
@@ -42,7 +43,7 @@ from megalite.train.rollback import Rollback
 from megalite.train.run_data import RunData, appended_data, changed_data, open_data, resolve_tokenizer
 from megalite.train.run_directory import RunDirectory, UploadsHook
 from megalite.train.run_state import RunState
-from megalite.train.samples import Measures, ModelInUse, SampleWriter, sending_pairs
+from megalite.train.samples import Measures, ModelInUse, SampleWriter
 from megalite.train.shared_disks import check_shared_disks
 from megalite.train.starting_point import open_start, other_ids
 from megalite.train.trainer import Trainer, TrainingProgress
@@ -195,7 +196,8 @@ def assemble_trainer(
         saves=config.checkpoint.save is not None,
         hasten=state.checkpointer.hasten,
     )
-    extra = [*traffic_hooks(config, model.rows), UploadsHook(state.checkpointer)]
+    uploads = UploadsHook(state.checkpointer)
+    traffic = [] if config.optimizer.offload.embedding_offload is None else [TrafficHook(model.rows)]
     model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
     flops = None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
@@ -208,7 +210,7 @@ def assemble_trainer(
         batch_reader=reader,
         program=programs.program,
         tracer=make_tracer(config, programs.full(world.size), executor, mesh),
-        hooks=make_hooks(config, world.rank, start_facts, flops, extra, model.plan, executor),
+        hooks=make_hooks(config, world.rank, start_facts, flops, [*traffic, uploads], model.plan, executor),
         exits=exits,
         experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         sample=SampleWriter(model_in_use()) if config.logging.samples.sample_interval is not None else None,
@@ -222,7 +224,11 @@ def assemble_trainer(
 def make_executor(programs: ProgramCache, model: Model, mesh: ParallelMesh, updater: Updater, world: World) -> Executor:
     """The executor of this rank; messages go down and up the pipeline by communicators of their own."""
     config, check = programs.config, programs.config.parallel.check_pipeline_messages
-    channel = open_channel(mesh, sending_pairs(config, model), split=config.parallel.sequence_parallel, headers=check)
+    log = config.logging
+    generates = log.samples.sample_interval is not None or bool(log.eval_tasks.eval_task_files)
+    # Neighbours send to each other, and where tokens are generated the ends.
+    pairs = model.placement.neighbours | (token_pairs(model.placement) if generates else set())
+    channel = open_channel(mesh, pairs, split=config.parallel.sequence_parallel, headers=check)
     given = mesh, model.stages, model.placement, channel, updater
     clock = torch.cuda.synchronize if world.device.type == "cuda" else None
     return executor_of(programs.full(world.size), *given, synchronize=clock)

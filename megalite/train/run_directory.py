@@ -1,11 +1,12 @@
-"""The run directory while a run uses it: lock, where to start, config.yaml, COMPLETED."""
+"""The run directory while a run uses it: lock, where to start, starts in vain, config.yaml, COMPLETED."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import uuid
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +17,8 @@ from megalite.checkpoint import (
     LocalSaves,
     LocalSettings,
     check_model,
+    check_names,
     check_state,
-    in_the_way,
     latest,
     lock_of,
     send_along,
@@ -33,12 +34,13 @@ from megalite.convert import BaseModel
 from megalite.errors import CheckpointError, ConfigError
 from megalite.observe import RUN_FILES, Hook, Record, TrainerView
 from megalite.stores import Place, StoreUrl, place
-from megalite.train.attempts import Attempts
 from megalite.train.starting_point import StartingPoint, open_start, settle_base
 
 logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+ATTEMPTS_FILE = "attempts.json"
+MOST_ATTEMPTS = 3
 LOCAL_TOKEN = "local_saves.txt"  # names the run whose saves on the hosts are this one's
 
 
@@ -82,8 +84,7 @@ class RunDirectory:
     def _take(self) -> None:
         if self._lock is not None:
             self._lock.acquire()
-            if problem := in_the_way(str(self._save), (CONFIG_FILE, *RUN_FILES)):
-                raise CheckpointError(problem)
+            check_names(str(self._save), (CONFIG_FILE, *RUN_FILES))
 
     def _local_saves(self) -> LocalSaves | None:
         """The saves on the hosts themselves, if they are asked for; beside a store, of what that does not take.
@@ -230,6 +231,41 @@ class RunDirectory:
                 (place(self._save) / COMPLETED_FILE).write_bytes(f"{iteration}\n".encode())
             except (OSError, CheckpointError) as error:
                 logger.warning("could not write COMPLETED of %s: %s", self._save, getattr(error, "strerror", error))
+
+
+class Attempts:
+    """`attempts.json`: how often the ranks were started in vain since the newest checkpoint. A launcher that restarts
+    them does not know whether that helps. Rank 0 counts: the fourth start from one checkpoint ends the run, with a
+    status that is not retried. A run that ends in good order takes the file away; one of another launch counts anew.
+
+    launch: empty: nobody restarts these ranks, and nothing is counted."""
+
+    def __init__(self, save: str | None, launch: str) -> None:
+        self._path = Path(save) / ATTEMPTS_FILE if save is not None and launch else None
+        self._launch = launch
+
+    def begin(self, iteration: int) -> None:
+        """The ranks start from `iteration`. Raises CheckpointError where that has failed too often."""
+        if self._path is None:
+            return
+        this = [self._launch, iteration]
+        same: list[object] = []
+        with suppress(OSError, ValueError, TypeError):
+            same = [attempt for attempt in json.loads(self._path.read_text()) if attempt == this]
+        if len(same) >= MOST_ATTEMPTS:
+            self.end()
+            raise CheckpointError(
+                f"`save`={self._path.parent}: {len(same)} attempts from iteration {iteration} have failed before a new "
+                "checkpoint; the cause is told above, where they failed"
+            )
+        with suppress(OSError):  # who cannot write here will hear of it where it matters
+            write_small(self._path, json.dumps([*same, this]).encode())
+
+    def end(self) -> None:
+        """The run ends in good order, or must not be tried again."""
+        if self._path is not None:
+            with suppress(OSError):
+                self._path.unlink()
 
 
 class UploadsHook(Hook):

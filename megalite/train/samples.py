@@ -14,15 +14,13 @@ from typing import cast
 import torch
 
 from megalite.comm import Channel, ParallelMesh, all_gather_json, patiently
-from megalite.config import Config
 from megalite.convert import stop_tokens
 from megalite.generation import Generator, ModelParts, Request, Sampling, prompt_ids, read_prompts
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack
 from megalite.observe import Record
 from megalite.parallel.tensor import LayerContext
-from megalite.schedule import token_pairs
-from megalite.train.build import Model, boundary_spec, layer_context
+from megalite.train.build import boundary_spec, layer_context
 from megalite.train.run_state import RunState
 
 
@@ -117,14 +115,6 @@ class SampleWriter:
 
 Measures = Callable[[ModelInUse], Callable[[int], list[Record]]]
 """`inference.TaskEvaluator`, or what else makes records of a model."""
-
-
-def sending_pairs(config: Config, model: Model) -> frozenset[tuple[int, int]]:
-    """Pipeline ranks that send to each other: neighbours, and where tokens are generated the ends."""
-    log = config.logging
-    generates = log.samples.sample_interval is not None or bool(log.eval_tasks.eval_task_files)
-    back = token_pairs(model.placement) if generates else set()
-    return model.placement.neighbours | back
 
 
 def share_weights(trained: LayerStack, specs: list[LayerSpec], ctx: LayerContext) -> LayerStack:

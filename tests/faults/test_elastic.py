@@ -9,7 +9,7 @@ import torch
 from equivalence.layouts import saved_tensors
 from torchrun_agents import Agents, undisturbed
 
-from megalite.train.attempts import ATTEMPTS_FILE
+from megalite.train.run_directory import ATTEMPTS_FILE
 
 LENGTH = ["--train-iters", "80", "--save-interval", "10", "--global-batch-size", "12"]
 CASES = {

@@ -18,7 +18,7 @@ import torch
 
 from megalite.checkpoint import Checkpointer
 from megalite.checkpoint.lock import LockHolder, RunLock
-from megalite.checkpoint.run_dir import in_the_way, set_aside_newer
+from megalite.checkpoint.run_dir import check_names, set_aside_newer
 from megalite.checkpoint.start_decision import decide_start
 from megalite.comm.mesh import Axis
 from megalite.comm.rectangles import TensorShard
@@ -157,10 +157,12 @@ def test_a_name_that_is_taken_is_known_at_the_start(tmp_path: Path, flags: dict)
 def test_a_directory_in_the_place_of_a_file_is_known_at_the_start(tmp_path: Path, name: str) -> None:
     files = ("metrics.jsonl", "config.yaml")
     (tmp_path / name).touch()
-    assert in_the_way(tmp_path, files) is None
+    check_names(tmp_path, files)
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
-    assert in_the_way(tmp_path, files) == (
+    with pytest.raises(CheckpointError) as caught:
+        check_names(tmp_path, files)
+    assert caught.value.text == (
         f"`save`={tmp_path}: {name} is a directory, and a run writes a file of that name; move it away"
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.errors import CheckpointError
-from megalite.train.attempts import ATTEMPTS_FILE, Attempts
+from megalite.train.run_directory import ATTEMPTS_FILE, Attempts
 
 
 def test_the_fourth_attempt_from_one_checkpoint_is_refused_and_the_count_begins_anew(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,16 @@ def _config(**changes: Any) -> TrainingConfig:
     return dataclasses.replace(tiny_config().training, **changes)
 
 
-def _policy(clock: Any = None, **changes: Any) -> ExitPolicy:
-    options = {} if clock is None else {"clock": clock}
-    return ExitPolicy(_config(**changes), Axis.single("world"), device=CPU, **options)
+def _policy(**changes: Any) -> ExitPolicy:
+    return ExitPolicy(_config(**changes), Axis.single("world"), device=CPU)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock of the policy shows."""
+    now = [100.0]
+    monkeypatch.setattr("megalite.train.exits.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 def test_interval_stops_after_its_multiples() -> None:
@@ -35,9 +43,8 @@ def test_interval_stops_after_its_multiples() -> None:
     assert decisions == [None, None, None, ExitReason.INTERVAL] * 2
 
 
-def test_duration_counts_in_minutes() -> None:
-    now = [100.0]
-    policy = _policy(clock=lambda: now[0], exit_duration_in_mins=0.5)
+def test_duration_counts_in_minutes(now: list[float]) -> None:
+    policy = _policy(exit_duration_in_mins=0.5)
     now[0] = 129.9
     assert policy.decide(1) is None
     now[0] = 130.0
@@ -102,10 +109,12 @@ def test_what_a_signal_is_answered_is_what_happens(
         assert "the run ends after iteration 50, without another one" in capfd.readouterr().err
 
 
-def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    now, before = [100.0], signal.signal(signal.SIGINT, signal.default_int_handler)
+def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(
+    now: list[float], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ExitPolicy(_config(), Axis.single("world"), device=CPU, clock=lambda: now[0]) as policy:
+        with ExitPolicy(_config(), Axis.single("world"), device=CPU) as policy:
             assert policy.decide(3) is None and policy.exit_status == 0
             os.kill(os.getpid(), signal.SIGINT)
             now[0] += 0.4

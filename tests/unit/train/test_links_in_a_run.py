@@ -11,7 +11,7 @@ import pytest
 from megalite.comm import Axis
 from megalite.config import parse
 from megalite.errors import CheckpointError
-from megalite.train.dry_run import check_run_folder
+from megalite.train.dry_run import dry_run
 from megalite.train.run_directory import RunDirectory
 
 TINY = (
@@ -34,14 +34,15 @@ def test_what_is_in_the_way_is_named_and_left_alone(name: str, kind: str, tmp_pa
     else:
         (run / name).symlink_to({"a link": outside, "a link to nothing": tmp_path / "none"}.get(kind, tmp_path))
     kind = kind.removesuffix(" to nothing").removesuffix(" to a directory")
+    config = parse([*shlex.split(TINY), "--save", str(run)])
     begin = f"--save={run}: {name} is {kind}"
     with (
         pytest.raises(CheckpointError) as caught,
-        RunDirectory(parse([*shlex.split(TINY), "--save", str(run)]), Axis.single("world")),
+        RunDirectory(config, Axis.single("world")),
     ):
         pass
     with pytest.raises(CheckpointError) as dry:
-        check_run_folder(str(run))
+        dry_run(config, {}, 1)
     for error in (caught, dry):
         assert str(error.value).startswith(begin) and str(error.value).endswith("; move it away")
     assert outside.read_text() == "mine\n" and not (tmp_path / "none").exists()
