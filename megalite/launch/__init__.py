@@ -3,7 +3,7 @@
     launcher.py     environment -> World, process group, local ranks: the only reader of environment variables
     environment.py  who started this process, and as which rank (pure)
     supervisor.py   forks the ranks of one host, watches them and names the first that failed (rank_page.py)
-    meeting.py      the store where ranks meet; devices.py: what they compute on; network.py: the way to other hosts
+    meeting.py      the store where ranks meet, the way to other hosts; devices.py: what they compute on
     watch.py        the same for ranks that torchrun, srun, mpirun or a hand has started
     pulse.py        who is lost, though no connection has broken
     signals.py      what SIGTERM and its like do before training begins; in training: `megalite.train.exits`

@@ -42,8 +42,7 @@ from megalite.launch.devices import (
     threads_of,
 )
 from megalite.launch.environment import LaunchEnvironment
-from megalite.launch.meeting import leave_together, open_store
-from megalite.launch.network import check_interface, interface_hint
+from megalite.launch.meeting import check_interface, interface_hint, leave_together, open_store
 from megalite.launch.output import list_host, print_error, print_interrupted, print_lost
 from megalite.launch.rank_page import RankError, RankPage
 from megalite.launch.signals import EndAtOnce, ends_at_once, ignored

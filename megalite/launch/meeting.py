@@ -1,8 +1,11 @@
-"""The store where ranks meet before they can talk to each other."""
+"""Where ranks meet before they can talk to each other: the store, and the network interfaces to other hosts."""
 
 from __future__ import annotations
 
 import resource
+import socket
+import struct
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +15,8 @@ from megalite.launch.environment import LaunchEnvironment
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
 
 def open_store(
@@ -53,3 +58,46 @@ def leave_together(store: dist.Store, rank: int, size: int) -> None:
         store.set("all have left", "")
     if rank == 0 and size > 1:
         store.wait(["all have left"])
+
+
+def check_interface(chosen: str) -> None:
+    """Whether this host has the interfaces of GLOO_SOCKET_IFNAME=`chosen`. Raises ConfigError."""
+    has = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in chosen.split(",") if name and name not in has]
+    if missing:
+        raise ConfigError(
+            f"env: GLOO_SOCKET_IFNAME={missing[0]}: {socket.gethostname()} has no such interface (has: "
+            f"{', '.join(has)}); name one of them, or unset it"
+        )
+
+
+def interface_to(address: str) -> str | None:
+    """The interface by which this host reaches another one, a name or an IPv4 address; None: not known."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # which sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                try:
+                    found = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()[:15]))
+                except OSError:  # one without an address
+                    continue
+                if found[20:24] == own:
+                    return name
+    except OSError:
+        pass
+    return None
+
+
+def interface_hint(address: str) -> str:
+    """What to try where hosts that have met at `address` get no messages through to each other."""
+    names = [name for _, name in socket.if_nameindex()]
+    way = interface_to(address)
+    line = f"{socket.gethostname()} has {', '.join(names)}, of which NCCL and gloo choose one by themselves"
+    if way is not None:
+        line += f"; the ranks have met over {way}: try NCCL_SOCKET_IFNAME={way} GLOO_SOCKET_IFNAME={way}"
+    return f"{line} (NCCL_DEBUG=INFO tells what NCCL chose, NCCL_IB_DISABLE=1 leaves out InfiniBand)"

@@ -73,7 +73,7 @@ def rows_of(run: PlannedRun, device: str) -> list[tuple[str, str]]:
         parameters=run.foreign.count(every),
         by_stage=[run.foreign.count([stage]) for stage in every],
         flops_per_sample=run.foreign.flops_per_sample,
-        memory=run.memory or (),
+        memory=run.memory,
         device=device,
     )
 

@@ -223,12 +223,7 @@ def check_local_memory(run: PlannedRun) -> None:
     on_cpu = run.config.parallel.hardware.device == "cpu" or gpus == 0
     devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(run.world_size)]
     pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
-    run = (
-        run
-        if on_cpu
-        else PlannedRun.before(run.config, run.world_size, run.program, run.plan, run.foreign, on_cpu=False)
-    )
-    if problem := judge(run, pools):
+    if problem := judge(replace(run, on_cpu=on_cpu), pools):
         raise HostTooSmall(problem)
 
 

@@ -21,7 +21,7 @@ from megalite.config import Config, config_problems
 from megalite.errors import ConfigError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
 from megalite.inventory import MemoryPlan
-from megalite.planner import RankMemory, pipeline_memory, shared_memory_bytes
+from megalite.planner import RankMemory, shared_memory_bytes
 from megalite.progress import in_units
 from megalite.train.planned import PlannedRun
 
@@ -105,12 +105,11 @@ def judge(run: PlannedRun, ranks: Sequence[Pools]) -> str | None:
 def demands_of(run: PlannedRun, ranks: Sequence[Pools]) -> dict[str, Demand]:
     """Pool -> what its ranks need."""
     config, world, on_cpu = run.config, run.world_size, run.on_cpu
-    memory = run.memory or pipeline_memory(run)
     # What ranks of a host exchange messages through is one for all, and counted in each.
     again = shared_memory_bytes(config, on_cpu, of_others=True)
     drawn: dict[str, list[tuple[float, float, float]]] = {}
     for rank, row in enumerate(ranks):
-        mine = memory[rank * run.program.num_ranks // world]
+        mine = run.memory[rank * run.program.num_ranks // world]
         for pool, on_device in row:
             amounts = _amounts(config, mine, again, on_cpu=on_cpu) if on_device else (mine.host, mine.host, 0.0)
             if on_device and on_cpu:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,17 +21,24 @@ from torch.func import functional_call
 from megalite.config import Config
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.library import Boundary, Parts, TracedLayer, without_values
-from megalite.planner import PlannedStages, RankMemory, StageActivations, StateBytes, foreign_memory, named_state_bytes
+from megalite.planner import (
+    PlannedStages,
+    RankMemory,
+    StageActivations,
+    StateBytes,
+    foreign_memory,
+    named_state_bytes,
+    pipeline_memory,
+)
 from megalite.schedule import Program
 from megalite.train.foreign import ForeignModel
 
 
 @dataclass(frozen=True)
 class PlannedRun(PlannedStages):
-    """foreign: the module of `--model-module`, if it is one; memory: of its ranks at each pipeline coordinate."""
+    """foreign: the module of `--model-module`, if it is one."""
 
     foreign: ForeignModel | None = None
-    memory: Sequence[RankMemory] | None = None
 
     @classmethod
     def before(
@@ -44,14 +51,17 @@ class PlannedRun(PlannedStages):
         *,
         on_cpu: bool,
     ) -> PlannedRun:
-        """Asked before the stages are built."""
         cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
-        run = cls(config, world_size, program, cuts, plan, on_cpu, foreign)
-        return run if foreign is None else replace(run, memory=memory_of(run, foreign))
+        return cls(config, world_size, program, cuts, plan, on_cpu, foreign)
+
+    @cached_property
+    def memory(self) -> Sequence[RankMemory]:
+        """Of the ranks at each pipeline coordinate. Asked before the stages are built."""
+        return pipeline_memory(self) if self.foreign is None else memory_of(self, self.foreign)
 
 
 def memory_of(run: PlannedRun, foreign: ForeignModel) -> list[RankMemory]:
-    """Bytes of the ranks at each pipeline coordinate."""
+    """Bytes that a module of the user's own needs."""
     config, program, on_cpu = run.config, run.program, run.on_cpu
     last = len(foreign.cuts) - 1
     measured = {stage: stage_activations(foreign, stage, last=stage == last) for stage in range(last + 1)}

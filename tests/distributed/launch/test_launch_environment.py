@@ -14,7 +14,7 @@ from megalite.data.cache import cache_directory
 from megalite.errors import ConfigError, DataError
 from megalite.launch.environment import LaunchEnvironment, detect_environment, expand_tasks, first_host
 from megalite.launch.launcher import read_environment
-from megalite.launch.network import check_interface, interface_hint, interface_to
+from megalite.launch.meeting import check_interface, interface_hint, interface_to
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu01",
