@@ -62,7 +62,9 @@ class RankEnd:
             first_line = self.error.text.strip().split("\n")[0][:300]
             return f"rank {self.rank} failed{where}: {self.error.type}: {first_line}"
         if self.status < 0:
-            return f"rank {self.rank} was killed by {_signal_name(-self.status)} (signal {-self.status}){where}"
+            names = {each.value: each.name for each in signal.Signals}
+            by = names.get(-self.status, "an unknown signal")
+            return f"rank {self.rank} was killed by {by} (signal {-self.status}){where}"
         return f"rank {self.rank} exited with status {self.status}{where}"
 
 
@@ -317,10 +319,3 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "an unknown signal"

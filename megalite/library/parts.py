@@ -107,12 +107,9 @@ class Parts:
 
     def _trained(self, module: StageModule) -> list[tuple[str, nn.Parameter]]:
         """Tied ones come first, in an order that is the same on all stages: their gradients are summed together."""
-        found = {id(p): p for layer in module.layers for p in layer.parameters() if p.requires_grad}
-        named = [(self.names.of(parameter), parameter) for parameter in found.values()]
-        return [
-            *sorted((pair for pair in named if pair[0] in self.tied), key=lambda pair: pair[0]),
-            *(pair for pair in named if pair[0] not in self.tied),
-        ]
+        found = dict.fromkeys(p for layer in module.layers for p in layer.parameters() if p.requires_grad)
+        named = [(self.names.of(parameter), parameter) for parameter in found]
+        return sorted(named, key=lambda pair: (pair[0] not in self.tied, pair[0] if pair[0] in self.tied else ""))
 
     def _version(self, own: dict[int, nn.Module]) -> dict[int, nn.Module]:
         """The layers with other parameters to train, and with all other tensors that they have."""

@@ -49,6 +49,9 @@ class ExitReason(StrEnum):
     SAVE_FAILED = "save_failed"
 
 
+_REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED)
+
+
 class ExitPolicy:
     """Decides, the same way on all ranks, after which iteration the run ends.
 
@@ -84,7 +87,12 @@ class ExitPolicy:
         self._previous: dict[signal.Signals, Any] = {}
         # Only these can be seen differently by different ranks; without them no message is exchanged.
         self._votes = config.exit_signal_handler or config.exit_duration_in_mins is not None
-        self._ballot = _Ballot(world, device)
+        # Between GPUs a vote is read at the next one: the reduction and its copy to the host have then long happened.
+        self._delay = int(device.type == "cuda" and world.size > 1)
+        # Of its own: the stream that computes would otherwise wait here for the slowest rank, once an iteration.
+        self._stream = torch.cuda.Stream(device) if self._delay else None
+        self._reading: LateReading | None = None
+        self._asked: tuple[torch.Tensor, Handle] | None = None
 
     def __enter__(self) -> ExitPolicy:
         # Python delivers signals to the main thread only and refuses handlers elsewhere.
@@ -118,13 +126,12 @@ class ExitPolicy:
     def evaluation_over(self) -> bool:
         """Whether a rank got a signal until now: then the run ends without another iteration. Collective."""
         self._ends_here = False
-        question = self.interruption()
-        question()
-        return question.close()
+        self.interrupted()
+        return self.last_answer()
 
     def _reason(self, iteration: int) -> ExitReason | None:
         interval = self._config.exit_interval
-        agreed = self._ballot.vote(self._wish()) if self._votes else None
+        agreed = self._vote(self._wish()) if self._votes else None
         if agreed is not None:
             if agreed is not ExitReason.DURATION:
                 self._hasten()
@@ -134,9 +141,35 @@ class ExitPolicy:
             return agreed
         return ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
 
-    def interruption(self) -> Interruption:
-        """What an evaluation asks before each of its batches."""
-        return Interruption(self._world, self._device, (lambda: bool(self._received)) if self._previous else None)
+    def interrupted(self) -> bool:
+        """Whether an evaluation is to stop, because a rank has got a signal: asked before each of its batches. The
+        answer is one question old: no stage of a pipeline waits for the others to come to the same batch. Collective,
+        the same on all ranks."""
+        if not self._previous:  # no signals are heard
+            return False
+        before = self.last_answer()
+        vote = torch.tensor([bool(self._received)], dtype=torch.int32, device=self._device)
+        self._asked = vote, all_reduce_(vote, self._world, op="max", async_op=True)
+        return before
+
+    def last_answer(self) -> bool:
+        """Waits for the last answer and returns it."""
+        if self._asked is None:
+            return False
+        (vote, handle), self._asked = self._asked, None
+        handle.wait()
+        return bool(vote)
+
+    def _vote(self, wish: ExitReason | None) -> ExitReason | None:
+        """The largest wish of all ranks, of this iteration or of `_delay` before."""
+        if self._stream is None:
+            return _REASONS[int(agree_max(_REASONS.index(wish), self._world))]
+        result = 0 if self._reading is None else int(self._reading.read()[0])
+        with torch.cuda.stream(self._stream):
+            ballot = torch.full((1,), _REASONS.index(wish), dtype=torch.int32, device=self._device)
+            all_reduce_(ballot, self._world, op="max")
+            self._reading = LateReading(ballot)
+        return _REASONS[result]
 
     def _wish(self) -> ExitReason | None:
         if self._save_has_failed():
@@ -168,60 +201,7 @@ class ExitPolicy:
         elif self._ends_here:
             when = f"after iteration {self._decided}, without another one (an evaluation is cut short)"
         else:
-            number = self._decided + 1 + self._ballot.delay
-            which = "the one after this" if not self._ballot.delay else "the second after this"
+            number = self._decided + 1 + self._delay
+            which = "the one after this" if not self._delay else "the second after this"
             when = f"after iteration {number}, {which} (an evaluation is cut short)"
         return f"received {name}: the run ends {when}, and {'saves' if self._saves else 'saves nothing (no `save`)'}"
-
-
-_REASONS = (None, ExitReason.DURATION, ExitReason.SIGNAL, ExitReason.SAVE_FAILED)
-
-
-class _Ballot:
-    """A vote whose result is there at once, or between GPUs read at the next one: the reduction and its copy to the
-    host have then long happened. delay: iterations between a vote and what it decides."""
-
-    def __init__(self, world: Axis, device: torch.device) -> None:
-        self._world, self._device = world, device
-        self.delay = int(device.type == "cuda" and world.size > 1)
-        # Of its own: the stream that computes would otherwise wait here for the slowest rank, once an iteration.
-        self._stream = torch.cuda.Stream(device) if self.delay else None
-        self._reading: LateReading | None = None
-
-    def vote(self, wish: ExitReason | None) -> ExitReason | None:
-        if self._stream is None:
-            return _REASONS[int(agree_max(_REASONS.index(wish), self._world))]
-        result = 0 if self._reading is None else int(self._reading.read()[0])
-        with torch.cuda.stream(self._stream):
-            ballot = torch.full((1,), _REASONS.index(wish), dtype=torch.int32, device=self._device)
-            all_reduce_(ballot, self._world, op="max")
-            self._reading = LateReading(ballot)
-        return _REASONS[result]
-
-
-class Interruption:
-    """Whether an evaluation is to stop, because a rank has got a signal (`received`; None: no signals are heard).
-
-    The answer is one question old: no stage of a pipeline waits for the others to come to the same batch.
-    """
-
-    def __init__(self, world: Axis, device: torch.device, received: Callable[[], bool] | None) -> None:
-        self._world, self._device, self._received = world, device, received
-        self._pending: tuple[torch.Tensor, Handle] | None = None
-
-    def __call__(self) -> bool:
-        """The answer, the same on all ranks. Collective over the world."""
-        if self._received is None:
-            return False
-        before = self.close()
-        vote = torch.tensor([self._received()], dtype=torch.int32, device=self._device)
-        self._pending = vote, all_reduce_(vote, self._world, op="max", async_op=True)
-        return before
-
-    def close(self) -> bool:
-        """Waits for the last answer and returns it."""
-        if self._pending is None:
-            return False
-        (vote, handle), self._pending = self._pending, None
-        handle.wait()
-        return bool(vote)

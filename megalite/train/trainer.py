@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -179,7 +179,9 @@ class Trainer:
             if samples and self.sample is not None:
                 self.report_phase(f"samples after iteration {number}")
                 self.hooks.on_samples(self, self.sample(number))
-            self._check_skips(number)
+            stuck = self.updater.stuck
+            if number == self.train_iters and 1 < stuck == number - self._began_after:  # every update was skipped
+                raise RuntimeFailure(f"iteration {number}: {self.updater.describe_skips()}")
             if stops or (saves and not self._is_stuck()):
                 self._save()
             elif local and not self._is_stuck() and (record := self.state.save_locally(self.progress)) is not None:
@@ -221,6 +223,7 @@ class Trainer:
         progress.consumed_samples += samples
         progress.microbatches += batch.size
         results = self.updater.take_results()
+        skipped = [flag for result in results if isinstance(flag := result.skipped, Tensor)]  # nothing is read here
         return self._stats(
             samples,
             length,
@@ -229,7 +232,7 @@ class Trainer:
             grad_norm=results[-1].grad_norm,
             learning_rate=results[-1].learning_rate,
             loss_scale=results[-1].loss_scale,
-            skipped=_any([result.skipped for result in results]),
+            skipped=torch.stack(skipped).amax() if skipped else any(result.skipped for result in results),
             experts=self.experts(range(batch.start, batch.start + batch.size)) if self.experts is not None else None,
             wait_time_s=self.mesh.waits.take(),
             data_time_s=self.batch_reader.take_seconds(),
@@ -314,12 +317,6 @@ class Trainer:
             logger.warning("update skipped again at the smallest loss scale: no checkpoint until one succeeds")
         return stuck >= 2
 
-    def _check_skips(self, number: int) -> None:
-        """Raises RuntimeFailure at the end of a run in which every update was skipped."""
-        stuck = self.updater.stuck
-        if number == self.train_iters and stuck > 1 and stuck == number - self._began_after:
-            raise RuntimeFailure(f"iteration {number}: {self.updater.describe_skips()}")
-
     def _evaluate(self, *, final: bool) -> bool:
         """Whether the evaluation has come to its end: a signal cuts it short, the time that is left is for a save."""
         self.report_phase(f"evaluation after iteration {self.iteration}")
@@ -338,12 +335,6 @@ class Trainer:
         path = self.state.save(self.progress)
         self._last_saved, self.unsaved = self.iteration, False
         self.hooks.on_save(self, iteration=self.iteration, path=path, seconds=time.perf_counter() - began)
-
-
-def _any(flags: Sequence[Tensor | bool]) -> Tensor | bool:
-    """Whether any of them is true, without reading from the device."""
-    there = [flag for flag in flags if isinstance(flag, Tensor)]
-    return torch.stack(there).amax() if there else any(flags)
 
 
 @contextmanager

@@ -71,7 +71,6 @@ class Validator:
         """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""
         # Equally many on all replicas; a sample that is not there has a loss mask of zeros.
         batches, num_batches = self._data.evaluation(dataset, length)
-        interrupted = self._exits.interruption()
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._train(False)
@@ -79,8 +78,8 @@ class Validator:
         try:
             with self._model.optimizer.masters_as_weights(self._newest_version()):
                 for number, microbatches in enumerate(batches):
-                    if interrupted():
-                        interrupted.close()
+                    if self._exits.interrupted():
+                        self._exits.last_answer()
                         return None
                     bar(number, num_batches)
                     local = [self._data.cut(mb.to(self._device)) for mb in microbatches]
@@ -88,7 +87,7 @@ class Validator:
                     if self._mesh.coordinate("tp") == 0 and losses:
                         summed = torch.stack(list(losses.values())).double().sum()
                         total += torch.stack([summed, *self._sizes([local[number] for number in losses])])
-                interrupted.close()
+                self._exits.last_answer()
         finally:
             bar.close()
             self._train(True)
