@@ -75,7 +75,7 @@ class Trainer:
     report_phase: tells a supervisor. sample: iteration -> texts of the model; None: it writes none.
     experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     measure: iteration -> records of `--eval-tasks`; None: there are none.
-    unsaved: there is no checkpoint of the beginning.
+    unsaved: the beginning has not been saved.
     """
 
     state: RunState
