@@ -73,6 +73,10 @@ StageKey = tuple[int, int]
 COMPUTE_KINDS = frozenset({FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})
 """Kinds that add to the gradients of weights."""
+INPUT_GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_INPUT})
+"""Kinds that use what a forward has kept, for the gradient of the stage's input."""
+AWAITING_WEIGHT = {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}
+"""What a kind adds to the micro-batches that are between I and W."""
 SEND_KINDS = frozenset({SEND_F, SEND_B})
 RECV_KINDS = frozenset({RECV_F, RECV_B})
 COMMUNICATION_KINDS = SEND_KINDS | RECV_KINDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, EVICT, FETCH, PREFETCH, Action
+from megalite.schedule.action import EVICT, FETCH, INPUT_GRADIENT_KINDS, PREFETCH, Action
 
 if TYPE_CHECKING:
     from megalite.schedule.chunks import ChunkKey, ChunkUse
@@ -52,7 +52,7 @@ class Links:
         """When a computation may start: what it uses has come back, and what was sent before the computation ahead of
         it has left."""
         for part in action.computations():
-            if part.kind in (BACKWARD, BACKWARD_INPUT):
+            if part.kind in INPUT_GRADIENT_KINDS:
                 start = max(start, self._arrived.get((part.stage, part.replica, part.microbatch), start))
         start = max(start, self._old.get(rank, 0))
         self._old[rank] = self._new.get(rank, 0)

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from megalite.schedule.action import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    RECOMPUTE,
-    STEP,
-    Action,
-    StageKey,
-)
+from megalite.schedule.action import AWAITING_WEIGHT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, STEP, Action, StageKey
 
 
 def activation_counts(actions: Sequence[Action]) -> list[tuple[int, int]]:
@@ -29,18 +20,12 @@ def activation_counts(actions: Sequence[Action]) -> list[tuple[int, int]]:
     for action in actions:
         # Inside an OVERLAP the forward's activations appear before the backward's are gone.
         for part in sorted(action.computations(), key=lambda part: part.kind not in (FORWARD, RECOMPUTE)):
-            if part.kind == FORWARD:
-                whole += part.stage_key not in again
+            if part.kind in (FORWARD, RECOMPUTE):
+                whole += part.kind == RECOMPUTE or part.stage_key not in again
                 counts.append((whole, weight_only))
-            elif part.kind == RECOMPUTE:
-                whole += 1
-                counts.append((whole, weight_only))
-            elif part.kind == BACKWARD:
+            elif part.kind != BACKWARD_WEIGHT:
                 whole -= 1
-            elif part.kind == BACKWARD_INPUT:
-                whole, weight_only = whole - 1, weight_only + 1
-            elif part.kind == BACKWARD_WEIGHT:
-                weight_only -= 1
+            weight_only += AWAITING_WEIGHT.get(part.kind, 0)
         counts.append((whole, weight_only))
     return counts
 

@@ -22,8 +22,6 @@ from megalite.schedule.passes import matching_recv, receives
 from megalite.schedule.simulate import ResultKey, dependencies, produced
 from megalite.schedule.stage_placement import StagePlacement
 
-MODELS = ("pair", "direction", "rank")
-
 
 class MessageFault(NamedTuple):
     """What is wrong, and where: (rank, position in its list)."""
@@ -68,7 +66,6 @@ def rendezvous_faults(
 
 class _Rendezvous:
     def __init__(self, lists: Sequence[Sequence[Action]], placement: StagePlacement, model: str) -> None:
-        assert model in MODELS, model
         self.lists, self.placement, self.model = lists, placement, model
         self.position = [0] * len(lists)
         self.needs: list[tuple[int, list[tuple[int, Action]], list[ResultKey]]] = [(-1, [], [])] * len(lists)

@@ -5,8 +5,9 @@ A schedule says in which order each rank computes (F, B, I, W) and when it steps
 
     merge_backward          I(k) directly followed by W(k) becomes B(k)
     insert_reduce           REDUCE as soon as the gradient of a stage is complete
-    insert_unshard          UNSHARD and RESHARD around the use of a stage's weights (ZeRO-3 only)
     insert_communication    SEND after the computation that makes a tensor, RECV ahead of the one that needs it
+
+and for ZeRO-3 `insert_unshard` the UNSHARD and RESHARD around the use of a stage's weights.
 
 Both ranks of 1F1B with two micro-batches, as the schedule writes them and after `lower` (stage numbers left out):
 
@@ -46,10 +47,9 @@ from megalite.schedule.program import BatchRange, Program
 from megalite.schedule.stage_placement import StagePlacement
 
 
-def lower(program: Program, *, unshard: bool = False) -> Program:
-    """All passes in their order. unshard: weights are gathered before they are used and freed afterwards (ZeRO-3)."""
-    program = insert_reduce(merge_backward(program))
-    return insert_communication(insert_unshard(program) if unshard else program)
+def lower(program: Program) -> Program:
+    """What every schedule needs, in this order."""
+    return insert_communication(insert_reduce(merge_backward(program)))
 
 
 def merge_backward(program: Program) -> Program:

@@ -21,16 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megalite.errors import ScheduleError
-from megalite.schedule.action import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    EVICT,
-    FORWARD,
-    PREFETCH,
-    RECOMPUTE,
-    Action,
-)
+from megalite.schedule.action import AWAITING_WEIGHT, EVICT, FORWARD, INPUT_GRADIENT_KINDS, PREFETCH, RECOMPUTE, Action
 from megalite.schedule.eviction import belady
 from megalite.schedule.program import ActivationRoom, BatchRange, Program
 
@@ -129,9 +120,9 @@ def _lives(
             key = (part.stage, part.replica, part.microbatch)
             if makes(part, recomputed):
                 found[key] = _Saved(key, room.full[part.stage], index)
-            elif part.kind in (BACKWARD, BACKWARD_INPUT):
+            elif part.kind in INPUT_GRADIENT_KINDS:
                 found[key].used = index
-            now += {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}.get(part.kind, 0) * room.weight_only[part.stage]
+            now += AWAITING_WEIGHT.get(part.kind, 0) * room.weight_only[part.stage]
     return list(found.values()), waiting
 
 
@@ -196,7 +187,7 @@ def _walk(
             here = (part.stage, part.replica, part.microbatch)
             if makes(part, recomputed):
                 device[here] = room.full[part.stage]
-            elif part.kind in (BACKWARD, BACKWARD_INPUT):
+            elif part.kind in INPUT_GRADIENT_KINDS:
                 if here not in device:
                     yield position, 0.0, 0.0, f"{part}: its activations are on the host"
                 done.append(here)
@@ -207,4 +198,4 @@ def _walk(
         for here in done:
             device.pop(here, None)
         for part in action.computations():
-            waiting += {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}.get(part.kind, 0) * room.weight_only[part.stage]
+            waiting += AWAITING_WEIGHT.get(part.kind, 0) * room.weight_only[part.stage]

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from math import floor, log10
 
 from megalite.schedule.action import (
     BACKWARD,
@@ -242,11 +243,7 @@ def _round_step(least: float) -> float:
     """Smallest of 1, 2, 5 times a power of ten that is not below `least`."""
     if least <= 0:
         return 0.0
-    power = 1.0
-    while power > least:
-        power /= 10
-    while power * 10 <= least:
-        power *= 10
+    power = 10.0 ** floor(log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
 
 

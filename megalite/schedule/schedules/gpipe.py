@@ -9,26 +9,16 @@ Idle per rank (p-1)(tF+tB); every rank holds the activations of all m micro-batc
 forwards, so gradients are summed in the same order as without a pipeline.
 """
 
-from collections.abc import Iterator
-
-from megalite.schedule.action import Action, backward, forward
-from megalite.schedule.definition import ScheduleShape, flush_schedule
+from megalite.schedule.definition import flush_schedule
 from megalite.schedule.program import PeakActivations
-
-
-def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
-    """One batch of `rank`."""
-    stage = shape.stage_of(rank)
-    yield from (forward(stage, k) for k in range(shape.m))
-    yield from (backward(stage, k) for k in range(shape.m))
-
+from megalite.schedule.schedules.one_f_one_b import one_f_one_b
 
 SCHEDULE = flush_schedule(
     "gpipe",
     "GPipe: all forwards, then all backwards",
     "Huang et al. 2019, arXiv:1811.06965",
     lambda shape: shape.placement,
-    rank_order,
+    lambda rank, shape: one_f_one_b(shape.stage_of(rank), shape.m, warmup=shape.m),
     lambda rank, shape: PeakActivations(shape.m),
     in_flight=lambda shape: shape.m,
     takes_turns=True,

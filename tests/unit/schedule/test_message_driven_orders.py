@@ -9,7 +9,7 @@ from statistics import mean
 import pytest
 
 from megalite.errors import ScheduleError
-from megalite.schedule import Costs, build_program, lower, schedule_problems, simulate, validate
+from megalite.schedule import Costs, build_program, insert_unshard, lower, schedule_problems, simulate, validate
 from megalite.schedule.arrival import as_arrives
 
 
@@ -34,7 +34,8 @@ def test_whatever_arrives_when_the_list_is_valid_and_in_order() -> None:
     for _ in range(25):
         p, m = rng.randint(2, 5), rng.randint(1, 12)
         limit = rng.randint(1, 2 * p)
-        program = lower(build_program("message-driven", p, m, max_in_flight=limit), unshard=rng.random() < 0.5)
+        program = lower(build_program("message-driven", p, m, max_in_flight=limit))
+        program = insert_unshard(program) if rng.random() < 0.5 else program
         costs = Costs(stages=stages(rng, p), communication=Fraction(rng.randint(0, 10), 10))
         given = as_arrives(program, costs, 2)
         assert validate(given).in_order

@@ -10,7 +10,17 @@ import pytest
 from schedule_shapes import build_shape, random_shapes
 
 from megalite.errors import ScheduleError
-from megalite.schedule import Action, BatchRange, PeakActivations, Program, build_program, lower, simulate, validate
+from megalite.schedule import (
+    Action,
+    BatchRange,
+    PeakActivations,
+    Program,
+    build_program,
+    insert_unshard,
+    lower,
+    simulate,
+    validate,
+)
 from megalite.schedule.message_order import fifo_faults, rendezvous_faults
 from megalite.schedule.passes import insert_reduce
 
@@ -38,13 +48,13 @@ def test_unsharded_weights_are_there_when_used() -> None:
         program = build_shape(name, shape)
         if program.asynchronous:
             with pytest.raises(ScheduleError, match="--zero-stage=3: .* several weight versions"):
-                lower(program, unshard=True)
+                insert_unshard(lower(program))
         else:
-            validate(lower(program, unshard=True))
+            validate(insert_unshard(lower(program)))
 
 
 def test_breadth_first_gathers_each_chunk_at_most_once_per_direction() -> None:
-    program = lower(build_program("breadth-first", 2, 4, 3), unshard=True)
+    program = insert_unshard(lower(build_program("breadth-first", 2, 4, 3)))
     actions = program.actions_for_batch(0, program.batch(0))
     gathers = [str(action) for action in actions if action.kind in ("UNSHARD", "RESHARD")]
     # Chunks 0, 2, 4 forwards, then 4, 2, 0 backwards. One chunk is gathered ahead, so chunk 2, next to the turn, stays.
