@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.data.cache import cached_arrays, digest_of
-from megalite.data.gpt_dataset import Cut, GPTDataset, SampleSource, SequentialSource, locate
+from megalite.data.gpt_dataset import Cut, GPTDataset, SampleSource, SequentialSource
 from megalite.errors import DataError
 
 # Each part is asked for a little more than its share, since the greedy order may run ahead of it.
@@ -145,7 +145,7 @@ class BlendedDataset(SampleSource):
     ) -> None:
         assert parts and len(parts) == len(weights)
         self.parts: list[GPTDataset] = list(parts)
-        self.seq_length = parts[0].seq_length
+        self.seq_length, self.stops = parts[0].seq_length, [size]
         self._part, self._sample = cached_arrays(
             cache_dir,
             digest_of("blend", 1, [float(w) for w in weights], size),
@@ -161,17 +161,13 @@ class BlendedDataset(SampleSource):
                     "lower its weight"
                 )
 
-    def __len__(self) -> int:
-        return len(self._part)
-
     @property
     def tokens_per_epoch(self) -> int:
         """Tokens of the split in all parts; a store that is named twice counts once."""
         return sum({(id(part.store), part.begin): part.tokens_per_epoch for part in self.parts}.values())
 
     def cut(self, sample: int) -> Cut:
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
+        _, sample = self.locate(sample)
         return self.parts[int(self._part[sample])].cut(int(self._sample[sample]))
 
     def sequential(self) -> SequentialSource:
@@ -189,13 +185,10 @@ class PhasedDataset(SampleSource):
     def __init__(self, phases: Sequence[tuple[int, GPTDataset | BlendedDataset]]) -> None:
         self.parts: list[GPTDataset | BlendedDataset] = [dataset for _, dataset in phases]
         self.seq_length = self.parts[0].seq_length
-        self._stops = [first for first, _ in phases[1:]] + [phases[-1][0] + len(self.parts[-1])]
-
-    def __len__(self) -> int:
-        return self._stops[-1]
+        self.stops = [first for first, _ in phases[1:]] + [phases[-1][0] + len(self.parts[-1])]
 
     def cut(self, sample: int) -> Cut:
-        phase, number = locate(self._stops, sample)
+        phase, number = self.locate(sample)
         return self.parts[phase].cut(number)
 
     @staticmethod

@@ -50,13 +50,24 @@ class Cut(NamedTuple):
 
 
 class SampleSource:
-    """Source of a loader: a number of samples of S + 1 tokens, each reachable by its number alone."""
+    """Source of a loader: a number of samples of S + 1 tokens, each reachable by its number alone.
+
+    stops: the number after the last sample of each part that they are cut from.
+    """
 
     seq_length: int
+    stops: Sequence[int]
     tails = False  # whether a sample may be shorter, at the end of what it is cut from
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return self.stops[-1]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Which part has a sample, and its number there. Raises IndexError."""
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        part = bisect_right(self.stops, sample)
+        return part, sample - (self.stops[part - 1] if part else 0)
 
     def cut(self, sample: int) -> Cut:
         """Where the tokens of a sample are. Raises IndexError."""
@@ -119,13 +130,13 @@ class GPTDataset(SampleSource):
         self.tokens_per_epoch = int(store.lengths[begin:end].sum(dtype=np.int64)) if end > begin else 0
         check_size(store.name, split, end - begin, self.tokens_per_epoch, seq_length)
         self._segments: list[SampleOrder] = []
-        self._stops: list[int] = []
+        self.stops: list[int] = []
         for number, request in enumerate(requests):
-            have = self._stops[-1] if self._stops else 0
-            if not self._stops or (request is not None and request > have):
+            have = self.stops[-1] if self.stops else 0
+            if not self.stops or (request is not None and request > have):
                 order = self._order(None if request is None else request - have, seed + number, cache_dir)
                 self._segments.append(order)
-                self._stops.append(have + len(order.shuffle_index))
+                self.stops.append(have + len(order.shuffle_index))
 
     def _order(self, num_samples: int | None, seed: int, cache_dir: Path | None) -> SampleOrder:
         lengths, begin, end, length = self.store.lengths, self.begin, self.end, self.seq_length
@@ -154,11 +165,8 @@ class GPTDataset(SampleSource):
             number += len(order.document_index)
         return cut, number
 
-    def __len__(self) -> int:
-        return self._stops[-1]
-
     def cut(self, sample: int) -> Cut:
-        number, at = locate(self._stops, sample)
+        number, at = self.locate(sample)
         segment = self._segments[number]
         row = int(segment.shuffle_index[at])
         (first, offset), (last, stop) = segment.sample_index[row].tolist(), segment.sample_index[row + 1].tolist()
@@ -179,7 +187,7 @@ class SequentialSource(SampleSource):
     def __init__(self, parts: Sequence[GPTDataset]) -> None:
         self.seq_length = parts[0].seq_length
         self._parts = list(parts)
-        self._stops = np.cumsum([-(-(part.tokens_per_epoch - 1) // self.seq_length) for part in parts]).tolist()
+        self.stops = np.cumsum([-(-(part.tokens_per_epoch - 1) // self.seq_length) for part in parts]).tolist()
 
     @cached_property
     def _begins(self) -> list[NDArray[np.integer]]:
@@ -191,11 +199,8 @@ class SequentialSource(SampleSource):
             for part in self._parts
         ]
 
-    def __len__(self) -> int:
-        return int(self._stops[-1])
-
     def cut(self, sample: int) -> Cut:
-        number, row = locate(self._stops, sample)
+        number, row = self.locate(sample)
         part, begins = self._parts[number], self._begins[number]
         first, offset = begins[row].tolist()
         if row + 1 < len(begins):
@@ -225,24 +230,13 @@ class Conversations(SampleSource):
         self.number, self.number_cut = len(labels), int((labels > window).sum())
         self.seq_length = min(window, max(1, -(-int(labels.max(initial=1)) // unit)) * unit)
         self._part = part
-        self._stops = np.cumsum(-(-labels // self.seq_length)).tolist()
-
-    def __len__(self) -> int:
-        return int(self._stops[-1])
+        self.stops = np.cumsum(-(-labels // self.seq_length)).tolist()
 
     def cut(self, sample: int) -> Cut:
-        number, piece = locate(self._stops, sample)
+        number, piece = self.locate(sample)
         document, offset = self._part.begin + number, piece * self.seq_length
         stop = min(offset + self.seq_length, int(self._part.store.lengths[document]) - 1)
         return Cut(self._part, [document], offset, stop)
-
-
-def locate(stops: Sequence[int], sample: int) -> tuple[int, int]:
-    """Which of the parts that end at `stops` has a sample, and its number there. Raises IndexError."""
-    if not 0 <= sample < stops[-1]:
-        raise IndexError(f"sample {sample} of {stops[-1]}")
-    number = bisect_right(stops, sample)
-    return number, sample - (stops[number - 1] if number else 0)
 
 
 def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:

@@ -95,36 +95,21 @@ def build_order(
         logger.info("building the order of %s %s samples (%.1f GB)", f"{num_samples:,}", split, needed / 1e9)
     separate, before = separate_final_epoch(tokens, seq_length, num_samples, epochs)
     random = np.random.RandomState(seed)
-    document_index = _document_index(begin, end, epochs, random, separate)
+    document_index = np.tile(np.arange(begin, end, dtype=np.int32), epochs)
+    _shuffle_apart(document_index, (epochs - separate) * (end - begin), random)
     with ProgressBar("indexing samples", "documents") as bar:
         sample_index = build_sample_index(lengths, document_index, seq_length, total=epochs * tokens, on_progress=bar)
     total = len(sample_index) - 1
-    shuffle_index = _shuffle_index(before if separate else total, total, random)
+    dtype = np.dtype(np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32)
+    shuffle_index: NDArray[np.integer] = np.arange(total, dtype=dtype)
+    _shuffle_apart(shuffle_index, before if separate else total, random)
     return SampleOrder(document_index, sample_index, shuffle_index)
 
 
-def _document_index(
-    begin: int, end: int, epochs: int, random: np.random.RandomState, separate: bool
-) -> NDArray[np.int32]:
-    once = np.arange(begin, end, dtype=np.int32)
-    if not separate:
-        index = np.tile(once, epochs)
-        random.shuffle(index)
-        return index
-    first = _document_index(begin, end, epochs - 1, random, False)
-    return np.concatenate((first, _document_index(begin, end, 1, random, False)))
-
-
-def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> NDArray[np.integer]:
-    """Shuffle `0:first` and `first:total` apart, one after the other."""
-    dtype = np.dtype(np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32)
-    head: NDArray[np.integer] = np.arange(first, dtype=dtype)
-    random.shuffle(head)
-    if first == total:
-        return head
-    tail: NDArray[np.integer] = np.arange(first, total, dtype=dtype)
-    random.shuffle(tail)
-    return np.concatenate((head, tail))
+def _shuffle_apart(index: NDArray[np.integer], first: int, random: np.random.RandomState) -> None:
+    """Shuffles `0:first` and the rest in place, one after the other; where there is no rest it draws nothing for it."""
+    random.shuffle(index[:first])
+    random.shuffle(index[first:])
 
 
 def build_sample_index(

@@ -81,13 +81,9 @@ class TextWindows(SampleSource):
     """One document as samples of S + 1 tokens: each begins `stride` tokens after the last; the end is shorter."""
 
     def __init__(self, ids: NDArray[np.integer], *, seq_length: int, stride: int) -> None:
-        self.seq_length = seq_length
+        self.seq_length, self.stops = seq_length, [1 + max(0, -(-(len(ids) - 1 - seq_length) // stride))]
         self._ids = ids
         self._stride = stride
-        self._count = 1 + max(0, -(-(len(ids) - 1 - seq_length) // stride))
-
-    def __len__(self) -> int:
-        return self._count
 
     def expect(self, samples: Sequence[int]) -> None:
         """The text is in memory."""
