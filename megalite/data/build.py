@@ -261,7 +261,10 @@ class _Opener:
         weights = normalise(weights)
         assert requests[0] is not None or len(requests) == 1
         if requests[0] is None:
-            requests = (self._one_epoch(opened, weights),)
+            # no part is read more than once
+            tokens = [int(store.lengths[begin:end].sum(dtype=np.int64)) for store, (begin, end) in opened]
+            samples = [int((n - 1) // self.seq_length / w) for n, w in zip(tokens, weights, strict=True) if w]
+            requests = (max(1, min(samples)),)
         sizes = [request for request in requests if request is not None]
         asked = [samples_per_part(weights, size) for size in sizes]
         parts = [
@@ -270,12 +273,6 @@ class _Opener:
         ]
         size = sum(samples_per_part(weights, sizes[-1], 0.0))
         return BlendedDataset(parts, weights, size, cache_dir=self.cache_dir)
-
-    def _one_epoch(self, opened: Sequence[tuple[TokenStore, tuple[int, int]]], weights: Sequence[float]) -> int:
-        """Samples of a blend that reads no part more than once."""
-        tokens = [int(store.lengths[begin:end].sum(dtype=np.int64)) for store, (begin, end) in opened]
-        samples = [int((n - 1) // self.seq_length / share) for n, share in zip(tokens, weights, strict=True) if share]
-        return max(1, min(samples))
 
     def _dataset(
         self, store: TokenStore, bounds: tuple[int, int], split: str, requests: Sequence[int | None]

@@ -35,6 +35,8 @@ def make_tokenizer(
     Raises ConfigError where the kind's package is not installed, DataError where a file is missing or not what the
     kind needs.
     """
+    if kind not in TOKENIZERS:
+        raise DataError(f"`tokenizer_type`={kind}: unknown; choose {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
     if kind == "ByteTokenizer":
         return ByteTokenizer()
     if kind == "NullTokenizer":
@@ -43,18 +45,12 @@ def make_tokenizer(
         return NullTokenizer(vocab_size)
     if kind == "CharTokenizer":
         return _char_tokenizer(tokenizer_model, texts)
-    needs = {
-        "GPT2BPETokenizer": "",
-        "HuggingFaceTokenizer": "a tokenizer.json or its directory",
-        "SentencePieceTokenizer": "a sentencepiece .model file",
-    }
-    if kind not in needs:
-        raise DataError(f"`tokenizer_type`={kind}: unknown; choose {', '.join(TOKENIZERS[:-1])} or {TOKENIZERS[-1]}")
     made: Tokenizer
     if kind == "GPT2BPETokenizer":
         made = _gpt2_tokenizer(tokenizer_model, vocab_file, merge_file)
     elif tokenizer_model is None:
-        raise DataError(f"`tokenizer_type`={kind}: no file given; name {needs[kind]} by `tokenizer_model`")
+        file = "a tokenizer.json or its directory" if kind == "HuggingFaceTokenizer" else "a sentencepiece .model file"
+        raise DataError(f"`tokenizer_type`={kind}: no file given; name {file} by `tokenizer_model`")
     elif kind == "HuggingFaceTokenizer":
         made = HuggingFaceTokenizer.from_path(tokenizer_model)
     else:

@@ -23,8 +23,8 @@ from megalite.comm import Axis, Channel, all_gather_json, all_reduce_
 from megalite.engine import run_forwards
 from megalite.generation.groups import Group, Request, Row, group_size
 from megalite.generation.sampling import NO_NUMBER, Sampling
-from megalite.generation.stages import GenerationStage, ModelParts, Turn, num_blocks
-from megalite.nn import KeyValueCache
+from megalite.generation.stages import GenerationStage, ModelParts, Turn
+from megalite.nn import Block, KeyValueCache
 from megalite.parallel.pipeline import Stage
 from megalite.schedule import Program, StageKey, StagePlacement, forward_program, validate
 
@@ -191,8 +191,9 @@ class Generator:
             if not slot.caches:
                 config = self.parts.config
                 most = tokens.shape[1] + config.text_positions + config.lora.prefix
-                stacks = self.parts.stages.items()
-                slot.caches = {stage: KeyValueCache(num_blocks(stack), most) for stage, stack in stacks}
+                for stage, stack in self.parts.stages.items():
+                    blocks = sum(isinstance(module, Block) for module in stack.modules())
+                    slot.caches[stage] = KeyValueCache(blocks, most)
             lengths = [len(row.text) for row in group.rows]
             parts = tokens.tensor_split(count, 1)
             for number, part in enumerate(parts):

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.comm import ContextAxes, TensorSpec, all_reduce_
 from megalite.config import ModelConfig
 from megalite.generation.groups import Group
 from megalite.generation.sampling import Sampling, pick_tokens
 from megalite.microbatch import Microbatch
-from megalite.nn import Block, Head, KeyValueCache, LayerStack
+from megalite.nn import Head, KeyValueCache, LayerStack
 from megalite.parallel.context import SequenceCut
-from megalite.parallel.pipeline import Stage
+from megalite.parallel.pipeline import ForwardOnly
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Turn:
         return parts.cut(whole) if round_ == 0 and self.column == 0 else whole
 
 
-class GenerationStage(Stage):
+class GenerationStage(ForwardOnly):
     """Stage `number` of a program of forwards, for the executor. caches: of each slot, for this stage's blocks."""
 
     def __init__(
@@ -166,10 +166,6 @@ class GenerationStage(Stage):
             axis=head.tp,
         )
 
-    @property
-    def num_in_flight(self) -> int:
-        return 0
-
 
 def last_token(y: Tensor, batch: Microbatch, cp: ContextAxes) -> Tensor:
     """Activations of the last column, `[n, b, h]` -> `[1, b, h]`, the same on all ranks that share the prompt."""
@@ -181,8 +177,3 @@ def last_token(y: Tensor, batch: Microbatch, cp: ContextAxes) -> Tensor:
     for axis in (cp.heads, cp.ring):
         all_reduce_(found, axis)
     return found
-
-
-def num_blocks(stack: nn.Module) -> int:
-    """Blocks, each of which has a cache of its own."""
-    return sum(isinstance(module, Block) for module in stack.modules())

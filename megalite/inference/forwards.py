@@ -14,8 +14,8 @@ from megalite.generation import ModelParts
 from megalite.inference.loaded_model import LoadedModel
 from megalite.microbatch import Microbatch
 from megalite.nn import Head
-from megalite.parallel.pipeline import Stage
-from megalite.schedule import StageKey, forward_program
+from megalite.parallel.pipeline import ForwardOnly
+from megalite.schedule import forward_program
 
 Score = Callable[[Head, Tensor, Microbatch], Tensor]
 """(Head, what the last block made of the micro-batch `[s, b, h]`, the micro-batch) -> what is kept of it. `s` and the
@@ -30,13 +30,11 @@ def score_all(loaded: LoadedModel, microbatches: Sequence[Microbatch], score: Sc
     rank = loaded.mesh.coordinate("pp")
     program = forward_program(loaded.placement, len(microbatches))
     local = [parts.cut(microbatch.to(parts.device)) for microbatch in microbatches]
-    stages: dict[StageKey, Stage] = {
-        key: _Scoring(key[0], parts, local, score) for key in loaded.placement.stages_of(rank)
-    }
+    stages = {key: _Scoring(key[0], parts, local, score) for key in loaded.placement.stages_of(rank)}
     return run_forwards(program, rank, stages, loaded.channel, local)
 
 
-class _Scoring(Stage):
+class _Scoring(ForwardOnly):
     """A stage whose last ends in `score`."""
 
     def __init__(self, number: int, parts: ModelParts, local: Sequence[Microbatch], score: Score) -> None:
@@ -53,10 +51,6 @@ class _Scoring(Stage):
         batch = self._local[number]
         y = self._stack.body(x, batch)
         return self._score(cast(Head, self._stack.get_submodule("head")), y, batch) if self.is_last else y
-
-    @property
-    def num_in_flight(self) -> int:
-        return 0
 
 
 def at_once(loaded: LoadedModel) -> int:
