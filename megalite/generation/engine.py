@@ -21,12 +21,11 @@ from torch import Tensor
 
 from megalite.comm import Axis, Channel, all_gather_json, all_reduce_
 from megalite.engine import run_forwards
-from megalite.generation.groups import Group, Request, Row, group_size
+from megalite.generation.groups import Request, Row, Slot, group_size, nothing
 from megalite.generation.sampling import NO_NUMBER, Sampling
 from megalite.generation.stages import GenerationStage, ModelParts, Turn
 from megalite.nn import Block, KeyValueCache
-from megalite.parallel.pipeline import Stage
-from megalite.schedule import Program, StageKey, StagePlacement, forward_program, validate
+from megalite.schedule import Program, StagePlacement, forward_program, validate
 
 OnTokens = Callable[[Request, list[int]], None]
 """Told of the tokens that a request got, as they come: on every rank that generates it."""
@@ -37,39 +36,6 @@ LEAST_CHUNK = 64
 """Tokens of all sequences of a group: the prompts are not cut into smaller pieces than this."""
 PIECES = 4
 """Of the prompts, a stage: so many in flight that the pipeline fills and drains in a fraction of the time."""
-
-
-@dataclass
-class Slot:
-    """Groups that take their steps together: one, or one of each replica. place: of this rank's. caches: its, by
-    stage."""
-
-    groups: list[Group]
-    place: int
-    caches: dict[int, KeyValueCache] = field(default_factory=dict)
-
-    @property
-    def mine(self) -> Group:
-        return self.groups[self.place]
-
-    @property
-    def remaining(self) -> int:
-        return max(group.remaining for group in self.groups)
-
-    @property
-    def room(self) -> int:
-        return min(group.room for group in self.groups)
-
-    def pending(self, unit: int) -> Tensor:
-        """Tokens that are not in the caches, int64 `[b, n]`; n is the same for all groups. The caches are void where a
-        row must continue from the newer half of what it sees."""
-        slid = [row.slide() for group in self.groups for row in group.rows]
-        if any(slid) or not all(group.columns for group in self.groups):
-            for group in self.groups:
-                group.columns = 0
-            self.caches = {}
-        longest = max(row.seen for group in self.groups for row in group.rows)
-        return torch.tensor([group.pending(unit, longest) for group in self.groups][self.place])
 
 
 @dataclass
@@ -118,7 +84,7 @@ class Generator:
         slots: list[Slot] = []
         while slots := self._next(slots, waiting):
             self._episode(slots, sampling, stops, on_tokens)
-            for row in (row for slot in slots for group in slot.groups for row in group.rows):
+            for row in (row for slot in slots for row in slot.rows):
                 row.ended = row.ended or ended(row.new)
         number = {id(row): place for place, row in enumerate(rows)}
         own = self._share(rows, self.replicas.rank)
@@ -136,7 +102,7 @@ class Generator:
         going += islice(waiting, self.placement.num_ranks - len(slots))
         last = max((number for number, slot in enumerate(going, 1) if slot is not None), default=0)
         turns = bool(self.placement.workers)
-        return [slot or Slot([Group([nothing()])], 0) for slot in going[:last] if slot is not None or turns]
+        return [slot or Slot([[nothing()]], 0) for slot in going[:last] if slot is not None or turns]
 
     def _share(self, rows: Sequence[Row], replica: int) -> list[Row]:
         """The rows that a replica generates: rows of like lengths side by side."""
@@ -149,7 +115,7 @@ class Generator:
         most = max(map(len, shares))
         size = group_size(most, micro_batch_size, self.placement.num_ranks)
         for first in range(0, most, size):
-            groups = [Group(share[first : first + size] or [nothing()]) for share in shares]
+            groups = [share[first : first + size] or [nothing()] for share in shares]
             yield Slot(groups, everyone.index(self.replicas.rank))
 
     def _episode(self, slots: Sequence[Slot], sampling: Sampling, stops: Collection[int], on_tokens: OnTokens) -> None:
@@ -162,23 +128,21 @@ class Generator:
         chunks = tuple(self._chunks(slot, tokens, len(slots)) for slot, tokens in zip(slots, pending, strict=True))
         program = proved_program(self.placement, len(slots), rounds, chunks)
         turns = self._turns(slots, pending, chunks)
-        self._execute(program, rounds, turns, slots, sampling)
+        self._execute(program, rounds, turns, sampling)
         chosen = self._exchange(slots, turns, rounds)
         for place, (slot, tokens) in enumerate(zip(slots, pending, strict=True)):
-            for group, table in zip(slot.groups, chosen[:, place].tolist(), strict=True):
-                before = [len(row.text) for row in group.rows]
-                group.columns += tokens.shape[1] + rounds - 1
-                group.take([column[: len(group.rows)] for column in table], stops)
-                if group is slot.mine:
-                    for row, old in zip(group.rows, before, strict=True):
-                        if len(row.text) > old:
-                            on_tokens(row.request, row.text[old:])
+            before = [len(row.text) for row in slot.mine]
+            slot.columns += tokens.shape[1] + rounds - 1
+            slot.take(chosen[:, place].tolist(), stops)
+            for row, old in zip(slot.mine, before, strict=True):
+                if len(row.text) > old:
+                    on_tokens(row.request, row.text[old:])
 
     def _chunks(self, slot: Slot, tokens: Tensor, num_slots: int) -> int:
         """Into how many parts a prompt is cut: enough of them to fill the pipeline."""
         ranks = self.placement.num_ranks
         n = tokens.shape[1]
-        if ranks == 1 or slot.mine.columns or self.parts.cp.size > 1 or self.placement.workers:
+        if ranks == 1 or slot.columns or self.parts.cp.size > 1 or self.placement.workers:
             return 1
         return max(1, min(-(-PIECES * ranks // num_slots), n, tokens.numel() // self.least_chunk))
 
@@ -186,36 +150,33 @@ class Generator:
         """The micro-batches of the program, in the order of their numbers."""
         last: list[Turn] = []
         before: list[Turn] = []
-        for place, (slot, tokens, count) in enumerate(zip(slots, pending, chunks, strict=True)):
-            group, column = slot.mine, slot.mine.columns
+        for slot, tokens, count in zip(slots, pending, chunks, strict=True):
+            column = slot.columns
             if not slot.caches:
                 config = self.parts.config
                 most = tokens.shape[1] + config.text_positions + config.lora.prefix
                 for stage, stack in self.parts.stages.items():
                     blocks = sum(isinstance(module, Block) for module in stack.modules())
                     slot.caches[stage] = KeyValueCache(blocks, most)
-            lengths = [len(row.text) for row in group.rows]
+            lengths = [len(row.text) for row in slot.mine]
             parts = tokens.tensor_split(count, 1)
             for number, part in enumerate(parts):
-                turn = Turn(group, place, part, column, number == count - 1, lengths)
+                turn = Turn(slot, part, column, number == count - 1, lengths)
                 (last if turn.last else before).append(turn)
                 column += part.shape[1]
         return [*last, *before]
 
-    def _execute(
-        self, program: Program, rounds: int, turns: list[Turn], slots: Sequence[Slot], sampling: Sampling
-    ) -> None:
-        parts = self.parts
+    def _execute(self, program: Program, rounds: int, turns: list[Turn], sampling: Sampling) -> None:
         choices = self.num_choices or self.parts.config.vocab_size
-        stages: dict[StageKey, Stage] = {}
-        for key in program.placement.stages_of(self.rank):
-            caches = [slot.caches[key[0] % parts.num_stages] for slot in slots]
-            stages[key] = GenerationStage(key[0], rounds, parts, caches, turns, sampling, choices)
+        stages = {
+            key: GenerationStage(key[0], rounds, self.parts, turns, sampling, choices)
+            for key in program.placement.stages_of(self.rank)
+        }
         run_forwards(program, self.rank, stages, self.channel, turns)
 
     def _exchange(self, slots: Sequence[Slot], turns: Sequence[Turn], rounds: int) -> Tensor:
         """The chosen tokens of all groups, on every stage: int64 `[replicas, slots, rounds, b]` on the CPU."""
-        width = max(len(group.rows) for slot in slots for group in slot.groups)
+        width = max(len(group) for slot in slots for group in slot.groups)
         shape = (len(slots[0].groups), len(slots), rounds, width)
         table = torch.full(shape, NO_NUMBER, device=self.parts.device)
         for place, (slot, turn) in enumerate(zip(slots, turns, strict=False)):
@@ -223,11 +184,6 @@ class Generator:
                 table[slot.place, place, round_, : len(tokens)] = tokens
         all_reduce_(table, self.stages, op="max")
         return table.cpu()
-
-
-def nothing() -> Row:
-    """Takes a place where a replica has no request, and the others have."""
-    return Row(Request(0, (0,)), 1, 0)
 
 
 @cache

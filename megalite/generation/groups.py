@@ -13,7 +13,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from megalite.generation.sampling import NO_NUMBER
+from megalite.nn import KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -76,43 +80,64 @@ class Row:
 
 
 @dataclass
-class Group:
-    """Rows that go through the stages together.
+class Slot:
+    """Groups of rows that take their steps together: one, or one of each replica.
 
-    columns: of their caches that are filled. pads: columns of padding in front of each row.
+    place: of this rank's group. columns: of all their caches that are filled. pads: columns of padding in front of each
+    row of this rank's group. caches: of that group, by stage.
     """
 
-    rows: list[Row]
+    groups: list[list[Row]]
+    place: int
     columns: int = 0
     pads: list[int] = field(default_factory=list)
+    caches: dict[int, KeyValueCache] = field(default_factory=dict)
+
+    @property
+    def mine(self) -> list[Row]:
+        """The rows of this rank's group."""
+        return self.groups[self.place]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of all groups."""
+        return [row for group in self.groups for row in group]
 
     @property
     def remaining(self) -> int:
         """Tokens that the row with the most to come may still get."""
-        return max((row.remaining for row in self.rows), default=0)
+        return max(row.remaining for row in self.rows)
 
     @property
     def room(self) -> int:
-        """Tokens that can be added before a row must slide."""
-        return min((row.limit - row.seen + 1 for row in self.rows if row.remaining), default=1)
+        """Tokens that can be added before a row must slide; 1 where a group has come to its end."""
+        rooms = [[row.limit - row.seen + 1 for row in group if row.remaining] for group in self.groups]
+        return min(min(room, default=1) for room in rooms)
 
-    def pending(self, unit: int, longest: int) -> list[list[int]]:
-        """The tokens that are not in the caches, `[rows][n]` with padding in front if there is nothing in them yet.
-
-        unit: n of a prompt is a multiple of it. longest: what the row with the most sees, in any group.
-        """
+    def pending(self, unit: int) -> Tensor:
+        """This rank's tokens that are not in the caches, int64 `[b, n]`; n is the same for all groups, and of a prompt,
+        which has padding in front, a multiple of `unit`. The caches are void where a row must continue from the newer
+        half of what it sees."""
+        if any([row.slide() for row in self.rows]):
+            self.columns = 0
         if self.columns:
-            return [row.text[-1:] for row in self.rows]
-        texts = [row.text[row.start :] for row in self.rows]
-        length = -(-longest // unit) * unit
-        self.pads = [length - len(text) for text in texts]
-        return [[0] * pad + text for pad, text in zip(self.pads, texts, strict=True)]
+            return torch.tensor([row.text[-1:] for row in self.mine])
+        self.caches = {}
+        length = -(-max(row.seen for row in self.rows) // unit) * unit
+        self.pads = [length - row.seen for row in self.mine]
+        return torch.tensor([[0] * pad + row.text[row.start :] for pad, row in zip(self.pads, self.mine, strict=True)])
 
-    def take(self, tokens: Sequence[Sequence[int]], stops: Collection[int]) -> None:
-        """Adds what rounds have chosen, `[rounds][rows]`."""
-        for chosen in tokens:
-            for row, token in zip(self.rows, chosen, strict=True):
-                row.add(token, stops)
+    def take(self, tokens: Sequence[Sequence[Sequence[int]]], stops: Collection[int]) -> None:
+        """Adds what rounds have chosen, `[groups][rounds][rows]`, of the widest group."""
+        for group, rounds in zip(self.groups, tokens, strict=True):
+            for chosen in rounds:
+                for row, token in zip(group, chosen, strict=False):
+                    row.add(token, stops)
+
+
+def nothing() -> Row:
+    """Takes a place where a replica has no request, and the others have."""
+    return Row(Request(0, (0,)), 1, 0)
 
 
 def group_size(num_requests: int, largest: int, num_stages: int) -> int:

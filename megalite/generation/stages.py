@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megalite.comm import ContextAxes, TensorSpec, all_reduce_
 from megalite.config import ModelConfig
-from megalite.generation.groups import Group
+from megalite.generation.groups import Slot
 from megalite.generation.sampling import Sampling, pick_tokens
 from megalite.microbatch import Microbatch
-from megalite.nn import Head, KeyValueCache, LayerStack
+from megalite.nn import Head, LayerStack
 from megalite.parallel.context import SequenceCut
 from megalite.parallel.pipeline import ForwardOnly
 
@@ -51,14 +51,13 @@ class ModelParts:
 
 @dataclass
 class Turn:
-    """A group in one episode: what a micro-batch of the program is.
+    """This rank's group of a slot in one episode: what a micro-batch of the program is.
 
     tokens: of the chunk, `[b, n]` on the CPU. column: of the first of them. last: whether it is the prompt's last
     chunk. chosen: tokens of each round, on the rank that chose them.
     """
 
-    group: Group
-    slot: int
+    slot: Slot
     tokens: Tensor
     column: int
     last: bool
@@ -75,12 +74,12 @@ class Turn:
 
     def microbatch(self, round_: int, tokens: Tensor | None, parts: ModelParts) -> Microbatch:
         """The micro-batch that the layers see. tokens: int64 `[b, n]`; None on stages that do not read them."""
-        b = len(self.group.rows)
+        b = len(self.slot.mine)
         n = self.length(round_)
         device = parts.device
         begin = self.column if round_ == 0 else self.column + self.tokens.shape[1] + round_ - 1
         places = torch.arange(begin, begin + n, device=device)
-        pads = torch.tensor(self.group.pads, device=device)[:, None]
+        pads = torch.tensor(self.slot.pads, device=device)[:, None]
         positions = (places[None] - pads).clamp(0, parts.config.text_positions - 1)
         ids = torch.zeros(b, n, dtype=torch.int64, device=device) if tokens is None else tokens.clamp(min=0)
         whole = Microbatch(
@@ -89,21 +88,20 @@ class Turn:
             positions=positions,
             loss_mask=torch.zeros(b, n, device=device),
             sample_ids=torch.zeros(b, dtype=torch.int64, device=device),
-            document_starts=torch.minimum(places[None], pads) if any(self.group.pads) else None,
+            document_starts=torch.minimum(places[None], pads) if any(self.slot.pads) else None,
             places=places if n == 1 and self.column + round_ > 0 else None,
         )
         return parts.cut(whole) if round_ == 0 and self.column == 0 else whole
 
 
 class GenerationStage(ForwardOnly):
-    """Stage `number` of a program of forwards, for the executor. caches: of each slot, for this stage's blocks."""
+    """Stage `number` of a program of forwards, for the executor."""
 
     def __init__(
         self,
         number: int,
         rounds: int,
         parts: ModelParts,
-        caches: list[KeyValueCache],
         turns: list[Turn],
         sampling: Sampling,
         num_choices: int,
@@ -111,7 +109,7 @@ class GenerationStage(ForwardOnly):
         self.round, self.stage = divmod(number, parts.num_stages)
         self.is_first, self.is_last = number == 0, number == parts.num_stages * rounds - 1
         self._begins, self._ends = self.stage == 0, self.stage == parts.num_stages - 1
-        self._parts, self._caches, self._turns = parts, caches, turns
+        self._parts, self._turns = parts, turns
         self._sampling, self._num_choices = sampling, num_choices
         self._stack = parts.stages.get(self.stage)
 
@@ -122,13 +120,13 @@ class GenerationStage(ForwardOnly):
         return self._tokens(number) if self._ends else self._activations(number)
 
     def _tokens(self, number: int) -> TensorSpec:
-        return TensorSpec((len(self._turns[number].group.rows),), torch.int64, self._parts.device)
+        return TensorSpec((len(self._turns[number].slot.mine),), torch.int64, self._parts.device)
 
     def _activations(self, number: int) -> TensorSpec:
         turn, parts = self._turns[number], self._parts
         shared = self.round == 0 and turn.column == 0 and parts.cp.size > 1
         n = turn.length(self.round) // (parts.cp.size if shared else 1)
-        return TensorSpec((n, len(turn.group.rows), parts.config.hidden_size), parts.boundary, parts.device)
+        return TensorSpec((n, len(turn.slot.mine), parts.config.hidden_size), parts.boundary, parts.device)
 
     @torch.inference_mode()
     def forward(self, number: int, x: Tensor | None, microbatch: object, factor: Tensor, *, version: int) -> Tensor:
@@ -140,7 +138,7 @@ class GenerationStage(ForwardOnly):
             tokens = turn.tokens.to(parts.device) if x is None else x[:, None]
             x = None
         batch = turn.microbatch(self.round, tokens, parts)
-        y = self._stack.body(x, batch, self._caches[turn.slot])
+        y = self._stack.body(x, batch, turn.slot.caches[self.stage])
         if not self._ends:
             return y
         if not turn.last:
@@ -153,7 +151,7 @@ class GenerationStage(ForwardOnly):
         head = cast(Head, cast(LayerStack, self._stack).get_submodule("head"))
         keys = [
             (row.request.sample, row.request.number, n + self.round)
-            for row, n in zip(turn.group.rows, turn.lengths, strict=True)
+            for row, n in zip(turn.slot.mine, turn.lengths, strict=True)
         ]
         seeds, numbers, positions = torch.tensor(keys, device=y.device).unbind(1)
         return pick_tokens(
