@@ -31,7 +31,8 @@ def activation_counts(actions: Sequence[Action]) -> list[tuple[int, int]]:
 
 
 def peak_activations(actions: Sequence[Action], weight_fraction: Fraction | float = Fraction(1)) -> Fraction | float:
-    """Most activations held at once, in chunks; one that waits for its W counts `weight_fraction`."""
+    """Most activations held at once, in chunks; one that waits for its W counts `weight_fraction`, M_W / M_B (about
+    32/34 of a transformer layer with fused attention)."""
     held = (whole + weight_fraction * weight_only for whole, weight_only in set(activation_counts(actions)))
     return max(held, default=Fraction(0))
 

@@ -239,8 +239,6 @@ def faster_division(cuts: Sequence[range], seconds: Sequence[float], weights: Se
     heavy = [sum(weights[item - 1] for item in cut if 0 < item <= len(weights)) for cut in cuts]
     units = [work / weight for work, weight in zip(seconds, heavy, strict=True) if weight]
     between = [work / weight for work, weight in [*zip(seconds, heavy, strict=True)][1:-1] if weight]
-    if not units:
-        return None
     unit = min(min(units), median(between)) if between else min(units)
     ends = [max(0.0, seconds[at] - unit * heavy[at]) for at in (0, -1)]
     costs = (ends[0], *(unit * weight for weight in weights), ends[1])

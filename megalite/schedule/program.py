@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from megalite.schedule.action import OVERLAP, UPDATE_KINDS, Action, step
+from megalite.schedule.action import OVERLAP, Action, step
 from megalite.schedule.stage_placement import StagePlacement
 from megalite.schedule.template import Template
 
@@ -244,14 +244,11 @@ class Program:
 
 
 def shift(action: Action, batch: BatchRange) -> Action:
-    """Local ids of one batch (micro-batches 0 .. m-1) -> global ids; computations get the version of this batch."""
+    """A computation with a local id of one batch (micro-batches 0 .. m-1) -> the global id and the batch's version."""
     if action.kind == OVERLAP:
         parts = tuple(shift(part, batch) for part in action.parts)
         return action._replace(microbatch=parts[0].microbatch, parts=parts)
-    if action.kind in UPDATE_KINDS:
-        return action._replace(microbatch=batch.iteration)
-    version = batch.iteration if action.is_compute else action.version
-    return action._replace(microbatch=action.microbatch + batch.start, version=version)
+    return action._replace(microbatch=action.microbatch + batch.start, version=batch.iteration)
 
 
 def flush_program(

@@ -167,13 +167,11 @@ def simulate(
     costs: Costs | None = None,
     *,
     batches: BatchSpec = 1,
-    weight_fraction: Time = Fraction(1),
     global_norm: bool = False,
 ) -> Timeline:
     """Run the program on paper.
 
-    batches: how many, or which (see `BatchSpec`). weight_fraction: M_W / M_B, the part of a micro-batch's
-    activations that stays after I until W (about 32/34 of a transformer layer with fused attention).
+    batches: how many, or which (see `BatchSpec`).
     global_norm: a STEP waits until the gradients of its update are complete on all ranks, as exact clipping asks for;
     matters from the second batch on (ignored where every micro-batch is an update).
     Raises ScheduleError if the lists wait for each other in a circle.
@@ -193,7 +191,7 @@ def simulate(
         tuple(spans),
         program.name,
         tuple(batch.start for batch in program.batches(batches)),
-        () if program.rounds else tuple(peak_activations(actions, weight_fraction) * unit for actions in lists),
+        () if program.rounds else tuple(peak_activations(actions) * unit for actions in lists),
         tuple(live_versions(actions) for actions in lists),
         transfers=tuple(transfers),
     )

@@ -63,12 +63,10 @@ def short_label(action: Action, timeline: Timeline) -> str:
 
 def _common_unit(spans: Sequence[Span]) -> Fraction | None:
     """Largest time of which every start and end is a multiple; None if times are not exact."""
-    times = {time for span in spans for time in (span.start, span.end)}
+    times = {time for span in spans for time in (span.start, span.end) if time}
     if not times or not all(isinstance(time, int | Fraction) for time in times):
         return None
-    exact = [Fraction(time) for time in times if time]
-    if not exact:
-        return None
+    exact = [Fraction(time) for time in times]
     denominator = lcm(*(time.denominator for time in exact))
     return Fraction(gcd(*(int(time * denominator) for time in exact)), denominator)
 
@@ -92,16 +90,14 @@ def _exact_row(spans: Sequence[Span], timeline: Timeline, unit: Fraction, width:
         label = short_label(span.action, timeline)
         if last == first:
             continue
-        # A label that is wider than a column, or would be torn apart, is written once and drawn out with dashes.
-        text = label.ljust(width, "-") if len(label) <= width else label[:width]
-        cells[first:last] = [text] * (last - first)
-        joints[first : last - 1] = "-" * (last - first - 1)
-        if len(label) > width:
+        if len(label) <= width:
+            cells[first:last] = [label.ljust(width, "-")] * (last - first)
+            cells[last - 1] = label.ljust(width)
+            joints[first : last - 1] = "-" * (last - first - 1)
+        else:  # wider than a column: it is written once and drawn out with dashes
             whole = label.ljust((width + 1) * (last - first) - 1, "-")
             cells[first:last] = [whole[i * (width + 1) :][:width] for i in range(last - first)]
-            joints[first : last - 1] = [whole[(i + 1) * (width + 1) - 1] for i in range(last - first - 1)]
-        else:
-            cells[last - 1] = label.ljust(width)
+            joints[first : last - 1] = whole[width :: width + 1]
     return "".join(cell + joint for cell, joint in zip(cells, joints, strict=True))
 
 
