@@ -76,7 +76,9 @@ class ChatTemplate:
     ) -> None:
         if tokenizer.kind != "HuggingFaceTokenizer" or directory is None:
             raise DataError(f"{asked}: needs `tokenizer_type`=HuggingFaceTokenizer, whose files have the chat template")
-        _check_jinja(asked)
+        jinja = optional_package(asked, "jinja2").__version__
+        if tuple(int(part) for part in re.findall(r"\d+", jinja)[:3]) < (3, 1, 6):  # from older sandboxes are ways out
+            raise ConfigError(f"{asked}: needs jinja2 3.1.6 or newer, not {jinja}; pip install -U jinja2")
         self._backend: Any = tokenizer.backend  # type: ignore[attr-defined]  # of this kind
         self.text, self.variables = read_template(Path(directory), flag)
         self._tells = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
@@ -158,13 +160,6 @@ def read_template(where: Path, flag: str = "`tokenizer_model`") -> tuple[str, di
     tokens = {name: config.get(name) for name in SPECIAL_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return template, {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _check_jinja(asked: str) -> None:
-    """Raises ConfigError: of older versions ways out of the sandbox are known."""
-    found = optional_package(asked, "jinja2").__version__
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < (3, 1, 6):
-        raise ConfigError(f"{asked}: needs jinja2 3.1.6 or newer, not {found}; pip install -U jinja2")
 
 
 def parse_messages(line: str | bytes, keys: Sequence[str], where: str) -> list[Any]:

@@ -89,19 +89,15 @@ class ChatRenderer:
     def _receive(self) -> dict[str, Any]:
         line = self._program.line()
         if line is None:
-            raise self._ended()
+            if (status := self._program.status()) == -signal.SIGPROF:
+                raise _limit(f"more than {self._limits.seconds:g} seconds of processor time")
+            raise TemplateLimit(
+                f"the process that rendered the chat template ended (status {status}); repair the template"
+            )
         reply = cast("dict[str, Any]", json.loads(line))
         if "limit" in reply:
             raise _limit(reply["limit"])
         return reply
-
-    def _ended(self) -> DataError:
-        status = self._program.status()
-        if status == -signal.SIGPROF:
-            return _limit(f"more than {self._limits.seconds:g} seconds of processor time")
-        return TemplateLimit(
-            f"the process that rendered the chat template ended (status {status}); repair the template"
-        )
 
 
 def _limit(needed: str) -> TemplateLimit:

@@ -17,7 +17,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import datetime
 from typing import IO, Any, NoReturn
 
@@ -172,12 +172,6 @@ def bounded(work: Any, limits: Mapping[str, Any]) -> bytes:
     return json.dumps(reply).encode()
 
 
-def conversations(stdin: IO[bytes]) -> Iterator[bytes]:
-    """All of a batch is read before the first is answered: neither side ever waits for the other to read."""
-    while count := stdin.readline():
-        yield from [stdin.readline() for _ in range(int(count))]
-
-
 def main(stdin: IO[bytes], stdout: IO[bytes]) -> None:
     settings = json.loads(stdin.readline())
     limits = settings["limits"]
@@ -204,11 +198,11 @@ def main(stdin: IO[bytes], stdout: IO[bytes]) -> None:
         stdout.flush()
 
     say(prepare, limits["seconds"])
-    for line in conversations(stdin):
-        say(
-            lambda line=line: made[0].answer(line),
-            limits["seconds"] + limits["seconds_a_message"] * line.count(b'"role"'),
-        )
+    while count := stdin.readline():
+        # All of a batch is read before the first is answered: neither side ever waits for the other to read.
+        for line in [stdin.readline() for _ in range(int(count))]:
+            seconds = limits["seconds"] + limits["seconds_a_message"] * line.count(b'"role"')
+            say(lambda line=line: made[0].answer(line), seconds)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,17 @@ class GPTDataset(SampleSource):
         self.seq_length, self.split = seq_length, split
         self.vocab_size, self.tokenizer = vocab_size, tokenizer
         self.tokens_per_epoch = int(store.lengths[begin:end].sum(dtype=np.int64)) if end > begin else 0
-        check_size(store.name, split, end - begin, self.tokens_per_epoch, seq_length)
+        if self.tokens_per_epoch == 0:
+            raise DataError(
+                f"`data_path`={store.name}: the {split} split is empty ({end - begin} documents, 0 tokens); "
+                f"give more text or a larger part in `split`, or {without(split)}"
+            )
+        if self.tokens_per_epoch < seq_length + 1:
+            raise DataError(
+                f"`data_path`={store.name}: the {split} split is too small ({self.tokens_per_epoch} tokens, one sample "
+                f"of `seq_length`={seq_length} needs {seq_length + 1}); give more text or a larger part in `split`, "
+                f"use a shorter `seq_length`, or {without(split)}"
+            )
         self._segments: list[SampleOrder] = []
         self.stops: list[int] = []
         for number, request in enumerate(requests):
@@ -237,21 +247,6 @@ class Conversations(SampleSource):
         document, offset = self._part.begin + number, piece * self.seq_length
         stop = min(offset + self.seq_length, int(self._part.store.lengths[document]) - 1)
         return Cut(self._part, [document], offset, stop)
-
-
-def check_size(name: str, split: str, documents: int, tokens: int, seq_length: int) -> None:
-    flag = f"`data_path`={name}"
-    if tokens == 0:
-        raise DataError(
-            f"{flag}: the {split} split is empty ({documents} documents, 0 tokens); "
-            f"give more text or a larger part in `split`, or {without(split)}"
-        )
-    if tokens < seq_length + 1:
-        raise DataError(
-            f"{flag}: the {split} split is too small ({tokens} tokens, one sample of `seq_length`={seq_length} "
-            f"needs {seq_length + 1}); give more text or a larger part in `split`, use a shorter `seq_length`, "
-            f"or {without(split)}"
-        )
 
 
 def check_ids(ids: NDArray[np.int64], cut: Cut) -> None:

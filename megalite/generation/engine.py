@@ -158,10 +158,9 @@ class Generator:
                 for stage, stack in self.parts.stages.items():
                     blocks = sum(isinstance(module, Block) for module in stack.modules())
                     slot.caches[stage] = KeyValueCache(blocks, most)
-            lengths = [len(row.text) for row in slot.mine]
             parts = tokens.tensor_split(count, 1)
             for number, part in enumerate(parts):
-                turn = Turn(slot, part, column, number == count - 1, lengths)
+                turn = Turn(slot, part, column, number == count - 1)
                 (last if turn.last else before).append(turn)
                 column += part.shape[1]
         return [*last, *before]

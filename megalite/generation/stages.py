@@ -61,7 +61,6 @@ class Turn:
     tokens: Tensor
     column: int
     last: bool
-    lengths: list[int] = field(default_factory=list)
     chosen: list[Tensor] = field(default_factory=list)
 
     def arranged(self, x: Tensor) -> Tensor:
@@ -149,10 +148,7 @@ class GenerationStage(ForwardOnly):
 
     def _choose(self, y: Tensor, turn: Turn) -> Tensor:
         head = cast(Head, cast(LayerStack, self._stack).get_submodule("head"))
-        keys = [
-            (row.request.sample, row.request.number, n + self.round)
-            for row, n in zip(turn.slot.mine, turn.lengths, strict=True)
-        ]
+        keys = [(row.request.sample, row.request.number, len(row.text) + self.round) for row in turn.slot.mine]
         seeds, numbers, positions = torch.tensor(keys, device=y.device).unbind(1)
         return pick_tokens(
             head.local_logits(y)[0],

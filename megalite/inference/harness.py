@@ -33,11 +33,9 @@ TOKENS_AT_ONCE = 8192
 
 
 class HarnessScorer:
-    """Log-likelihoods and continuations in the harness's terms.
+    """Log-likelihoods and continuations in the harness's terms. micro_batch_size: pairs that are scored at once.
 
-    Args:
-        loaded: model and tokenizer. An empty context is the end of another document, so one must have a token.
-        micro_batch_size: pairs that are scored at once.
+    An empty context is the end of another document, so the tokenizer of `loaded` must have a token for that.
     """
 
     def __init__(self, loaded: LoadedModel, *, micro_batch_size: int = 16) -> None:
@@ -117,11 +115,7 @@ class HarnessScorer:
 
 
 def harness_model(loaded: LoadedModel, *, micro_batch_size: int = 16) -> Any:
-    """A `lm_eval.api.model.LM` around `loaded`.
-
-    Raises:
-        ConfigError: the package lm_eval is not installed.
-    """
+    """A `lm_eval.api.model.LM` around `loaded`. Raises ConfigError where the package lm_eval is not installed."""
     base: Any = optional_package("lm-evaluation-harness", "lm_eval.api.model").LM
     scorer = HarnessScorer(loaded, micro_batch_size=micro_batch_size)
 

@@ -90,21 +90,17 @@ class LoadedModel:
         return self.parts.device
 
     @property
-    def together(self) -> bool:
-        """Whether replicas hold each other's experts, so that all must run their layers at the same time."""
-        return self.mesh.size("ep") > 1
-
-    @property
     def generator(self) -> Generator:
         """Continues texts. All ranks use it together."""
+        together = self.mesh.size("ep") > 1  # replicas hold each other's experts: all run their layers at the same time
         return Generator(
             self.parts,
             self.mesh.coordinate("pp"),
             self.placement,
             self.channel,
-            self.mesh.over("dp", "pp") if self.together else self.mesh["pp"],
+            self.mesh.over("dp", "pp") if together else self.mesh["pp"],
             self.mesh["stream"],
-            self.together,
+            together,
             num_choices=self.tokenizer.vocab_size,
         )
 

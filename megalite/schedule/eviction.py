@@ -17,11 +17,8 @@ def belady(next_uses: Sequence[float], sizes: Sequence[float], *, held: float, r
     """Positions of the things that leave, the farthest next use first, and of equal ones the first in the list; all of
     them where even that is not enough.
 
-    Args:
-        next_uses: when each thing that may leave is used again.
-        sizes: of the same things.
-        held: what everything takes together, with what is about to come, in the unit of the sizes.
-        room: what there is room for.
+    next_uses, sizes: of the things that may leave. held: what everything takes together, with what is about to come.
+    room: what there is room for.
     """
     leave: list[int] = []
     for position in sorted(range(len(next_uses)), key=next_uses.__getitem__, reverse=True):

@@ -232,9 +232,8 @@ def faster_division(cuts: Sequence[range], seconds: Sequence[float], weights: Se
     stages allow at most. What that leaves of the ends is embedding and head. Too long a layer makes a stage that
     receives one too slow here, so what is named is faster by these times.
 
-    Args:
-        cuts: stage -> indices into [embedding, layers ..., head]. seconds: of each stage's work.
-        weights: of each layer, relative to each other.
+    cuts: stage -> indices into [embedding, layers ..., head]. seconds: of each stage's work. weights: of each layer,
+    relative to each other.
     """
     heavy = [sum(weights[item - 1] for item in cut if 0 < item <= len(weights)) for cut in cuts]
     units = [work / weight for work, weight in zip(seconds, heavy, strict=True) if weight]
