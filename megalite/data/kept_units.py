@@ -100,14 +100,21 @@ class KeptUnits:
         the files is cut off.
         """
         at = self._file.tell()
-        result = self._read(self._file.readline(), unit, writers)
-        if result is None:
-            self._file.truncate(at)
-            for writer in writers:
-                writer.cut()
-        else:
-            self.tokens += sum(ids.size for ids in result.ids)
-        return result
+        try:
+            entry = json.loads(self._file.readline())
+            lengths = [np.array(column, np.int32) for column in entry["lengths"]]
+            counts = [int(column.sum(dtype=np.int64)) for column in lengths]
+            ids = [writer.following(count) for writer, count in zip(writers, counts, strict=True)]
+            result = UnitTokens(ids, lengths, int(entry["bytes"]), int(entry["skipped"]), unit_digest(unit))
+            if result.digest() == entry["digest"] and (self._skip_bad_lines or not result.skipped):
+                self.tokens += sum(counts)
+                return result
+        except (ValueError, KeyError, TypeError, OverflowError):
+            pass  # none is noted, or a write was torn
+        self._file.truncate(at)
+        for writer in writers:
+            writer.cut()
+        return None
 
     def add(self, result: UnitTokens, writers: Sequence[IndexedWriter]) -> None:
         """Note a unit that was written."""
@@ -123,20 +130,6 @@ class KeptUnits:
         with contextlib.suppress(OSError):  # a full disk: the next write of tokens says so
             self._file.write(json.dumps(entry).encode() + b"\n")
             self._file.flush()
-
-    def _read(self, line: bytes, unit: InputUnit, writers: Sequence[IndexedWriter]) -> UnitTokens | None:
-        try:
-            entry = json.loads(line)
-            lengths = [np.array(column, np.int32) for column in entry["lengths"]]
-            ids = [
-                writer.following(int(column.sum(dtype=np.int64)))
-                for writer, column in zip(writers, lengths, strict=True)
-            ]
-            result = UnitTokens(ids, lengths, int(entry["bytes"]), int(entry["skipped"]), unit_digest(unit))
-            holds = result.digest() == entry["digest"] and (self._skip_bad_lines or not result.skipped)
-        except (ValueError, KeyError, TypeError, OverflowError):
-            return None
-        return result if holds else None
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self.tokens:

@@ -50,11 +50,6 @@ class Partition:
         """Indices into the whole list; 0 is the embedding, num_layers + 1 the head."""
         return range(*self.bounds[stage])
 
-    def layers(self, stage: int) -> range:
-        """Transformer layers 0 .. num_layers - 1 of a stage (may be empty)."""
-        start, stop = self.bounds[stage]
-        return range(max(start - 1, 0), min(stop - 1, self.num_layers))
-
     def __str__(self) -> str:
         """Megatron's layout string: `Ett|tt|ttL`."""
         names = ["E", *"t" * self.num_layers, "L"]

@@ -22,7 +22,7 @@ Each pass takes a Program and returns a Program, so its result can be drawn, pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from megalite.errors import ScheduleError
@@ -181,13 +181,8 @@ def matching_recv(send: Action, sender: int) -> Action:
     return Action(kind, stage, send.microbatch, peer=sender, replica=send.replica)
 
 
-@dataclass(frozen=True)
-class _Receive:
-    """A message that a rank needs. recv: the action that posts it. due: (index of the computation before which it is
-    best posted, its number among all receives of the iteration)."""
-
-    recv: Action
-    due: tuple[int, int]
+Due = tuple[int, int]
+"""Of a receive: index of the computation before which it is best posted, and its number among all of the iteration."""
 
 
 def insert_communication(program: Program, *, ahead: int = 1) -> Program:
@@ -229,7 +224,7 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
         ]
         if program.asynchronous and batch.next_size:
             needed += [(len(computations), recv) for recv in posted_before(rank, batch.following)]
-        wanted = [_Receive(recv, (max(user - ahead, 0), number)) for number, (user, recv) in enumerate(needed)]
+        wanted = [(recv, (max(user - ahead, 0), number)) for number, (user, recv) in enumerate(needed)]
         before = _place_receives(rank, wanted, partial(sent, batch=batch), in_turn=program.asynchronous)
         out, index = list[Action](), 0
         for action, leaving in zip(actions, sent(rank, batch), strict=True):
@@ -243,24 +238,24 @@ def insert_communication(program: Program, *, ahead: int = 1) -> Program:
 
 
 def _place_receives(
-    rank: int, wanted: list[_Receive], sent_by: Callable[[int], list[list[Action]]], *, in_turn: bool
+    rank: int, wanted: list[tuple[Action, Due]], sent_by: Callable[[int], list[list[Action]]], *, in_turn: bool
 ) -> dict[int, list[Action]]:
     """Index of a computation -> receives to post before it: of each rank as it sends them, or by micro-batch."""
-    placed: list[tuple[tuple[int, int], Action]] = []
-    for source in sorted({message.recv.peer for message in wanted}):
-        messages = [message for message in wanted if message.recv.peer == source]
+    placed: list[tuple[Due, Action]] = []
+    for source in sorted({recv.peer for recv, _ in wanted}):
+        messages = [message for message in wanted if message[0].peer == source]
         if in_turn:
             # Some were sent in the iteration before; from each rank they come in the order of the micro-batches.
-            messages.sort(key=lambda message: message.recv.microbatch)
+            messages.sort(key=lambda message: message[0].microbatch)
         else:
             sent = (send for sends_of_one in sent_by(source) for send in sends_of_one)
             place = {matching_recv(send, source): number for number, send in enumerate(sent) if send.peer == rank}
             # What is never sent (a schedule file may forget a computation) comes last: the validator names it.
-            messages.sort(key=lambda message: place.get(message.recv, len(place)))
-        due = messages[-1].due
-        for message in reversed(messages):  # none is posted later than any message that is sent after it
-            due = min(due, message.due)
-            placed.append((due, message.recv))
+            messages.sort(key=lambda message: place.get(message[0], len(place)))
+        latest = messages[-1][1]
+        for recv, due in reversed(messages):  # none is posted later than any message that is sent after it
+            latest = min(latest, due)
+            placed.append((latest, recv))
     # The sort is stable, and reversing restores the order of the sends among receives that are due together.
     before: dict[int, list[Action]] = {}
     for (position, _), recv in sorted(reversed(placed), key=lambda item: item[0]):

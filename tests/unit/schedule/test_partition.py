@@ -43,7 +43,6 @@ def test_no_layer_is_ever_lost() -> None:
         cut = partition(layers, place, costs=[rng.random() for _ in range(layers + 2)])
         items = [item for stage in range(cut.num_stages) for item in cut.items(stage)]
         assert items == list(range(layers + 2))
-        assert [layer for stage in range(cut.num_stages) for layer in cut.layers(stage)] == list(range(layers))
         assert parse_layout(str(cut), layers, cut.num_stages) == cut
     with pytest.raises(AssertionError, match="loses layers"):
         Partition(4, ((0, 3), (3, 5)))
@@ -82,7 +81,7 @@ def test_fixed_ends(place: object, first: int | None, last: int | None, layout: 
 
 def test_megatron_layout() -> None:
     cut = partition(62, loop(16, 2), layout="Et*3|(tt|)*29,t|L")
-    assert cut.num_stages == 32 and list(cut.layers(0)) == [0, 1, 2] and list(cut.layers(31)) == []
+    assert cut.num_stages == 32 and cut.items(0) == range(4) and cut.items(31) == range(63, 64)
     assert partition(4, loop(3), layout="Ett|tt|mmL") == partition(4, loop(3), layout="Ett|tt|L")
     assert str(parse_layout("E(t|(tt|)*2)*2tL", 11, 7)) == "Et|tt|tt|t|tt|tt|tL"
 
