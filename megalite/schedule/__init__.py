@@ -52,7 +52,6 @@ from megalite.schedule.arrival import share_of
 from megalite.schedule.chunks import ChunkKey, ChunkTraffic, ChunkUse, chunk_traffic, plan_chunks, with_chunks
 from megalite.schedule.decode import forward_program, token_pairs
 from megalite.schedule.definition import ScheduleShape
-from megalite.schedule.delayed_update import delay_update
 from megalite.schedule.drawing.chrome_trace import render_trace
 from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text
@@ -66,7 +65,7 @@ from megalite.schedule.partition import (
     partition,
     partition_of,
 )
-from megalite.schedule.passes import insert_unshard, lower, merge_backward
+from megalite.schedule.passes import delay_update, insert_unshard, lower, merge_backward
 from megalite.schedule.program import ActivationRoom, BatchRange, PeakActivations, Program, WeightChunks
 from megalite.schedule.schedules.registry import (
     ALIASES,

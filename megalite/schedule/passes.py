@@ -7,7 +7,10 @@ A schedule says in which order each rank computes (F, B, I, W) and when it steps
     insert_reduce           REDUCE as soon as the gradient of a stage is complete
     insert_communication    SEND after the computation that makes a tensor, RECV ahead of the one that needs it
 
-and for ZeRO-3 `insert_unshard` the UNSHARD and RESHARD around the use of a stage's weights.
+and where a run asks for it
+
+    insert_unshard          UNSHARD and RESHARD around the use of a stage's weights (ZeRO-3)
+    delay_update            every batch on weights that lack the update of the batch before it
 
 Both ranks of 1F1B with two micro-batches, as the schedule writes them and after `lower` (stage numbers left out):
 
@@ -32,6 +35,7 @@ from megalite.schedule.action import (
     BACKWARD_WEIGHT,
     FORWARD,
     GRADIENT_KINDS,
+    NONE,
     RECV_B,
     RECV_F,
     REDUCE,
@@ -65,6 +69,35 @@ def merge_backward(program: Program) -> Program:
         return merged
 
     return program.with_order(order)
+
+
+def delay_update(program: Program) -> Program:
+    """`--delayed-parameter-update`: the same order of computations on weights one update older.
+
+        undelayed    batch 0 | step 0 | batch 1 | step 1 | batch 2
+        delayed      batch 0 | batch 1          | batch 2             ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840)
+                               step 0             step 1
+
+        W(t+1) = W(t) - lr * g_t(W(t-1)),    W(-1) := W(0)
+
+    It is PipeDream-2BW's rule, for any schedule that flushes: two weight versions, gradients one update old. STEP t
+    stays where it was, at the end of batch t; what it writes is first read by batch t + 2, so a step on the host has
+    the whole of batch t + 1 to finish. Raises ScheduleError unless the program flushes.
+    """
+    if program.asynchronous or program.rounds is not None:
+        raise ScheduleError(f"`delayed_parameter_update`: {program.name} has no flush after every batch")
+
+    def order(rank: int, batch: BatchRange) -> list[Action]:
+        return [_older(action) for action in program.order(rank, batch)]
+
+    versions, staleness = (2,) * program.num_ranks, (1,) * program.num_stages
+    return replace(program, order=order, weight_versions=versions, staleness=staleness)
+
+
+def _older(action: Action) -> Action:
+    if action.parts:
+        return action._replace(parts=tuple(_older(part) for part in action.parts))
+    return action if action.version == NONE else action._replace(version=max(action.version - 1, 0))
 
 
 def insert_reduce(program: Program) -> Program:

@@ -19,7 +19,7 @@ from megalite.config import OPTIMIZER_SPECS, OptimizerConfig, parse
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.zero import DelayedOptimizer, ParameterBuffers, ZeroOptions
 from megalite.schedule import SCHEDULES, build_program, validate
-from megalite.schedule.delayed_update import delay_update
+from megalite.schedule.passes import delay_update
 from megalite.testing import run_ranks
 from megalite.testing.oracle import reference
 from megalite.train.run import open_run
