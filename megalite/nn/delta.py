@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megalite.comm import gather_sequence
 from megalite.config import ModelConfig, hidden_std, residual_std
 from megalite.gradient import widened
-from megalite.inventory import ParameterPlacement
+from megalite.inventory import Parameter
 from megalite.microbatch import Microbatch
 from megalite.nn.delta_rule import gated_delta
 from megalite.nn.kv_cache import LayerCache
@@ -35,7 +35,7 @@ from megalite.parallel.tensor import (
     LayerContext,
     RowParallelLinear,
     enter_parallel,
-    new_parameter,
+    parameter_of,
 )
 
 
@@ -48,17 +48,12 @@ class GatedDeltaNet(nn.Module):
         self.given, self.tp, self.split, self.cp = given, tp, ctx.sequence_split, ctx.cp
         keys, values = given.linear_num_key_heads, given.linear_num_value_heads
         self.heads, self.reach = keys // tp.size, given.linear_conv_kernel_dim - 1
-
-        def vector(start: float) -> nn.Parameter:
-            place = ParameterPlacement(
-                (values,), (tp.rank * values // tp.size,), tp.names, decay=False, init_value=start
-            )
-            return new_parameter((values // tp.size,), place, ctx)
-
         shape = (keys, given.mixed, given.linear_conv_kernel_dim)
-        place = ParameterPlacement(shape, (tp.rank * self.heads, 0, 0), tp.names, init_std=config.init_method_std)
-        self.conv = new_parameter((self.heads, *shape[1:]), place, ctx)
-        self.dt_bias, self.a_log = vector(1.0), vector(math.log(8.0))
+        self.conv = parameter_of(Parameter("conv", shape, 0, init_std=config.init_method_std), ctx)
+        self.dt_bias, self.a_log = (
+            parameter_of(Parameter(name, (values,), 0, decay=False, init_value=start), ctx)
+            for name, start in (("dt_bias", 1.0), ("a_log", math.log(8.0)))
+        )
         rows = keys * given.mixed + given.value_size
         self.qkvz = ColumnParallelLinear(h, rows, bias=False, init_std=std, ctx=ctx, enters=False)
         self.ba = ColumnParallelLinear(h, 2 * values, bias=False, init_std=std, ctx=ctx, enters=False)

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from megalite.comm import own_slice
 from megalite.config import ModelConfig
-from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.inventory import Parameter
 from megalite.microbatch import Microbatch
 from megalite.nn.dropout import HiddenDropout
-from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, make_layer, new_parameter
+from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, make_layer, parameter_of
 
 
 class PositionEmbedding(nn.Module):
@@ -21,9 +21,7 @@ class PositionEmbedding(nn.Module):
         self.weight_grads = ctx.weight_grads
         self.tp, self.split, self.begin = ctx.tp, ctx.sequence_split, config.lora.prefix
         shape = (config.max_positions, config.hidden_size)
-        partial = ctx.tp.names if self.split else NO_AXES
-        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=config.init_method_std)
-        self.weight = new_parameter(shape, place, ctx)
+        self.weight = parameter_of(Parameter("weight", shape, partial="sequence", init_std=config.init_method_std), ctx)
 
     def forward(self, positions: Tensor) -> Tensor:
         """int64 `[s, b]` -> `[s, b, h]` (the rank's `[s/t, b, h]` under sequence parallelism)."""

@@ -10,6 +10,7 @@ parallelism, and are the same anyway without it; the sum over the ranks is that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from megalite.comm import all_gather
 from megalite.config import ModelConfig, hidden_std, residual_std
-from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.inventory import Parameter
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import ACTIVATIONS, activation_of
 from megalite.nn.mlp import MLP
@@ -29,7 +30,7 @@ from megalite.parallel.tensor import (
     Message,
     enter_parallel,
     leave_parallel,
-    new_parameter,
+    parameter_of,
     product_dtype,
 )
 
@@ -76,22 +77,12 @@ class StackedLinear(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], *, cut: int, bias: bool, init_std: float, ctx: LayerContext) -> None:
         super().__init__()
-        axes = ctx.experts
-        parts = {0: axes.ep, cut: axes.etp}
-        local = tuple(n // parts[d].size if d in parts else n for d, n in enumerate(shape))
-        offset = tuple(parts[d].rank * local[d] if d in parts else 0 for d in range(len(shape)))
-        sharded = axes.ep.names | axes.etp.names
-        rows = cut < len(shape) - 1
-        place = ParameterPlacement(shape, offset, sharded, init_std=init_std, family="expert")
-        self.weight = new_parameter(local, place, ctx)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            sharded = axes.ep.names | (axes.etp.names if rows else NO_AXES)
-            place = ParameterPlacement(shape[:-1], offset[:-1], sharded, decay=False, family="expert")
-            self.bias = new_parameter(local[:-1], place, ctx)
-        self.own_product = GroupedProduct(
-            ctx.weight_grads, product_dtype(ctx.dtype, torch.device(ctx.device).type), rows or axes.etp.is_first
-        )
+        rows, of_experts = cut < len(shape) - 1, partial(Parameter, family="expert", dealt=True)
+        self.weight = parameter_of(of_experts("weight", shape, cut, init_std=init_std), ctx)
+        added = of_experts("bias", shape[:-1], cut if rows else None, decay=False)
+        self.bias = parameter_of(added, ctx) if bias else None
+        dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
+        self.own_product = GroupedProduct(ctx.weight_grads, dtype, rows or ctx.experts.etp.is_first)
         self.product: Callable[..., Tensor] = self.own_product
 
 
@@ -115,9 +106,8 @@ class SharedGate(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        shape, partial = (1, config.hidden_size), ctx.tp.names if ctx.sequence_split else NO_AXES
-        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=hidden_std(config))
-        self.weight = new_parameter(shape, place, ctx)
+        weight = Parameter("weight", (1, config.hidden_size), partial="sequence", init_std=hidden_std(config))
+        self.weight = parameter_of(weight, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         opened: Tensor = torch.sigmoid(F.linear(x, self.weight))

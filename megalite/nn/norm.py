@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from megalite.comm import copy_to_axis, reduce_from_axis
 from megalite.config import ModelConfig
 from megalite.gradient import widened
-from megalite.inventory import NO_AXES, ParameterPlacement
-from megalite.parallel.tensor import LayerContext, new_parameter
+from megalite.inventory import Parameter, norm, norm_start
+from megalite.parallel.tensor import LayerContext, parameter_of
 
 
 class Norm(nn.Module):
@@ -31,14 +31,9 @@ class Norm(nn.Module):
         """epsilon: None: the model's."""
         super().__init__()
         self.size, self.epsilon = size, epsilon or config.norm_epsilon
-        partial = ctx.tp.names if split_input else NO_AXES
         self.plus_one = config.apply_layernorm_1p
-        place = ParameterPlacement((size,), (0,), partial=partial, decay=False, init_value=float(not self.plus_one))
-        self.weight = new_parameter((size,), place, ctx)
-        self.bias: nn.Parameter | None = None
-        if config.normalization == "LayerNorm":
-            place = ParameterPlacement((size,), (0,), partial=partial, decay=False)
-            self.bias = new_parameter((size,), place, ctx)
+        self.weight, *bias = (parameter_of(p, ctx) for p in norm("", size, config, "heads" if split_input else ""))
+        self.bias: nn.Parameter | None = bias[0] if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         bias, dtype = self.bias, self.weight.dtype
@@ -68,10 +63,8 @@ class AcrossHeadsNorm(nn.Module):
     def __init__(self, size: int, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
         self.size, self.epsilon, self.tp = size, config.norm_epsilon, ctx.tp
-        local, self.plus_one = size // ctx.tp.size, config.apply_layernorm_1p
-        start = float(not self.plus_one)
-        place = ParameterPlacement((size,), (ctx.tp.rank * local,), ctx.tp.names, decay=False, init_value=start)
-        self.weight = new_parameter((local,), place, ctx)
+        self.plus_one = config.apply_layernorm_1p
+        self.weight = parameter_of(Parameter("weight", (size,), 0, decay=False, init_value=norm_start(config)), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.flatten(2)

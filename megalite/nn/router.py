@@ -22,6 +22,7 @@ its own tokens: nothing is scaled by the size of any axis.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,9 +32,9 @@ from torch import Tensor, nn
 from megalite.comm import all_gather, all_reduce_, own_slice
 from megalite.config import Experts, ModelConfig, hidden_std
 from megalite.gradient import Node
-from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.inventory import Parameter
 from megalite.microbatch import Microbatch
-from megalite.parallel.tensor import LayerContext, new_parameter
+from megalite.parallel.tensor import LayerContext, parameter_of
 
 
 class Routing(NamedTuple):
@@ -57,13 +58,10 @@ class Router(nn.Module):
         self.given, self.index, self.loads = config.experts, index, ctx.loads
         self.num_experts = config.experts.num_experts or 1
         shape = (self.num_experts, config.hidden_size)
-        partial = ctx.tp.names if ctx.sequence_split else NO_AXES
-        place = ParameterPlacement(shape, (0, 0), partial=partial, init_std=hidden_std(config))
-        self.weight = new_parameter(shape, place, ctx, wide=True)
-        self.bias: nn.Parameter | None = None
-        if self.given.moe_router_bias:
-            place = ParameterPlacement(shape[:1], (0,), partial=partial, decay=False)
-            self.bias = new_parameter(shape[:1], place, ctx, wide=True)
+        on_all = partial(Parameter, partial="sequence", wide=True)
+        self.weight = parameter_of(on_all("weight", shape, init_std=hidden_std(config)), ctx)
+        bias = on_all("bias", shape[:1], decay=False)
+        self.bias = parameter_of(bias, ctx) if self.given.moe_router_bias else None
         self.expert_bias: Tensor | None
         biased = config.experts.moe_router_enable_expert_bias
         zeros = torch.zeros(self.num_experts, dtype=ctx.wide_dtype, device=ctx.device) if biased else None

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from megalite.comm import ContextAxes
 from megalite.config import ModelConfig
-from megalite.inventory import ParameterPlacement
+from megalite.inventory import Parameter
 from megalite.nn.attention.blocked import blocked_attention
 from megalite.nn.attention.by_sight import attention_by_sight
 from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
 from megalite.nn.attention.masked import fused_words, words_of
 from megalite.nn.attention.tiles import WeightDropout
 from megalite.nn.dropout import site_key
-from megalite.parallel.tensor import LayerContext, new_parameter, product_dtype
+from megalite.parallel.tensor import LayerContext, parameter_of, product_dtype
 from megalite.visibility import Documents, Shared
 
 
@@ -137,9 +137,7 @@ def new_sinks(config: ModelConfig, ctx: LayerContext) -> nn.Parameter | None:
     """The learned sinks of this rank's heads, where a layer has any."""
     if config.softmax_type != "learnable":
         return None
-    heads = config.num_attention_heads // ctx.tp.size
-    shape, first = (config.num_attention_heads,), (ctx.tp.rank * heads,)
-    return new_parameter((heads,), ParameterPlacement(shape, first, ctx.tp.names, decay=False), ctx)
+    return parameter_of(Parameter("softmax_offset", (config.num_attention_heads,), 0, decay=False), ctx)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ with t = 1 no process group is touched. Proof: `tests/distributed/parallel/tenso
 every gradient).
 """
 
-from megalite.parallel.tensor.adapters import LowRank, add_adapters, parameter_of
-from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.parallel.tensor.adapters import LowRank, add_adapters
+from megalite.parallel.tensor.context import LayerContext, new_parameter, parameter_of
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter

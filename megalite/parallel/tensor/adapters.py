@@ -17,17 +17,9 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig
 from megalite.gradient import sink_of
-from megalite.inventory import Adapter, Parameter, adapters_of
-from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.inventory import Adapter, adapters_of
+from megalite.parallel.tensor.context import LayerContext, parameter_of
 from megalite.parallel.tensor.products import Products, product_dtype
-
-
-def parameter_of(described: Parameter, ctx: LayerContext) -> nn.Parameter:
-    """This rank's part of a parameter of the inventory."""
-    ep, axis = ctx.experts.ep, ctx.experts.etp if described.family == "expert" else ctx.tp
-    split = ctx.sequence_parallel
-    place = described.place(axis.size, axis.rank, sequence_parallel=split, ep=ep.size, ep_rank=ep.rank)
-    return new_parameter(described.local_shape(axis.size, ep.size), place, ctx)
 
 
 class LowRank(nn.Module):

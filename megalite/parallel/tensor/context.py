@@ -12,7 +12,7 @@ from torch import nn
 from megalite.comm import Axis, ContextAxes, ExpertAxes
 from megalite.config import Float8
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import ParameterPlacement
+from megalite.inventory import Parameter, ParameterPlacement
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.parallel.tensor.delayed_scaling import DelayedProducts
 from megalite.parallel.tensor.float8 import Float8Products
@@ -97,3 +97,11 @@ def new_parameter(
     parameter = nn.Parameter(torch.empty(local_shape, dtype=dtype, device="meta" if ctx.deferred else ctx.device))
     parameter.placement = placement  # type: ignore[attr-defined]  # ours, on a tensor of torch's
     return parameter
+
+
+def parameter_of(described: Parameter, ctx: LayerContext) -> nn.Parameter:
+    """This rank's part of a parameter of the inventory."""
+    ep, axis = ctx.experts.ep, ctx.experts.etp if described.family == "expert" else ctx.tp
+    split = ctx.sequence_parallel
+    place = described.place(axis.size, axis.rank, sequence_parallel=split, ep=ep.size, ep_rank=ep.rank)
+    return new_parameter(described.local_shape(axis.size, ep.size), place, ctx, wide=described.wide)

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, Done, Handle, all_gather_into
 from megalite.gradient import Node, sink_of, sum_widened
-from megalite.inventory import NO_AXES, ParameterPlacement
+from megalite.inventory import Parameter
 from megalite.parallel.tensor.adapters import Adapters
-from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.parallel.tensor.context import LayerContext, parameter_of
 from megalite.parallel.tensor.late_messages import Message, start_sum
 from megalite.parallel.tensor.products import Products
 
@@ -63,17 +63,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(outputs=ctx.tp)
         self.adapters: Adapters | None = None
-        local = out_features // ctx.tp.size
-        stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
-        begin = ctx.tp.rank * local
-        place = ParameterPlacement(
-            (*stack, out_features, in_features), (*origin, begin, 0), ctx.tp.names, init_std=init_std
-        )
-        self.weight = new_parameter((*stack, local, in_features), place, ctx)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            place = ParameterPlacement((*stack, out_features), (*origin, begin), ctx.tp.names, decay=False)
-            self.bias = new_parameter((*stack, local), place, ctx)
+        rows = (parts, out_features) if parts > 1 else (out_features,)
+        cut = len(rows) - 1
+        self.weight = parameter_of(Parameter("weight", (*rows, in_features), cut, init_std=init_std), ctx)
+        self.bias = parameter_of(Parameter("bias", rows, cut, decay=False), ctx) if bias else None
 
     def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
@@ -109,16 +102,9 @@ class RowParallelLinear(nn.Module):
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(inputs=ctx.tp)
         self.adapters: Adapters | None = None
-        local = in_features // ctx.tp.size
-        place = ParameterPlacement(
-            (out_features, in_features), (0, ctx.tp.rank * local), ctx.tp.names, init_std=init_std
-        )
-        self.weight = new_parameter((out_features, local), place, ctx)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            partial = ctx.tp.names if ctx.sequence_parallel else NO_AXES
-            place = ParameterPlacement((out_features,), (0,), partial=partial, decay=False)
-            self.bias = new_parameter((out_features,), place, ctx)
+        self.weight = parameter_of(Parameter("weight", (out_features, in_features), 1, init_std=init_std), ctx)
+        added = Parameter("bias", (out_features,), partial="sequence", decay=False)
+        self.bias = parameter_of(added, ctx) if bias else None
 
     def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in/t]` (before `activation`, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
