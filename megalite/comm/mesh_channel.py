@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.comm.axis import Axis
 from megalite.comm.collectives import all_gather
 from megalite.comm.mesh import ParallelMesh
-from megalite.comm.p2p import Channel, Incoming, IncomingMessage, MessageLabel, TensorSpec
+from megalite.comm.p2p import Channel, Incoming, MessageLabel, TensorSpec
 from megalite.inventory import GATHERED, RELAYED, Box, TransferPlan, transfer_plan
 
 Pairs = Collection[tuple[int, int]]
@@ -30,7 +30,7 @@ class IncomingParts:
     them on while it waits for the same message. onward: is given each as soon as it is here. gather: axis over which
     what arrived is put together, if any."""
 
-    parts: Sequence[IncomingMessage | Callable[[], IncomingMessage]]
+    parts: Sequence[Incoming | Callable[[], Incoming]]
     whole: Tensor
     onward: Callable[[Tensor], None]
     gather: Axis | None
@@ -74,14 +74,14 @@ class MeshChannel(Channel):
             if task.sender == self._tp.rank:
                 super().send(x[task.box.slices_in(held)], peer=ranks[task.receiver], label=label)
 
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> Incoming:
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel, into: Tensor | None = None) -> Incoming:
         plan, mine = self._plan(peer, self._stage, spec.shape), self._tp.rank
         ranks, own, box = self._mesh.ranks_of(peer), self._tp.ranks, plan.target[mine]
         whole = torch.empty(box.shape, dtype=spec.dtype, device=spec.device)
 
-        def post(part: Box, sender: int) -> IncomingMessage:
+        def post(part: Box, sender: int) -> Incoming:
             its = TensorSpec(part.shape, spec.dtype, spec.device)
-            return self._post(its, peer=sender, label=label, into=whole[part.slices_in(box)])
+            return Channel.post_recv(self, its, peer=sender, label=label, into=whole[part.slices_in(box)])
 
         def onward(part: Tensor) -> None:
             if plan.way == RELAYED and mine + 1 < len(own):

@@ -165,11 +165,8 @@ class Channel:
         work = dist.isend(x, line.ranks[peer], group=line.group, tag=self._sent[peer])
         self._in_flight.append((work, x))
 
-    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel) -> Incoming:
-        """Begins to receive a tensor."""
-        return self._post(spec, peer=peer, label=label)
-
-    def _post(self, spec: TensorSpec, *, peer: int, label: MessageLabel, into: Tensor | None = None) -> IncomingMessage:
+    def post_recv(self, spec: TensorSpec, *, peer: int, label: MessageLabel, into: Tensor | None = None) -> Incoming:
+        """Begins to receive a tensor. into: where it belongs, if that is there."""
         device = torch.device("cpu") if self._host_only else spec.device
         header = torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=device) if self._headers else None
         header_work = self._irecv(header, peer) if header is not None else None

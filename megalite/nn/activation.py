@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,6 @@ def gelu_gradient(x: Tensor, dy: Tensor, approximate: str = "none") -> Tensor:
 def gelu_tanh(x: Tensor) -> Tensor:
     """The tanh approximation that GPT-2 uses."""
     return F.gelu(x, approximate="tanh")
-
-
-def gelu_tanh_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return gelu_gradient(x, dy, "tanh")
 
 
 def silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
@@ -93,12 +90,12 @@ def clamped(plain: Elementwise, gradient: Gradient, offset: float, most: float |
 GATES = {
     "swiglu": Gated(F.silu, silu_gradient),
     "geglu": Gated(gelu, gelu_gradient),
-    "geglu-tanh": Gated(gelu_tanh, gelu_tanh_gradient),
+    "geglu-tanh": Gated(gelu_tanh, partial(gelu_gradient, approximate="tanh")),
     "quick-geglu": Gated(quick_gelu, lambda x, dy: silu_gradient(QUICK * x, dy)),
 }
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": (gelu, gelu_gradient),
-    "gelu-tanh": (gelu_tanh, gelu_tanh_gradient),
+    "gelu-tanh": (gelu_tanh, partial(gelu_gradient, approximate="tanh")),
     "squared-relu": (squared_relu, lambda x, dy: dy * F.relu(x) * 2),
     **{name: (gate, gate.backward) for name, gate in GATES.items()},
 }

@@ -83,7 +83,11 @@ class Lane:
     def __init__(self, graphs: BlockGraphs, x: Tensor, microbatch: Microbatch) -> None:
         self._graphs, self._open = graphs, 0
         self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.x, self.microbatch = torch.empty_like(x), _what_blocks_read(microbatch)
+        # What blocks do not read is empty: who read it would fail, and not get what an earlier micro-batch had.
+        none, positions = microbatch.positions.new_empty(0), torch.empty_like(microbatch.positions)
+        samples = torch.empty_like(microbatch.sample_ids)
+        self.microbatch = Microbatch(tokens=none, labels=none, loss_mask=none, positions=positions, sample_ids=samples)
+        self.x = torch.empty_like(x)
         # The host must not wait: a receive that is posted may be for what the peer makes of this very micro-batch.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -182,11 +186,3 @@ def _sink(parameter: Tensor) -> GradSink:
     sink = sink_of(parameter)
     assert sink is not None, "graphs are captured in training, where every gradient has its place"
     return sink
-
-
-def _what_blocks_read(microbatch: Microbatch) -> Microbatch:
-    """Memory for what the blocks read of each micro-batch. All else is empty: who read it would fail, and not get what
-    an earlier micro-batch had."""
-    none = microbatch.positions.new_empty(0)
-    positions, samples = torch.empty_like(microbatch.positions), torch.empty_like(microbatch.sample_ids)
-    return Microbatch(tokens=none, labels=none, loss_mask=none, positions=positions, sample_ids=samples)

@@ -31,12 +31,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, groupby, repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megalite.config import ModelConfig
 from megalite.inventory import Recompute
@@ -46,7 +46,7 @@ from megalite.nn.head import Head
 from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mlp import MLP
 from megalite.nn.segment import Segment
-from megalite.nn.stack import LayerStack
+from megalite.nn.stack import LayerStack, trainable
 from megalite.parallel.tensor import LateMessage, added_at_once
 
 _PER_SAMPLE = (
@@ -158,17 +158,8 @@ class HalvedStack(LayerStack):
             return super().forward(x, microbatch)
         halves = split(microbatch)[::-1]
         parts: Sequence[Any] = (None, None) if x is None else [p.contiguous() for p in x.split(samples // 2, 1)][::-1]
-        layers = self.ordered()
-        for begin, end, recompute in self.recompute_ranges:
-            given = layers[begin:end], self.crossing, halves, *parts
-            if recompute and torch.is_grad_enabled():
-                parts = checkpoint(run_halves, *given, use_reentrant=False, preserve_rng_state=False)
-            else:
-                parts = run_halves(*given)
-        second, first = parts
-        out: Tensor = first + second if "head" in self.names else torch.cat([first, second], 1)
-        trains = out.requires_grad or not torch.is_grad_enabled()
-        return out if trains else out.detach().requires_grad_()
+        second, first = self.by_ranges(partial(run_halves, self.crossing, halves), *parts)
+        return trainable(first + second if "head" in self.names else torch.cat([first, second], 1))
 
 
 def split(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
@@ -189,13 +180,9 @@ def of_samples(microbatch: Microbatch, samples: slice) -> Microbatch:
 
 
 def run_halves(
-    layers: Sequence[nn.Module],
-    crossing: bool,
-    microbatches: Sequence[Microbatch],
-    *parts: Tensor | None,
+    crossing: bool, microbatches: Sequence[Microbatch], layers: Sequence[nn.Module], *xs: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """Runs the layers for both halves, the second half and then the first; returns x of each."""
-    xs = parts
     for is_block, group in groupby(layers, lambda layer: isinstance(layer, HalvedBlock)):
         if is_block:
             xs = _take_turns([b for b in group if isinstance(b, HalvedBlock)], crossing, xs, microbatches)

@@ -11,8 +11,8 @@ Dropout is keyed, so a recomputed block sees the same masks without any generato
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,16 +65,23 @@ class LayerStack(nn.Module):
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """Runs all layers; the first stage gets None, the last returns the summed loss."""
-        layers = self.ordered()
+
+        def run(layers: Sequence[nn.Module], x: Tensor | None) -> tuple[Tensor | None]:
+            for layer in layers:
+                x = layer(x, microbatch)
+            return (x,)
+
+        return trainable(*self.by_ranges(run, x))
+
+    def by_ranges(self, run: Callable[..., Sequence[Any]], *parts: Any) -> Sequence[Any]:
+        """`run(layers, *parts)` for one range of layers after the other, some of them once more in backward."""
+        layers, xs = self.ordered(), list(parts)
         for begin, end, recompute in self.recompute_ranges:
-            part = layers[begin:end]
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(run_layers, part, x, microbatch, use_reentrant=False, preserve_rng_state=False)
+                xs = checkpoint(run, layers[begin:end], *xs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = run_layers(part, x, microbatch)
-        assert x is not None
-        trains = x.requires_grad or not torch.is_grad_enabled()  # a first stage with nothing to train has no graph
-        return x if trains else x.detach().requires_grad_()
+                xs = [*run(layers[begin:end], *xs)]
+        return xs
 
     def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
         """All layers but the head, without recomputation. The micro-batch's tokens are added to `cache`, which has an
@@ -106,8 +113,6 @@ class LayerStack(nn.Module):
         return list(named_logical_parameters(self))
 
 
-def run_layers(layers: Sequence[nn.Module], x: Tensor | None, microbatch: Microbatch) -> Tensor | None:
-    """Runs the layers one after the other."""
-    for layer in layers:
-        x = layer(x, microbatch)
-    return x
+def trainable(x: Tensor) -> Tensor:
+    """What leaves a stage; a first stage with nothing to train has no graph."""
+    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalite.gradient import Node
 from megalite.inventory import block_area, query_blocks
@@ -72,7 +71,6 @@ class _BlockedAttention(Node):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return attend_backward(dy, *ctx.saved_tensors), None
 

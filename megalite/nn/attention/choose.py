@@ -19,7 +19,6 @@ Adding one: its file in this room, a row of `KERNELS` before those that it is fa
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,17 +65,17 @@ class Need:
 
 
 class Kernel(NamedTuple):
-    """can: whether it does what is needed. works: (device, dtype) -> whether the library has it there."""
+    """can: whether it does what is needed. works: whether the library has it there, and it is right."""
 
     name: str
     can: Callable[[Need], bool]
-    works: Callable[[torch.device, torch.dtype], bool] | None = None
+    works: Callable[[Need], bool] | None = None
 
 
 def choose(need: Need) -> str:
     """The name of the kernel."""
     for kernel in KERNELS:
-        if kernel.can(need) and (kernel.works is None or kernel.works(need.device, need.dtype)):
+        if kernel.can(need) and (kernel.works is None or kernel.works(need)):
             return kernel.name
     raise AssertionError("tiles can do everything")
 
@@ -117,13 +116,11 @@ def _by_flash(need: Need) -> bool:
 
 
 KERNELS = (
-    Kernel(FLASH, _by_flash, flash_works),
+    Kernel(FLASH, _by_flash, lambda need: flash_works(need.device, need.dtype)),
     Kernel(BLOCKED, _in_blocks),
     Kernel(FUSED, _fused),
-    Kernel(VARLEN, _masked, functools.partial(masked_works, VARLEN)),
-    Kernel(FLEX, lambda need: not need.drops and _flexible(need), functools.partial(masked_works, FLEX)),
-    Kernel(FLEX, lambda need: need.drops and _flexible(need), functools.partial(masked_works, FLEX, drops=True)),
-    Kernel(FLEX, lambda need: not need.drops and _in_flexible_parts(need), flex_parts_work),
-    Kernel(FLEX, lambda need: need.drops and _in_flexible_parts(need), functools.partial(flex_parts_work, drops=True)),
+    Kernel(VARLEN, _masked, lambda need: masked_works(VARLEN, need.device, need.dtype)),
+    Kernel(FLEX, _flexible, lambda need: masked_works(FLEX, need.device, need.dtype, need.drops)),
+    Kernel(FLEX, _in_flexible_parts, lambda need: flex_parts_work(need.device, need.dtype, need.drops)),
     Kernel(TILED, lambda need: True),
 )

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from megalite.comm import ContextAxes
 from megalite.config import ModelConfig
 from megalite.inventory import Parameter
+from megalite.nn.attention import masked
 from megalite.nn.attention.blocked import blocked_attention
 from megalite.nn.attention.by_sight import attention_by_sight
 from megalite.nn.attention.choose import BLOCKED, FUSED, Need, choose
-from megalite.nn.attention.masked import fused_words, words_of
 from megalite.nn.attention.tiles import WeightDropout
 from megalite.nn.dropout import site_key
 from megalite.parallel.tensor import LayerContext, parameter_of, product_dtype
@@ -127,10 +127,9 @@ class AttentionCore:
     def weight_dropout(self, sample_ids: Tensor, queries: Tensor, q: Tensor, *, fused: bool) -> WeightDropout:
         """Of queries at these positions, `[s, b, g, r, d]`. fused: by a compiled kernel."""
         assert self.key is not None
-        words = fused_words if fused else words_of
-        return WeightDropout(
-            self.dropout, words(self.key, sample_ids, queries, q.shape[2], q.shape[3], self.first_head)
-        )
+        words_of = masked.compiled(masked.words_of) if fused else masked.words_of
+        words = words_of(self.key, sample_ids, queries, q.shape[2], q.shape[3], self.first_head)
+        return WeightDropout(self.dropout, words)
 
 
 def new_sinks(config: ModelConfig, ctx: LayerContext) -> nn.Parameter | None:

@@ -99,13 +99,6 @@ def words_of(key: Tensor, sample_ids: Tensor, queries: Tensor, groups: int, r: i
     return keys.view(len(sample_ids) * groups, r, -1).transpose(1, 2).flatten(1)
 
 
-@Uncompiled
-def fused_words(key: Tensor, sample_ids: Tensor, queries: Tensor, groups: int, r: int, first_head: int) -> Tensor:
-    """The same by a kernel."""
-    words: Tensor = compiled(words_of)(key, sample_ids, queries, groups, r, first_head)
-    return words
-
-
 def narrow_words(words: Tensor, keys: Tensor, r: int) -> tuple[Tensor, Tensor]:
     """Words of queries `[n, s * r]` as `[n, r, s]`, and of keys at these positions `[k]`, for `nn.dropout.keeps`."""
     return narrowed(words.unflatten(1, (-1, r)).transpose(1, 2).contiguous(), keys)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -64,13 +65,10 @@ PLAIN = Need(CPU, torch.float32, queries=512, keys=512, channels=64, hides=False
     ],
 )
 def test_the_first_kernel_that_can_and_works(changes: dict[str, object], kernel: str) -> None:
-    def tried(name: str, device: torch.device, dtype: torch.dtype) -> bool:
-        return name == "flex" or dtype == torch.float32  # as if varlen had failed in fp64
+    def tried(name: str, need: Need) -> bool:
+        return name == "flex" or need.dtype == torch.float32  # as if varlen had failed in fp64
 
-    table = tuple(
-        row._replace(works=lambda *place, name=row.name: tried(name, *place)) if row.works else row
-        for row in choosing.KERNELS
-    )
+    table = tuple(row._replace(works=partial(tried, row.name)) if row.works else row for row in choosing.KERNELS)
     with patch.object(choosing, "KERNELS", table):
         assert choose(replace(PLAIN, **changes)) == kernel  # type: ignore[arg-type]
 
