@@ -156,14 +156,14 @@ def _pieces(
 ) -> list[tuple[LoadTarget, Box, Box, int]]:
     """The parts of elements `first .. last` of a stored rectangle that go to the targets: (target, a box that is
     contiguous in the file, the part of it that the target has, where the box begins after `first`)."""
-    pieces = []
-    for rectangle in range_to_rectangles(stored.shape, first, last):
-        offset = tuple(a + b for a, b in zip(stored.offset, rectangle.offset, strict=True))
-        box = Box(offset, rectangle.shape)
+    pieces, at = [], 0
+    for inner in range_to_rectangles(stored.shape, first, last):
+        box = Box(tuple(a + b for a, b in zip(stored.offset, inner.offset, strict=True)), inner.shape)
         for target in targets:
             common = box.intersect(target.common)
             if common is not None:
-                pieces.append((target, box, common, rectangle.start - first))
+                pieces.append((target, box, common, at))
+        at += box.numel
     return pieces
 
 

@@ -94,8 +94,7 @@ def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
     for start in range(0, values.numel(), per_block):
         end = min(start + per_block, values.numel())
         at = 0
-        for piece in range_to_rectangles(tuple(values.shape), start, end):
-            box = Box(piece.offset, piece.shape)
+        for box in range_to_rectangles(tuple(values.shape), start, end):
             gathered[at : at + box.numel].view(box.shape).copy_(values[box.slices_in(whole)])
             at += box.numel
         yield flat_bytes(gathered[: end - start])

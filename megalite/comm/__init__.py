@@ -55,7 +55,6 @@ from megalite.comm.p2p import Channel, Incoming, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
 from megalite.comm.rectangles import (
     FlatPiece,
-    Rectangle,
     Statistic,
     TensorShard,
     range_to_rectangles,

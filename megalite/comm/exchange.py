@@ -45,12 +45,9 @@ def start_all_gather(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int] | 
     x = x.contiguous()
     if mine.data_ptr() != x.data_ptr():
         mine.copy_(x.view(-1))
-    peers = _peers(axis)
-    arriving = [
-        dist.irecv(parts[p], axis.ranks[p], group=axis.group, tag=_GATHER_TAG) for p in peers if parts[p].numel()
-    ]
-    leaving = [dist.isend(mine, axis.ranks[p], group=axis.group, tag=_GATHER_TAG) for p in peers if mine.numel()]
-    return Exchange(arriving, leaving, lambda: None)
+    sending = [(axis.ranks[p], mine) for p in _peers(axis) if mine.numel()]
+    receiving = [(axis.ranks[p], parts[p]) for p in _peers(axis) if parts[p].numel()]
+    return start_swap(sending, receiving, axis, _GATHER_TAG)
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int] | None = None) -> Exchange:
@@ -61,12 +58,6 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int
     parts = _parts(x.contiguous(), axis, sizes)
     peers, mine = _peers(axis), parts[axis.rank]
     received = {p: torch.empty_like(mine) for p in peers}
-    arriving = [
-        dist.irecv(received[p], axis.ranks[p], group=axis.group, tag=_REDUCE_TAG) for p in peers if mine.numel()
-    ]
-    leaving = [
-        dist.isend(parts[p], axis.ranks[p], group=axis.group, tag=_REDUCE_TAG) for p in peers if parts[p].numel()
-    ]
 
     def add_up() -> None:
         target = out.view(-1)
@@ -81,7 +72,9 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis, sizes: Sequence[int
                 total.add_(mine if p == axis.rank else received[p])
             target.copy_(total)
 
-    return Exchange(arriving, leaving, add_up)
+    sending = [(axis.ranks[p], parts[p]) for p in peers if parts[p].numel()]
+    receiving = [(axis.ranks[p], received[p]) for p in peers if mine.numel()]
+    return start_swap(sending, receiving, axis, _REDUCE_TAG, add_up)
 
 
 def _parts(x: Tensor, axis: Axis, sizes: Sequence[int] | None) -> Sequence[Tensor]:
@@ -95,16 +88,19 @@ def _peers(axis: Axis) -> list[int]:
     return [p for p in range(axis.size) if p != axis.rank]
 
 
-def start_swap(sending: Sequence[tuple[int, Tensor]], receiving: Sequence[tuple[int, Tensor]], axis: Axis) -> Exchange:
+def start_swap(
+    sending: Sequence[tuple[int, Tensor]], receiving: Sequence[tuple[int, Tensor]], axis: Axis, tag: int = _SWAP_TAG,
+    finish: Callable[[], None] = lambda: None,
+) -> Exchange:  # fmt: skip
     """Starts to send tensors to world ranks and to receive others from them, one each way between two ranks; the same
-    pairs swap in the same order everywhere. What is sent is read until `wait` returns."""
+    pairs swap in the same order everywhere. What is sent is read until `wait` returns. finish: as of `Exchange`."""
     own = axis.ranks[axis.rank]
 
     def received(there: Sequence[tuple[int, Tensor]]) -> list[Any]:
-        return [dist.irecv(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in there]
+        return [dist.irecv(x, rank, group=axis.group, tag=tag) for rank, x in there]
 
     # NCCL runs what two ranks exchange in order, on one stream: of two that both received first neither would send.
     arriving = received([each for each in receiving if each[0] < own])
-    leaving = [dist.isend(x, rank, group=axis.group, tag=_SWAP_TAG) for rank, x in sending]
+    leaving = [dist.isend(x, rank, group=axis.group, tag=tag) for rank, x in sending]
     arriving += received([each for each in receiving if each[0] > own])
-    return Exchange(arriving, leaving, lambda: None)
+    return Exchange(arriving, leaving, finish)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megalite.inventory import BufferParameter, ParameterPlacement, Shape
+from megalite.inventory import Box, BufferParameter, ParameterPlacement, Shape
 
 
 @dataclass(frozen=True)
@@ -80,44 +80,30 @@ class Statistic(NamedTuple):
         return TensorShard(f"optimizer/{self.label}/{of.name}", total, offset, local, replica)
 
 
-@dataclass(frozen=True)
-class Rectangle:
-    """`offset .. offset + shape` of a row-major local tensor: `start .. start + numel` of it, flattened."""
+def range_to_rectangles(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Cuts the flat range `start .. stop` of a row-major tensor of `shape` into rectangles, one behind the other in it.
 
-    offset: Shape
-    shape: Shape
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-def range_to_rectangles(shape: Shape, start: int, stop: int) -> list[Rectangle]:
-    """Cuts the flat range `start .. stop` of a row-major tensor of `shape` into rectangles, in flat order.
-
-    The rectangles' `start` counts from the beginning of the tensor. Raises ValueError for a range outside the tensor.
+    Raises ValueError for a range outside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(f"range {start}..{stop} leaves a tensor of shape {shape}")
     if start == stop:
         return []
     if len(shape) <= 1:
-        extent = (stop - start,) if shape else ()
-        return [Rectangle((start,) if shape else (), extent, start)]
+        return [Box((start,), (stop - start,)) if shape else Box((), ())]
     inner = math.prod(shape[1:])
-    pieces: list[Rectangle] = []
+    pieces: list[Box] = []
     at = start
     while at < stop:
         row, column = divmod(at, inner)
         if column or stop - at < inner:  # a partial row: one dimension less
             end = min(stop, (row + 1) * inner)
             for part in range_to_rectangles(shape[1:], column, end - row * inner):
-                pieces.append(Rectangle((row, *part.offset), (1, *part.shape), row * inner + part.start))
+                pieces.append(Box((row, *part.offset), (1, *part.shape)))
         else:  # as many whole rows as there are
             rows = (stop - at) // inner
             end = at + rows * inner
-            pieces.append(Rectangle((row, *(0,) * len(shape[1:])), (rows, *shape[1:]), at))
+            pieces.append(Box((row, *(0,) * len(shape[1:])), (rows, *shape[1:])))
         at = end
     return pieces
 
@@ -128,12 +114,11 @@ def shards_of_range(
     """TensorShards for `flat`, a parameter's values from `start` on (views, padding left out)."""
     valid = placement.valid_shape(local_shape)
     shards = []
-    for rectangle in range_to_rectangles(local_shape, start, start + flat.numel()):
-        inside = tuple(slice(0, max(0, end - at)) for end, at in zip(valid, rectangle.offset, strict=True))
-        begin = rectangle.start - start
-        values = flat[begin : begin + rectangle.numel].view(rectangle.shape)[inside]
-        if not values.numel():
-            continue
-        offset = tuple(a + b for a, b in zip(placement.offset, rectangle.offset, strict=True))
-        shards.append(TensorShard(name, placement.global_shape, offset, values, replica))
+    boxes = range_to_rectangles(local_shape, start, start + flat.numel())
+    for box, part in zip(boxes, flat.split([box.numel for box in boxes]), strict=True):
+        inside = tuple(slice(0, max(0, end - at)) for end, at in zip(valid, box.offset, strict=True))
+        values = part.view(box.shape)[inside]
+        if values.numel():
+            offset = tuple(a + b for a, b in zip(placement.offset, box.offset, strict=True))
+            shards.append(TensorShard(name, placement.global_shape, offset, values, replica))
     return shards

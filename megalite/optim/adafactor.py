@@ -29,7 +29,6 @@ from torch import Tensor
 from megalite.comm import (
     Axis,
     FlatPiece,
-    Rectangle,
     Statistic,
     all_reduce_,
     device_of,
@@ -37,7 +36,7 @@ from megalite.comm import (
 )
 from megalite.config import OptimizerConfig
 from megalite.gradient import sum_of_squares
-from megalite.inventory import DEALT, BufferParameter
+from megalite.inventory import DEALT, Box, BufferParameter
 from megalite.optim.rule import ParamGroup, UpdateRule
 
 DECAY_EXPONENT = 0.8
@@ -66,7 +65,7 @@ class _Mean:
         self.values = torch.empty(0)
         self.sums = torch.empty(0)
 
-    def place(self, rectangle: Rectangle) -> tuple[slice, ...]:
+    def place(self, rectangle: Box) -> tuple[slice, ...]:
         """Slices of `values` for a rectangle of the parameter."""
         return tuple(slice(rectangle.offset[d], rectangle.offset[d] + rectangle.shape[d]) for d in self.kept)
 
@@ -268,10 +267,8 @@ def _own(flat: Tensor | None, piece: FlatPiece) -> Tensor:
     return flat[piece.at : piece.at + piece.stop - piece.start]
 
 
-def _rectangles(
-    flat: Tensor | None, piece: FlatPiece, parameter: BufferParameter
-) -> Iterator[tuple[Rectangle, Tensor]]:
+def _rectangles(flat: Tensor | None, piece: FlatPiece, parameter: BufferParameter) -> Iterator[tuple[Box, Tensor]]:
     """The rectangles of a parameter that a piece of a flat tensor covers, and their values."""
-    for rectangle in range_to_rectangles(parameter.shape, piece.start, piece.stop):
-        begin = rectangle.start - piece.start
-        yield rectangle, _own(flat, piece)[begin : begin + rectangle.numel].view(rectangle.shape)
+    boxes = range_to_rectangles(parameter.shape, piece.start, piece.stop)
+    for box, part in zip(boxes, _own(flat, piece).split([box.numel for box in boxes]), strict=True):
+        yield box, part.view(box.shape)

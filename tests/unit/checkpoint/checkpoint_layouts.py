@@ -85,10 +85,12 @@ def _deal_ranges(
     shape = tuple(block.shape)
     bounds = [values.numel() * i // len(owners) for i in range(len(owners) + 1)]
     for i, rank in enumerate(owners):
+        at = bounds[i]
         for piece in range_to_rectangles(shape, bounds[i], bounds[i + 1]):
-            local = values[piece.start : piece.start + piece.numel].view(piece.shape)
             place = tuple(a + b for a, b in zip(offset, piece.offset, strict=True))
+            local = values[at : at + piece.numel].view(piece.shape)
             ranks[rank].append(TensorShard(name, tuple(whole.shape), place, local))
+            at += piece.numel
 
 
 def holds(model: Model, ranks: list[list[TensorShard]]) -> None:
