@@ -18,6 +18,7 @@ across hosts and on GPUs `share_axis` changes nothing and torch.distributed carr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import mmap
@@ -38,6 +39,7 @@ from megalite.comm.axis import Axis
 from megalite.comm.exchange import Exchange
 from megalite.comm.gathered_json import all_gather_json
 from megalite.errors import PeerLost, rank_name
+from megalite.host_memory import machine_id
 from megalite.scratch import remove_forgotten
 
 DEPTH = 8
@@ -184,14 +186,17 @@ def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
     """
     if axis.size == 1 or "gloo" not in dist.get_backend(axis.group):
         return axis
-    own = {"host": _host(), "machine": platform.machine()}
+    own = {"host": f"{platform.node()} {machine_id()}", "machine": platform.machine()}
     everyone = all_gather_json(own, axis)
     if any(other != own for other in everyone) or own["machine"].lower() not in ("x86_64", "amd64"):
         return axis
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     total = axis.size * (LINE_BYTES + DEPTH * SLOT_BYTES)
     path = all_gather_json(_create(folder, total) if axis.is_first else None, axis)[0]
-    memory = _open(path, total) if path is not None else None
+    memory: mmap.mmap | None = None
+    if path is not None:
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), total)
     able = all(all_gather_json(memory is not None, axis))
     if axis.is_first and path is not None:
         os.unlink(path)  # mapped by all: the memory lives as long as they do, and nothing is left behind
@@ -200,11 +205,6 @@ def share_axis(axis: Axis, *, timeout: float = 600.0) -> Axis:
     names = [rank_name(rank, platform.node(), f"{axis.name} coordinate {i}") for i, rank in enumerate(axis.ranks)]
     exchange = SharedExchange(memory, names=names, rank=axis.rank, timeout=timeout)
     return dataclasses.replace(axis, shared=exchange)
-
-
-def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
 def _create(folder: str, total: int) -> str | None:
@@ -219,11 +219,3 @@ def _create(folder: str, total: int) -> str | None:
     except OSError:
         return None
     return path
-
-
-def _open(path: str, total: int) -> mmap.mmap | None:
-    try:
-        with open(path, "r+b") as file:
-            return mmap.mmap(file.fileno(), total)
-    except OSError:
-        return None

@@ -137,7 +137,7 @@ def body_elsewhere(world: World, change: dict[str, Any]) -> bool:
     import megalite.comm.shared_memory as module
 
     if world.rank == 1 and "host" in change:
-        module._host = lambda: change["host"]  # type: ignore[assignment]
+        module.machine_id = lambda: change["host"]  # type: ignore[assignment]
     if world.rank == 0 and "create" in change:
         module._create = lambda folder, total: None  # type: ignore[assignment]
     plain = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)["tp"]
