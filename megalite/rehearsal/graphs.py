@@ -100,10 +100,11 @@ class Pool:
         self.alive -= nbytes
 
 
-class Graph:
-    """In place of `torch.cuda.CUDAGraph`."""
+class Graph(TorchDispatchMode):
+    """In place of `torch.cuda.CUDAGraph`; a mode, which gets what is computed while it is captured."""
 
     def __init__(self, gpu: Gpu) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
         self._gpu = gpu
         self.own: list[Cell] = []
         self._cells: dict[int, Cell] = {}
@@ -111,7 +112,6 @@ class Graph:
         self._reads: dict[View, None] = {}
         self._writes: dict[View, None] = {}
         self._numbers: list[tuple[Tensor, Tensor]] = []
-        self._mode: Capture | None = None
         self.seconds = 0.0  # of its kernels, where work has a price
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
@@ -121,13 +121,13 @@ class Graph:
         self._earlier = [cell for graph in self._pool.graphs for cell in graph.own]
         self._free_before = [cell for cell in self._earlier if cell.free]
         self._pool.idle.clear()
-        self._gpu.local.capturing, self._mode = self, Capture(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
+        self._gpu.local.capturing = self
+        self.__enter__()  # type: ignore[no-untyped-call]  # torch's has no types
 
     def capture_end(self) -> None:
-        assert self._mode is not None, "nothing is being captured"
-        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's has no types
-        self._gpu.local.capturing = self._mode = None
+        assert self._gpu.capturing is self, "nothing is being captured"
+        self.__exit__(None, None, None)
+        self._gpu.local.capturing = None
         self._reused = [cell for cell in (*self._earlier, *self.own) if cell.free]
         self._pool.graphs.append(self)
         self._pool.rest()
@@ -153,11 +153,14 @@ class Graph:
         later = [cell for graph in self._pool.graphs[self._pool.graphs.index(self) + 1 :] for cell in graph.own]
         self._spoil([*self._reused, *(later if any(cell.free for cell in self.own) else [])])
 
-    def record(self, function: Any, args: Any, kwargs: dict[str, Any], call: Callable[[], Any]) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """One kernel of a capture."""
+        kwargs = kwargs or {}
         name, given = function._schema.name.removeprefix("aten::"), tensors_in((args, kwargs))
         state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in function.tags else None
-        out = call()
+        out = function(*args, **kwargs)
         if state is not None and bytes(state.numpy()) != bytes(torch.get_rng_state().numpy()):
             raise RuntimeError(f"{name}: a graph draws random numbers, and has no generator")
         made = tensors_in(out)
@@ -218,17 +221,3 @@ class Graph:
             target = self._tensor(view)
             if name not in ALLOCATE and value.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
                 target.copy_(value)
-
-
-class Capture(TorchDispatchMode):
-    """Gives a graph what is computed while it is captured."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's has no types
-        self._graph = graph
-
-    def __torch_dispatch__(
-        self, function: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = kwargs or {}
-        return self._graph.record(function, args, named, lambda: function(*args, **named))

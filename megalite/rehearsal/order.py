@@ -153,19 +153,6 @@ class Access(NamedTuple):
         return f"{self.op} on {self.line.name} at {self.place}"
 
 
-@dataclass(frozen=True)
-class Race:
-    """second runs while first may still run, or before it has begun."""
-
-    kind: str
-    first: Access
-    second: Access
-
-    def __str__(self) -> str:
-        freed = "" if self.first.freed is None else f"\n    (that memory was freed at {self.first.freed})"
-        return f"{self.kind}: {self.second}\n    does not wait for {self.first}{freed}"
-
-
 @dataclass
 class Memory:
     """A storage. line: the stream whose pool it comes from; None: on the host. registered: page-locked in place, so
@@ -207,13 +194,13 @@ class Ledger:
         self._local = threading.local()
         self.lines: list[Line] = []
         self.locked: set[int] = set()
-        self._races: dict[tuple[str, str, str], Race] = {}
+        self._races: dict[tuple[str, str, str], str] = {}
         self.allocated = self.peak = 0
 
     @property
     def races(self) -> list[str]:
         """What was found, each pair of source lines once."""
-        return [str(race) for race in self._races.values()]
+        return list(self._races.values())
 
     def line(self, name: str) -> Line:
         """A new line."""
@@ -371,8 +358,10 @@ class Ledger:
                 self.note(_kind(one, other), one, other)
 
     def note(self, kind: str, first: Access, second: Access) -> None:
-        """A race that was found."""
-        self._races.setdefault((kind, first.place, second.place), Race(kind, first, second))
+        """A race: the second runs while the first may still run, or before it has begun."""
+        freed = "" if first.freed is None else f"\n    (that memory was freed at {first.freed})"
+        text = f"{kind}: {second}\n    does not wait for {first}{freed}"
+        self._races.setdefault((kind, first.place, second.place), text)
 
     def synced(self, why: str) -> None:
         """The host has waited for the device."""

@@ -97,8 +97,7 @@ class Stream:
         self._gpu.kernels.waited(self.line)
 
     def wait_stream(self, other: Stream) -> None:
-        self.line.learn(other.line.clock)
-        self._gpu.kernels.waited(self.line)
+        self.wait_event(other.record_event())
 
     def synchronize(self, why: str = "synchronize() of a stream") -> None:
         self._gpu.host_knows(self.line.clock, why)
