@@ -24,7 +24,7 @@ from megalite.engine import run_forwards
 from megalite.generation.groups import Request, Row, Slot, group_size, nothing
 from megalite.generation.sampling import NO_NUMBER, Sampling
 from megalite.generation.stages import GenerationStage, ModelParts, Turn
-from megalite.nn import Block, KeyValueCache
+from megalite.nn import Block, LayerCache
 from megalite.schedule import Program, StagePlacement, forward_program, validate
 
 OnTokens = Callable[[Request, list[int]], None]
@@ -157,7 +157,7 @@ class Generator:
                 most = tokens.shape[1] + config.text_positions + config.lora.prefix
                 for stage, stack in self.parts.stages.items():
                     blocks = sum(isinstance(module, Block) for module in stack.modules())
-                    slot.caches[stage] = KeyValueCache(blocks, most)
+                    slot.caches[stage] = [LayerCache(most) for _ in range(blocks)]
             parts = tokens.tensor_split(count, 1)
             for number, part in enumerate(parts):
                 turn = Turn(slot, part, column, number == count - 1)

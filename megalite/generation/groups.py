@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.generation.sampling import NO_NUMBER
-from megalite.nn import KeyValueCache
+from megalite.nn import LayerCache
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Slot:
     place: int
     columns: int = 0
     pads: list[int] = field(default_factory=list)
-    caches: dict[int, KeyValueCache] = field(default_factory=dict)
+    caches: dict[int, list[LayerCache]] = field(default_factory=dict)
 
     @property
     def mine(self) -> list[Row]:

@@ -38,7 +38,7 @@ from megalite.nn.grid import grid_layers, on_grid
 from megalite.nn.halves import HalvedBlock, HalvedStack
 from megalite.nn.head import Head
 from megalite.nn.init import fill, initialize
-from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.kv_cache import LayerCache
 from megalite.nn.mtp import FurtherPredictions
 from megalite.nn.rope import Rotary
 from megalite.nn.router import NamedBias, expert_biases

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from megalite.microbatch import Microbatch
 from megalite.nn.embedding import PositionEmbedding
 from megalite.nn.halves import of_samples
 from megalite.nn.head import Head, OutputLayer
-from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.kv_cache import LayerCache
 from megalite.nn.norm import Norm
 from megalite.nn.stack import LayerStack
 from megalite.parallel.grid import (
@@ -166,8 +166,8 @@ class GridStack(LayerStack):
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         return super().forward(*self._own(x, microbatch))
 
-    def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
-        return super().body(*self._own(x, microbatch), cache)
+    def body(self, x: Tensor | None, microbatch: Microbatch, caches: Sequence[LayerCache] = ()) -> Tensor:
+        return super().body(*self._own(x, microbatch), caches)
 
     def _own(self, x: Tensor | None, microbatch: Microbatch) -> tuple[Tensor | None, Microbatch]:
         count = microbatch.shape[0] // self.grid.tokens.size

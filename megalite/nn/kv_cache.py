@@ -8,6 +8,7 @@ from torch import Tensor
 
 class LayerCache:
     """One block's keys and values, `[max_length, b, g/t, d]` each, of which the first `length` rows are filled.
+    max_length counts prompt and generated tokens together.
 
     Where ranks share a sequence each keeps its own tokens; `places` then says where in the sequence they are. A prefix
     comes first; of a text with padding in front it lies between the two, in the place of padding.
@@ -56,10 +57,3 @@ class LayerCache:
         new = old.new_empty((rows, *old.shape[1:]))
         new[: self.length] = old[: self.length]
         return new
-
-
-class KeyValueCache:
-    """One `LayerCache` a block; `max_length` counts prompt and generated tokens together."""
-
-    def __init__(self, num_layers: int, max_length: int) -> None:
-        self.layers = [LayerCache(max_length) for _ in range(num_layers)]

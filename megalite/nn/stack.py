@@ -11,7 +11,7 @@ Dropout is keyed, so a recomputed block sees the same masks without any generato
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
 from megalite.nn.init import named_logical_parameters
-from megalite.nn.kv_cache import KeyValueCache, LayerCache
+from megalite.nn.kv_cache import LayerCache
 
 
 class LayerStack(nn.Module):
@@ -83,15 +83,14 @@ class LayerStack(nn.Module):
                 xs = [*run(layers[begin:end], *xs)]
         return xs
 
-    def body(self, x: Tensor | None, microbatch: Microbatch, cache: KeyValueCache | None = None) -> Tensor:
-        """All layers but the head, without recomputation. The micro-batch's tokens are added to `cache`, which has an
-        entry for each block of this stage."""
-        entries: Iterator[LayerCache] = iter(cache.layers) if cache is not None else iter(())
+    def body(self, x: Tensor | None, microbatch: Microbatch, caches: Sequence[LayerCache] = ()) -> Tensor:
+        """All layers but the head, without recomputation. The micro-batch's tokens are added to the caches, one of each
+        block of this stage, if there are any."""
+        entries = iter(caches)
         for layer in self.ordered():
             if isinstance(layer, Head):
                 break
-            keys_and_values = (next(entries),) if cache is not None and isinstance(layer, Block) else ()
-            x = layer(x, microbatch, *keys_and_values)
+            x = layer(x, microbatch, *([next(entries)] if caches and isinstance(layer, Block) else []))
         assert x is not None
         return x
 

@@ -21,7 +21,7 @@ from megalite.nn.activation import ACTIVATIONS
 from megalite.nn.attention.blocked import blocked_attention, register_operator
 from megalite.nn.attention.core import AttentionCore, fused_attention
 from megalite.nn.attention.tiles import tiled_attention
-from megalite.nn.kv_cache import KeyValueCache, LayerCache
+from megalite.nn.kv_cache import LayerCache
 from megalite.nn.rope import Rotary, rotate
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor import VocabShard, fused_cross_entropy, token_losses
@@ -241,7 +241,7 @@ def test_gradients_of_activations(name: str) -> None:
 def test_generation_with_a_cache_sees_what_the_whole_sequence_sees(fields: dict[str, Any]) -> None:
     stack, data = model(**fields).eval(), batch()
     whole = logits(stack, data)
-    cache, at = KeyValueCache(3, 12), 0
+    cache, at = [LayerCache(12) for _ in range(3)], 0
     pieces = []
     with torch.no_grad():
         for n in (5, 1, 1, 3, 2):  # prompt, single tokens, and chunks
@@ -255,7 +255,7 @@ def test_generation_with_a_cache_sees_what_the_whole_sequence_sees(fields: dict[
             )
             pieces.append(stack.get_submodule("head").logits(stack.body(None, piece, cache)))
             at += n
-            assert {layer.length for layer in cache.layers} == {at}
+            assert {layer.length for layer in cache} == {at}
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-12, atol=1e-13)
 
 

@@ -14,7 +14,7 @@ from megalite.inventory.tiling import BLOCKED_FROM
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
 from megalite.nn.attention.core import AttentionCore
-from megalite.nn.kv_cache import KeyValueCache
+from megalite.nn.kv_cache import LayerCache
 from megalite.nn.rope import slow_down
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
@@ -82,7 +82,7 @@ def test_token_by_token_with_a_cache_is_the_whole_sequence() -> None:
     stack = model(window_size=3, use_parallel_residual=True)
     tokens = torch.randint(0, 30, (1, 12), generator=torch.Generator().manual_seed(0))
     whole = stack.body(None, batch(tokens))
-    cache = KeyValueCache(2, 12)
+    cache = [LayerCache(12) for _ in range(2)]
     pieces = [stack.body(None, batch(tokens[:, i : i + 1], i), cache) for i in range(12)]
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=1e-12, atol=1e-12)
 
@@ -126,7 +126,7 @@ def test_every_layer_sees_what_its_flags_say(skips: str | None, nope: str | None
     for index, kind in enumerate(zip(windows, turned, strict=True)):
         x = kinds[kind].get_submodule(f"layers.{index}")(x, tokens)
     assert torch.equal(mixed.body(None, tokens), x)
-    cache = KeyValueCache(7, 12)
+    cache = [LayerCache(12) for _ in range(7)]
     parts = [(0, 5), (5, 6), *((i, i + 1) for i in range(6, 12))]  # the prompt, then token by token
     pieces = [stack_part(mixed, tokens.tokens[:, a:b], a, cache) for a, b in parts]
     torch.testing.assert_close(torch.cat(pieces), x, rtol=1e-12, atol=1e-12)
@@ -148,7 +148,7 @@ def test_every_layer_has_the_sinks_and_the_cap_that_its_flags_say() -> None:
     assert torch.equal(mixed.body(None, tokens), x)
 
 
-def stack_part(stack: LayerStack, tokens: Tensor, first: int, cache: KeyValueCache) -> Tensor:
+def stack_part(stack: LayerStack, tokens: Tensor, first: int, cache: list[LayerCache]) -> Tensor:
     return stack.body(None, batch(tokens, first), cache)
 
 
