@@ -46,7 +46,7 @@ from megalite.comm.collectives import (
     reduce_scatter_into,
     start_all_to_all_rows,
 )
-from megalite.comm.device_waits import DeviceWaitClock, following
+from megalite.comm.device_waits import DeviceWaitClock, following, message_stream
 from megalite.comm.exchange import Exchange, start_swap
 from megalite.comm.gathered_json import GatheredJson, all_gather_json, bytes_of
 from megalite.comm.mesh import ParallelMesh

@@ -51,6 +51,11 @@ class DeviceWaitClock(WaitClock):
         return event
 
 
+def message_stream() -> Any:
+    """A stream of the current GPU in which one message follows another while the computing stream goes on."""
+    return torch.cuda.Stream()
+
+
 @contextmanager
 def following(stream: Any) -> Iterator[None]:
     """What is started inside goes into this stream, after what the current one has been given."""

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, following
+from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, following, message_stream
 from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import ParameterRange
 from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, bytes_of
@@ -33,7 +33,7 @@ class ReductionOrder:
         self._next_bucket = [0]
         self._selected = 0
         self._in_flight: deque[tuple[BucketGradient, Handle]] = deque()
-        self._behind = cache(lambda: torch.cuda.Stream())  # what follows a message is started there
+        self._behind = cache(message_stream)
 
     def add(self, buckets: Sequence[Bucket], num_gradients: int) -> None:
         self._buckets += [bucket for bucket in buckets if not bucket.plan.tied]
