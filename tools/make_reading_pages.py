@@ -51,7 +51,7 @@ LATER: tuple[tuple[str, str, str], ...] = (
     ("dropout that is the same at every layout", "megalite/nn", "dropout"),
     ("who sees whom in attention, said once for all layers", "megalite", "visibility"),
     ("sizes, which the planner asks for, too; what it decides", "megalite/inventory", 
-     "layers pieces mixers activation_bytes tiling memory_plan"),
+     "layers parameter pieces mixers activation_bytes tiling memory_plan"),
     ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3); gradients of which a slice is kept",
      "megalite/parallel/zero", "options unshard streamed_gradient"),
     ("what stages of a rank share, which optimizer holds a part of the state, which stage runs a part of the layers",
