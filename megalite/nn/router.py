@@ -201,13 +201,14 @@ def choose(ranking: Tensor, given: Experts) -> Tensor:
 
 def largest(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest of the last dimension, largest first, of equal ones the first: `[..., k]`."""
-    if x.device.type != "cpu":  # one kernel, whatever k is
-        return x.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
-    rest = x.detach().clone()
-    found = []
+    rest = x.detach()
+    # The compiler takes a minute for a sort of 128 numbers, and makes one kernel of k maxima.
+    if x.device.type != "cpu" and not torch.compiler.is_compiling():  # one kernel, whatever k is
+        return rest.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+    places, found = torch.arange(x.shape[-1], device=x.device), []
     for _ in range(k):
         found.append(rest.argmax(-1, keepdim=True))
-        rest.scatter_(-1, found[-1], -math.inf)
+        rest = rest.masked_fill(places == found[-1], -math.inf)
     return torch.cat(found, -1)
 
 
