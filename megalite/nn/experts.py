@@ -210,12 +210,11 @@ class _SparseRun:
         experts, counts = self.layer.experts, self.dispatched.counts
         results = experts.fc2.product(hidden, experts.fc2.weight, experts.fc2.bias, counts, experts.activation)
         counts.forget_experts()
-        self.returning = self.dispatched.back(results)
-        return self.returning.rows
+        return self.dispatched.back(results).rows
 
     def combine(self, _: Tensor) -> Tensor:
         """Adds up the results of each token's experts; starts the sum over the ranks that share them."""
-        y = self.returning.combine(self.weights)
+        y = self.dispatched.combine(self.weights)
         return leave_parallel(y, self.behind, self.layer.shares, sequence=self.layer.split)
 
     def receive(self, y: Tensor) -> Tensor:

@@ -20,4 +20,4 @@ distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/
 
 from megalite.parallel.expert.carried import Carried, TokenLibrary, expert_axes
 from megalite.parallel.expert.grouped import ElementwiseFunction, GroupedProduct
-from megalite.parallel.expert.plan import Dispatched, Returning, RowCounts, plan_dispatch
+from megalite.parallel.expert.plan import Dispatched, RowCounts, plan_dispatch

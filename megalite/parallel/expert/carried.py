@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.comm import Axis, ExpertAxes, Handle, ParallelMesh
 from megalite.config import Config
 from megalite.parallel.expert.deep_ep import deep_ep_over
-from megalite.parallel.expert.plan import Dispatched, Leg, Plan, Returning, RowCounts, Sent, plan_dispatch
+from megalite.parallel.expert.plan import Dispatched, Leg, RowCounts, Sent, plan_dispatch
 
 
 class TokenLibrary(Protocol):
@@ -31,11 +31,11 @@ class TokenLibrary(Protocol):
         are known at once."""
         ...
 
-    def dispatch_again(self, x: Tensor, trip: Any) -> tuple[Tensor, Handle]:
+    def dispatch_again(self, x: Tensor, trip: Any) -> Sent:
         """`[n, h]` -> `[r, h]`, the same way."""
         ...
 
-    def combine(self, x: Tensor, trip: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Handle]:
+    def combine(self, x: Tensor, trip: Any, weights: Tensor | None = None) -> Sent:
         """`[r, h]`, and perhaps `[r, k]`, the way back: each token's sums over the ranks, `[n, h]` and `[n, k]`."""
         ...
 
@@ -50,39 +50,36 @@ def expert_axes(mesh: ParallelMesh, config: Config | None = None) -> ExpertAxes:
 
 
 class Carried:
-    """Tokens on their way, and back again: as `Dispatched` and `Returning`, carried by `axes.library`.
+    """Tokens on their way, and back again: as `Dispatched`, carried by `axes.library`.
 
     x: `[n, h]`. experts, kept, weights: `[n, k]`, of `num_experts`; kept: None: all. rows: stands for what travels in
-    autograd's graph until it is waited for. plan: of what came here, once it was waited for.
+    autograd's graph until it is waited for.
     """
-
-    plan: Plan
 
     def __init__(
         self, x: Tensor, experts: Tensor, kept: Tensor | None, weights: Tensor, num_experts: int, axes: ExpertAxes
     ) -> None:
         chosen = experts if kept is None else experts.masked_fill(~kept, -1)
         self._way, self._local = _Way(axes.library, chosen, num_experts), num_experts // axes.ep.size
-        self._leg = Leg(self._way.there, self._way.gradients_back)
+        self._leg = Leg(self._way.there, self._way.back)
         self.rows, self._weights = self._leg.begin(x, weights)
 
     @property
     def counts(self) -> RowCounts:
         """Rows of this rank's experts."""
-        return self.plan.counts
+        return self._here.counts
 
     def wait(self) -> Tensor:
         """Rows of this rank's experts, one expert after the other."""
         rows, self._weights = self._leg.end(self.rows, self._weights)
         here = self._way.here
-        self.plan = plan_dispatch(here, here >= 0, self._local, Axis.single("ep"))
-        return Dispatched(rows, self.plan).wait()
+        self._here = Dispatched(rows, plan_dispatch(here, here >= 0, self._local, Axis.single("ep")))
+        return self._here.wait()
 
     def back(self, y: Tensor) -> Carried:
         """Starts the sums of each token's results here on their way back."""
-        sums = Returning(y, self.plan).combine(self._weights)
         self._leg = Leg(self._way.back, self._way.gradients_there)
-        (self.rows,) = self._leg.begin(sums)
+        (self.rows,) = self._leg.begin(self._here.back(y).combine(self._weights))
         return self
 
     def combine(self, _: Tensor) -> Tensor:
@@ -92,7 +89,7 @@ class Carried:
 
 
 class _Way:
-    """The four messages of a micro-batch. It holds nothing of autograd's graph, which holds it."""
+    """The messages of a micro-batch. It holds nothing of autograd's graph, which holds it."""
 
     here: Tensor
     trip: Any
@@ -104,15 +101,8 @@ class _Way:
         rows, self.here, weights, self.trip, handle = self._library.dispatch(x, self._chosen, weights, self._number)
         return (rows, weights), handle
 
-    def gradients_back(self, dx: Tensor, dweights: Tensor) -> Sent:
-        dx, summed, handle = self._library.combine(dx, self.trip, dweights)
-        assert summed is not None
-        return (dx, summed), handle
-
-    def back(self, y: Tensor) -> Sent:
-        y, _, handle = self._library.combine(y, self.trip)
-        return (y,), handle
+    def back(self, x: Tensor, *weights: Tensor) -> Sent:
+        return self._library.combine(x, self.trip, *weights)
 
     def gradients_there(self, dy: Tensor) -> Sent:
-        dy, handle = self._library.dispatch_again(dy, self.trip)
-        return (dy,), handle
+        return self._library.dispatch_again(dy, self.trip)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.comm import Handle
 from megalite.extras import optional_package
+from megalite.parallel.expert.plan import Sent
 
 BYTES = 2
 """Of an element: it carries bf16."""
@@ -65,12 +66,12 @@ class DeepEP:
         )
         return rows, here, weights, trip, _Event(event)
 
-    def dispatch_again(self, x: Tensor, trip: Any) -> tuple[Tensor, Handle]:
+    def dispatch_again(self, x: Tensor, trip: Any) -> Sent:
         """See `TokenLibrary`."""
         rows, *_, event = self._buffer.dispatch(x, handle=trip, async_finish=True)
-        return rows, _Event(event)
+        return (rows,), _Event(event)
 
-    def combine(self, x: Tensor, trip: Any, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, Handle]:
+    def combine(self, x: Tensor, trip: Any, weights: Tensor | None = None) -> Sent:
         """See `TokenLibrary`."""
         sums, weights, event = self._buffer.combine(x, trip, topk_weights=weights, async_finish=True)
-        return sums, weights, _Event(event)
+        return (sums,) if weights is None else (sums, weights), _Event(event)

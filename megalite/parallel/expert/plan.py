@@ -10,7 +10,7 @@ token's sum has the same order of additions at any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -193,16 +193,18 @@ class _End(Node):
 
 
 class Dispatched:
-    """Tokens `[n, h]` on their way; other work may be done until they are waited for, and in backward until theirs are.
+    """Tokens `[n, h]` on their way to their experts, then the results on their way back. Other work may be done until
+    they are waited for, and in backward until their gradients are.
 
     Backward runs what came later in forward first: what is computed in between hides both messages.
-    rows: stands for them in autograd's graph until they are waited for.
+    rows: stands for what travels in autograd's graph until it is waited for.
     """
 
     def __init__(self, x: Tensor, plan: Plan) -> None:
-        self._plan, self._leg = plan, Leg(partial(_there, plan), partial(_back, plan))
+        self._plan = plan
         self.rows = conjugates(x, plan, _leaving, _added_up)
         if plan.axis.size > 1:
+            self._leg = _leg(plan, back=False)
             (self.rows,) = self._leg.begin(self.rows)
 
     def wait(self) -> Tensor:
@@ -217,22 +219,13 @@ class Dispatched:
         """Rows of this rank's experts."""
         return self._plan.counts
 
-    def back(self, y: Tensor) -> Returning:
-        """Starts the experts' results on their way back."""
-        return Returning(y, self._plan)
-
-
-class Returning:
-    """The experts' results `[sum(counts), h]`, in the order in which they came, on their way back to their tokens.
-
-    rows: stands for them in autograd's graph until they are combined.
-    """
-
-    def __init__(self, y: Tensor, plan: Plan) -> None:
-        self._plan, self._leg = plan, Leg(partial(_back, plan), partial(_there, plan))
+    def back(self, y: Tensor) -> Dispatched:
+        """Starts the experts' results `[sum(counts), h]`, in the order in which their rows came, on their way back."""
         self.rows = y
-        if plan.axis.size > 1:
-            (self.rows,) = self._leg.begin(conjugates(y, plan, _as_received, _arranged))
+        if self._plan.axis.size > 1:
+            self._leg = _leg(self._plan, back=True)
+            (self.rows,) = self._leg.begin(conjugates(y, self._plan, _as_received, _arranged))
+        return self
 
     def combine(self, weights: Tensor) -> Tensor:
         """The sum of each token's results times its `weights` `[n, k]`: `[n, h]`."""
@@ -242,13 +235,13 @@ class Returning:
         return _Combine.apply(results, weights, self._plan)
 
 
-def _there(plan: Plan, rows: Tensor) -> Sent:
-    arriving, handle = start_all_to_all_rows(rows, plan.traffic, plan.axis)
-    return (arriving,), handle
+def _leg(plan: Plan, *, back: bool) -> Leg:
+    ways = [plan.traffic, tuple(zip(*plan.traffic, strict=True))]
+    return Leg(*(partial(_send, plan.axis, traffic) for traffic in (reversed(ways) if back else ways)))
 
 
-def _back(plan: Plan, rows: Tensor) -> Sent:
-    arriving, handle = start_all_to_all_rows(rows, tuple(zip(*plan.traffic, strict=True)), plan.axis)
+def _send(axis: Axis, traffic: Sequence[Sequence[int]], rows: Tensor) -> Sent:
+    arriving, handle = start_all_to_all_rows(rows, traffic, axis)
     return (arriving,), handle
 
 

@@ -16,7 +16,7 @@ from megalite.config.model import ModelConfig
 from megalite.config.model_parts import Experts
 from megalite.microbatch import Microbatch
 from megalite.nn.experts import MoE
-from megalite.parallel.expert import Dispatched, Returning, expert_axes, plan, plan_dispatch
+from megalite.parallel.expert import Dispatched, expert_axes, plan, plan_dispatch
 from megalite.parallel.tensor import LayerContext
 from megalite.testing import run_ranks, run_single
 
@@ -43,10 +43,11 @@ def there_and_back(world: World, kind: str, through_memory: bool = False) -> tup
     x.requires_grad_()
     weights.requires_grad_()
     way = plan_dispatch(experts, kept, EXPERTS, mesh["ep"])
-    rows = Dispatched(x, way).wait()
+    tokens = Dispatched(x, way)
+    rows = tokens.wait()
     first = mesh["ep"].rank * (EXPERTS // mesh["ep"].size)
     factors = torch.arange(first + 1, first + 1 + len(way.counts.on_host)).repeat_interleave(way.counts.on_device)
-    y = Returning(rows * factors[:, None], way).combine(weights)
+    y = tokens.back(rows * factors[:, None]).combine(weights)
     y.square().sum().backward()
     assert x.grad is not None and weights.grad is not None
     return [y.detach(), x.grad, weights.grad], list(way.counts.on_host)
