@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from megalite.config import Rates
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import EMA, Delay, pieces
-from megalite.parallel.pipeline import SharedGradient, Stage, replica_axes
+from megalite.parallel.pipeline import Stage, replica_axes, start_shared_sum
 from megalite.parallel.tensor import hold_in_8_bits
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import (
@@ -53,6 +54,7 @@ class StageLayers(Protocol):
 
 
 BuiltStages = dict[StageKey, tuple[Stage, Sequence[StageLayers]]]
+SumCopies = Callable[[Sequence[Tensor]], Handle]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Ties:
     names: frozenset[str] = frozenset()
     ranks: Sequence[int] = ()
     home: StageKey = (0, 0)
-    unlike: Callable[[], SharedGradient] | None = None
+    unlike: Callable[[], SumCopies] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Weights:
     buffers: dict[StageKey, list[ParameterBuffers]]
     optimizer: ShardedOptimizer
     placement: StagePlacement
-    shared: SharedGradient
+    sum_copies: SumCopies
     num_versions: int
     together: int | None
     delay: Delay
@@ -120,7 +122,7 @@ class Weights:
     def start_tied_sums(self) -> list[Handle]:
         """Starts the sums of tied gradients over the stages that hold a copy."""
         stages = [[t for made in stage for t in made.gradients.tied()] for _, stage in sorted(self.buffers.items())]
-        return [self.shared.start_sum(copies) for copies in zip(*(tied for tied in stages if tied), strict=True)]
+        return [self.sum_copies(copies) for copies in zip(*(tied for tied in stages if tied), strict=True)]
 
     @torch.no_grad()
     def begin_averages(self) -> None:
@@ -216,7 +218,7 @@ def build_weights(
         buffers=buffers,
         optimizer=make_optimizer([made for stage in buffers.values() for made in stage], norm_axis=axis),
         placement=program.placement,
-        shared=ties.unlike() if ties.unlike else SharedGradient(mesh.through(ties.ranks, apart="tied")),
+        sum_copies=ties.unlike() if ties.unlike else partial(start_shared_sum, mesh.through(ties.ranks, apart="tied")),
         num_versions=program.weight_versions[mesh.coordinate("pp")],
         together=program.placement.round if program.update_per_microbatch else None,
         delay=delay,

@@ -32,7 +32,7 @@ from megalite.library.parts import Parts
 from megalite.library.sequences import Sequences
 from megalite.library.timing import clock_of, watched
 from megalite.library.traced_layer import together
-from megalite.parallel.pipeline import Events, ForwardOnly, PipelineTracer, SharedGradient, executor_of
+from megalite.parallel.pipeline import Events, ForwardOnly, PipelineTracer, executor_of, start_shared_sum
 from megalite.schedule import (
     BatchRange,
     Program,
@@ -127,7 +127,7 @@ class Pipeline:
         self._channel = Channel(down, up, self.placement.neighbours)
         self._broken = ""
         self._agreement = Agreement(self.mesh.world, self.mesh.coordinate("dp"), self.device)
-        self.shared = SharedGradient(self.mesh.through(self.parts.ties.ranks, apart="tied"))
+        self._tied_axis = self.mesh.through(self.parts.ties.ranks, apart="tied")
         parts = self.stages, self.placement, self._channel, Events()
         self._executor = executor_of(program, self.mesh, *parts, synchronize=clock_of(self.device))
         self.optimizer: ShardedOptimizer | None = None
@@ -346,4 +346,4 @@ class Pipeline:
             copies = [p for key in self.stages for own, p in self.parameters(key) if own == name]
             for parameter in copies:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            self.shared.start_sum([parameter.grad for parameter in copies if parameter.grad is not None]).wait()
+            start_shared_sum(self._tied_axis, [copy.grad for copy in copies if copy.grad is not None]).wait()

@@ -299,7 +299,7 @@ STALE: dict = {}
 MUTATIONS = {
     "a wrong tile": (sys.modules["megalite.inventory.transfer_plan"], "tiles", reversed_tiles),
     "a factor of one replica": (BatchReader, "_factors", twice_on_rank_3),
-    "a lost tie": (SharedRows, "start_sum", lambda self, copies: Done()),
+    "a lost tie": (SharedRows, "__call__", lambda self, copies: Done()),
     "the norm of a stage counted twice": (ShardedOptimizer, "_counts", lambda self, master: True),
     "a turn of another's": (BatchReader, "get", neighbours_turn),
     "a receive buffer of before": (mesh_channel.IncomingParts, "wait", first_again),

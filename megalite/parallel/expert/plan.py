@@ -108,9 +108,8 @@ def plan_dispatch(
         flat = flat.masked_fill(~kept.flatten(), num_experts)
     if counts is None:
         counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:-1]
-    everyone = all_gather(
-        counts.view(1, axis.size, -1), axis
-    )  # [ep, ep, E/ep]: small, and a rank knows what the others send each other
+    # [ep, ep, E/ep]: small, and a rank knows what the others send each other
+    everyone = all_gather(counts.view(1, axis.size, -1), axis)
     reading = LateReading(everyone)
     order = flat.argsort(stable=True)
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

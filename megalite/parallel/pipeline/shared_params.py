@@ -25,28 +25,20 @@ def holders(placement: StagePlacement) -> list[int]:
     return sorted({placement.rank_of(stage, replica) for replica in range(placement.num_replicas) for stage in ends})
 
 
-class SharedGradient:
-    """Sums the gradient of one tied parameter over its copies.
+def start_shared_sum(axis: Axis, copies: Sequence[Tensor]) -> Handle:
+    """Sums the gradients of a tied parameter's copies in place: those of this rank, and over the axis through the ranks
+    of `holders` (size 1 where one rank holds all). The result is in all of them behind the handle."""
+    if not copies:
+        return Done()
+    total, *others = copies
+    for gradient in others:
+        total.add_(gradient)
 
-    axis: through the ranks of `holders` (size 1 on ranks that hold no copy, or where one rank holds all of them).
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-
-    def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
-        """Sums the copies' gradients in place; the result is in all of them once the handle has been waited for."""
-        if not local_copies:
-            return Done()
-        total, *others = local_copies
+    def copy() -> None:
         for gradient in others:
-            total.add_(gradient)
+            gradient.copy_(total)
 
-        def copy() -> None:
-            for gradient in others:
-                gradient.copy_(total)
-
-        return Exchange([all_reduce_(total, self._axis, async_op=True)], [], copy)
+    return Exchange([all_reduce_(total, axis, async_op=True)], [], copy)
 
 
 def replica_axes(mesh: ParallelMesh, placement: StagePlacement) -> dict[int, Axis]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from megalite.comm import Done, Exchange, Handle, ParallelMesh, device_of, start_swap
-from megalite.parallel.pipeline.shared_params import SharedGradient
 from megalite.schedule import StagePlacement
 
 
@@ -30,8 +29,8 @@ class _Holder(NamedTuple):
     sums: range
 
 
-class SharedRows(SharedGradient):
-    """`SharedGradient` between the ends of a pipeline whose stages differ. Made by all ranks together.
+class SharedRows:
+    """`start_shared_sum` between the ends of a pipeline whose stages differ. Made by all ranks together.
 
     shape: of the logical tensor. padded: tensor-parallel size -> its rows with padding.
     """
@@ -39,14 +38,14 @@ class SharedRows(SharedGradient):
     def __init__(
         self, mesh: ParallelMesh, placement: StagePlacement, shape: tuple[int, int], padded: Callable[[int], int]
     ) -> None:
-        super().__init__(mesh.over("pp", apart="tied"))
+        self._axis = mesh.over("pp", apart="tied")
         self._width = shape[1]
         self._holders = _holders(mesh, placement, shape[0], padded)
 
-    def start_sum(self, local_copies: Sequence[Tensor]) -> Handle:
-        if not local_copies:
+    def __call__(self, copies: Sequence[Tensor]) -> Handle:
+        if not copies:
             return Done()
-        (full,) = local_copies
+        (full,) = copies
         mine = next(holder for holder in self._holders if holder.rank == self._axis.ranks[self._axis.rank])
         gradient = full[: len(mine.rows) * self._width].view(-1, self._width)
         device = device_of(self._axis)

@@ -30,6 +30,7 @@ from megalite.parallel.tensor.late_messages import (
 from megalite.parallel.tensor.linear import (
     ColumnParallelLinear,
     Linear,
+    ReplicatedLinear,
     RowParallelLinear,
     column_linear,
     make_layer,
@@ -38,4 +39,3 @@ from megalite.parallel.tensor.linear import (
 )
 from megalite.parallel.tensor.loss_kernels import LossKernels
 from megalite.parallel.tensor.products import Products, product_dtype
-from megalite.parallel.tensor.replicated import ReplicatedLinear

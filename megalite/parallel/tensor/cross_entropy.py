@@ -240,9 +240,8 @@ def _chunk(x: Tensor, rows: Tensor, labels: Tensor, shard: VocabShard, workspace
         column, own = _own_labels(labels, shard)
         picked = logits.gather(1, column[:, None])[:, 0]
         local = _log_softmax(logits)
-        logsum = (
-            picked - local.gather(1, column[:, None])[:, 0]
-        )  # z - log_softmax(z), which is the same in every column
+        # z - log_softmax(z) is the same in every column
+        logsum = picked - local.gather(1, column[:, None])[:, 0]
         picked = picked * own
     else:
         local, picked = logits, logits.new_zeros(len(x))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis, all_reduce_
-from megalite.parallel.tensor.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from megalite.parallel.tensor.linear import Linear, RowParallelLinear
 from megalite.parallel.tensor.products import Products
 
 LARGEST = 127
@@ -55,16 +55,10 @@ def hold_in_8_bits(modules: Iterable[nn.Module]) -> None:
     """The matrices of the blocks among the modules from now on; all of a model's versions at once, which share codes as
     they share weights. Collective over the tensor axis."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
-    for layer in (layer for module in modules for layer in _linears(module)):
+    named = [each for module in modules for each in module.named_modules()]
+    for layer in (layer for name, layer in named if ".layers." in f".{name}" and isinstance(layer, Linear)):
         place = layer.weight.data_ptr()
         if place not in made:
             made[place] = in_8_bits(layer.weight, layer.tp if isinstance(layer, RowParallelLinear) else None)
         layer.weight.data, scale = made[place]
         layer.products = Int8Products(layer.products.dtype, scale)
-
-
-def _linears(module: nn.Module) -> Iterable[Linear]:
-    """Those of blocks."""
-    for name, layer in module.named_modules():
-        if ".layers." in f".{name}" and isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            yield layer

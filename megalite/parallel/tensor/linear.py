@@ -17,6 +17,7 @@ of the activations that a block keeps (4 of 21 s b h with GELU at 512 tokens); r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, Done, Handle, all_gather_into
 from megalite.gradient import Node, sink_of, sum_widened
-from megalite.inventory import Parameter
+from megalite.inventory import NO_AXES, Parameter, ParameterPlacement, placement_of
 from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, parameter_of
 from megalite.parallel.tensor.late_messages import Message, start_sum
@@ -114,6 +115,19 @@ class RowParallelLinear(nn.Module):
             x, activation = activation(x), None
         adapters = () if self.adapters is None else self.adapters.weights()
         return _RowLinear.apply(x, self.weight, self.bias, activation, self, message or Message(), *adapters)
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """y = x A^T, `[s, b, in]` -> `[s, b, out]`, with the whole of A on every rank of the axis: each computes what it
+    has, all tokens, or its part of them under sequence parallelism. Neither y nor its gradient is summed."""
+
+    def __init__(self, in_features: int, out_features: int, *, init_std: float, ctx: LayerContext) -> None:
+        alone = replace(ctx, tp=Axis.single("tp"), sequence_parallel=False)
+        super().__init__(in_features, out_features, bias=False, init_std=init_std, ctx=alone)
+        self.products = ctx.products(tokens=ctx.tp if ctx.sequence_split else None)
+        partial = ctx.tp.names if ctx.sequence_split else NO_AXES
+        place: ParameterPlacement = replace(placement_of(self.weight), partial=partial)
+        self.weight.placement = place  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 
 
 Linear = ColumnParallelLinear | RowParallelLinear

@@ -10,21 +10,17 @@ About 8 bytes a logit in 16 bits, where kernels one by one move forty.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-Statistics = Callable[..., tuple[Tensor, Tensor]]
-Gradient = Callable[..., Tensor]
 
-
-@dataclass(frozen=True)
-class LossKernels:
+class LossKernels(NamedTuple):
     """The two functions, compiled or not."""
 
-    statistics: Statistics
-    gradient: Gradient
+    statistics: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., Tensor]
 
     @classmethod
     def compiled(cls, backend: str = "inductor") -> LossKernels:
