@@ -105,12 +105,9 @@ class QueryKeyClip(VersionedState):
         assert self._optimizer is not None
         for master in self._optimizer.masters:
             flat = master.tensor.view(-1)
-            for range_, start, stop in master.pieces():
+            for range_, inside, here in master.pieces():
                 layer, _, kind = range_.entry.name.rpartition(".")
                 if layer in factors and kind in ("weight", "bias"):
                     columns = range_.entry.shape[-1] if kind == "weight" else 1
                     whole = factors[layer].to(flat.dtype).repeat_interleave(columns)
-                    yield (
-                        flat[start - master.start : stop - master.start],
-                        whole[start - range_.start :][: stop - start],
-                    )
+                    yield flat[here], whole[inside]

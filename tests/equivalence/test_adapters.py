@@ -119,7 +119,7 @@ def frozen_body(world: World, argv: list[str]) -> dict[str, object]:
             "unchanged": all(map(torch.equal, frozen, before)),
             "gradients": sum(p.grad is not None or sink_of(p) is not None or p.requires_grad for p in frozen),
             "memory": {key: sum(each[key] for each in held) for key in held[0]} | model.optimizer.memory(),
-            "masters": sum(b - a for m in model.optimizer.masters for _, a, b in m.pieces()),
+            "masters": sum(here.stop - here.start for m in model.optimizer.masters for *_, here in m.pieces()),
             "memories": len({p.data_ptr() for p in frozen}) - len({name for name, _ in named if ".ad" not in name}),
             "trained": all(bool((p != 0).any()) for name, p in named if name.endswith("lora_b")),
         }

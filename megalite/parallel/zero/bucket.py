@@ -9,15 +9,15 @@ gradients    one `HeldGradient` per update in flight (stages 0 and 1; tied param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from megalite.comm import Axis, Handle, all_reduce_, reduce_scatter_into
 from megalite.gradient import GradSink
-from megalite.inventory import BucketPlan, ParameterRange
+from megalite.inventory import BucketPlan, BucketSegment, ParameterRange
 
 
 class Bucket:
@@ -25,7 +25,7 @@ class Bucket:
 
     axis: the ranks that own the slices.
     sharded: whether this rank owns one slice (stages 1 to 3) or everything (stage 0).
-    owned_start, owned_stop: what it owns, in elements of the family.
+    owned_start, owned_stop: what it owns, in elements of the family. owned: in elements of the bucket.
     further: axes over which the owned slice is summed after its own: the ranks that hold copies of it.
     empty: a tensor of no elements in the gradient's dtype: the buffer of sinks whose memory has been freed.
     sinks: of the parameters, in the plan's order.
@@ -37,6 +37,7 @@ class Bucket:
         self.plan, self.axis, self.sharded = plan, axis, sharded
         self.further: Sequence[Axis] = ()
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank) if sharded else (plan.start, plan.stop)
+        self.owned = slice(self.owned_start - plan.start, self.owned_stop - plan.start)
         self.reduce_scatter: Callable[..., Handle] = reduce_scatter_into  # of every micro-batch
         self.empty = torch.empty(0, dtype=dtype, device=device)
         self.weights: list[StoredWeights] = []
@@ -93,10 +94,6 @@ class Bucket:
         for sink in self.sinks:
             if sink.fresh:
                 _ = sink.grad
-
-    def owned(self, full: Tensor) -> Tensor:
-        """This rank's slice of a tensor over the whole bucket."""
-        return full[self.owned_start - self.plan.start : self.owned_stop - self.plan.start]
 
     def fill_into(self, full: Tensor) -> None:
         """From now on the sinks write into `full`, which is uninitialised; gaps between parameters become zero."""
@@ -225,7 +222,7 @@ class HeldGradient(BucketGradient):
         if self._full is None:
             self.open()
             self.full.zero_()
-        return self.bucket.owned(self.full)
+        return self.full[self.bucket.owned]
 
     @property
     def held(self) -> Tensor | None:
@@ -251,6 +248,18 @@ class HeldGradient(BucketGradient):
             self.handle = reduce_scatter_into(self.reduced, self.full, axis, sizes=sizes, async_op=async_op)
         else:
             self.handle = all_reduce_(self.full, axis, async_op=async_op)
+
+
+Part = TypeVar("Part", ParameterRange, BucketSegment)
+
+
+def overlaps(parts: Iterable[Part], start: int, stop: int) -> Iterator[tuple[Part, slice, slice]]:
+    """(A part that shares elements with `start .. stop` of the family; which, from its start on; from `start` on) of
+    all that do."""
+    for part in parts:
+        first, last = max(part.start, start), min(part.stop, stop)
+        if first < last:
+            yield part, slice(first - part.start, last - part.start), slice(first - start, last - start)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

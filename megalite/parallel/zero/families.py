@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.comm import FamilyAxes
 from megalite.inventory import AXIS_FAMILIES, placement_of
+from megalite.parallel.zero.bucket import overlaps
 from megalite.parallel.zero.frozen import share_frozen
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
 from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
@@ -63,10 +64,8 @@ def where_not_finite(families: Sequence[ParameterBuffers], *, overwritten: bool)
         return "of which tensor is not known: its gradients have been overwritten since"
     found = []
     for bucket in (bucket for family in families for bucket in family.buckets):
-        for range_ in bucket.plan.ranges:
-            begin = max(range_.start, bucket.owned_start) - bucket.owned_start
-            end = min(range_.stop, bucket.owned_stop) - bucket.owned_start
-            if begin < end and not bool(bucket.gradient.reduced[begin:end].isfinite().all()):
+        for range_, _, own in overlaps(bucket.plan.ranges, bucket.owned_start, bucket.owned_stop):
+            if not bool(bucket.gradient.reduced[own].isfinite().all()):
                 found.append((range_.entry.index, range_.entry.name))
     if not found:
         return "from gradients of other ranks"

@@ -55,10 +55,9 @@ class FlatWeights:
         for bucket in self._buckets:
             plan = bucket.plan
             full = self._zeros(bucket.numel) if self._cut else flat[plan.start : plan.stop]
-            owned = slice(bucket.owned_start - plan.start, bucket.owned_stop - plan.start)
             for range_ in plan.ranges:
                 self._move(parameters, range_, full[range_.start - plan.start : range_.stop - plan.start])
-            weights = self._options.weights(full, owned, axes=self._axes, plan=plan)
+            weights = self._options.weights(full, bucket.owned, axes=self._axes, plan=plan)
             if self._cut and any(hasattr(parameters[range_.entry.index], "float8") for range_ in plan.ranges):
                 weights = RoundedWeights(weights, plan, parameters)
             weights.free()

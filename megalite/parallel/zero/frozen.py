@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megalite.comm import TensorShard, shards_of_range
+from megalite.parallel.zero.bucket import overlaps
 from megalite.parallel.zero.flat_weights import move_parameter
 from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
 from megalite.parallel.zero.unshard import BucketWeights
@@ -13,12 +14,9 @@ from megalite.parallel.zero.unshard import BucketWeights
 def frozen_shards(families: Sequence[ParameterBuffers]) -> Iterator[TensorShard]:
     """The frozen weights among them that this rank owns, as rectangles to be written into."""
     for bucket in (bucket for family in families for bucket in family.frozen):
-        values, first = bucket.weights[0].shard, bucket.owned_start
-        for range_ in bucket.plan.ranges:
-            start, stop, entry = max(range_.start, first), min(range_.stop, bucket.owned_stop), range_.entry
-            if start < stop:
-                part, at = values[start - first : stop - first], start - range_.start
-                yield from shards_of_range(entry.name, entry.placement, entry.shape, part, at, replica=0)
+        for range_, inside, own in overlaps(bucket.plan.ranges, bucket.owned_start, bucket.owned_stop):
+            entry, part = range_.entry, bucket.weights[0].shard[own]
+            yield from shards_of_range(entry.name, entry.placement, entry.shape, part, inside.start, replica=0)
 
 
 def release_frozen(families: Sequence[ParameterBuffers]) -> None:

@@ -118,7 +118,7 @@ class HostedGradient(_OnHost):
         self.pool, self._layers = pool, layers
         self._home = pool.mover.empty([bucket.numel], bucket.gradient_dtype)
         vectors = sum(range_.entry.numel for range_ in bucket.plan.ranges if not streams_to_host(range_.entry))
-        self._vectors = bucket.empty.new_zeros(vectors)
+        self._vectors = bucket.empty.new_zeros(vectors)  # on the device until the update
         self._used = 0
 
     @property
@@ -127,7 +127,7 @@ class HostedGradient(_OnHost):
 
     @property
     def reduced(self) -> Tensor:
-        return self.bucket.owned(self._home)
+        return self._home[self.bucket.owned]
 
     @property
     def held(self) -> Tensor | None:
@@ -148,13 +148,9 @@ class HostedGradient(_OnHost):
                     last.before = layer
             return LayerSink(layer, self, range_, uses=uses, on_ready=on_ready)
         sink = GradSink(uses=uses, on_ready=on_ready)
-        sink.use_buffer(self._stays(range_))
-        return sink
-
-    def _stays(self, range_: ParameterRange) -> Tensor:
-        """Where the gradient of a vector is until the update: on the device."""
         begin, self._used = self._used, self._used + range_.entry.numel
-        return self._vectors[begin : self._used].view(range_.entry.shape)
+        sink.use_buffer(self._vectors[begin : self._used].view(range_.entry.shape))
+        return sink
 
     def launch(self, *, async_op: bool) -> None:
         """Sums over the ranks."""

@@ -35,8 +35,8 @@ class HostOptimizer(DeviceOptimizer):
         self._arrived = Arrival()
         self._writes: dict[int, Arrival] = {}
 
-    def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
-        self._numbers = {"grad_scale": grad_scale, "found_inf": found_inf}
+    def fetch_gradients(self, **numbers: Any) -> None:
+        self._numbers = numbers
         if self._mover.apart:
             pairs = self._copies([(master, master.gradient) for master in self.masters if master.gradient.is_cuda])
             for name, value in self._numbers.items():

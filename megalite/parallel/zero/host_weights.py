@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,6 +22,11 @@ from megalite.parallel.zero.flat_weights import FlatWeights
 from megalite.parallel.zero.host_exchange import gather_on_host
 from megalite.parallel.zero.unshard import ComingWeights
 
+Gathers = tuple[Axis, Sequence[int]]
+Layout = tuple[int, list[tuple[ParameterRange, int]], list[tuple[slice, Tensor]], Gathers | None]
+"""Weights that come and go together: elements on the device; parameters, and where each begins there; `homes` and
+`gathers` of `HostedWeights`."""
+
 
 class HostedFlatWeights(FlatWeights):
     """A family's parameters on the host; arguments as for `FlatWeights`."""
@@ -33,17 +37,18 @@ class HostedFlatWeights(FlatWeights):
         mover, tier = self._memory.mover, self._memory.tier
         assert tier is not None, "weights on the host are counted while they are on the device"
         homes = mover.empty([0 if self._cut else self._numel], self._dtype)
+        layouts: list[Layout] = []
         for bucket in self._buckets:
-            owned = slice(bucket.owned_start - bucket.plan.start, bucket.owned_stop - bucket.plan.start)
-            home = homes[bucket.plan.start : bucket.plan.stop]
+            plan, home, owned = bucket.plan, homes[bucket.plan.start : bucket.plan.stop], bucket.owned
             if self._cut:
                 home, owned = mover.empty([owned.stop - owned.start], self._dtype), slice(None)
-            sizes = bucket.plan.sizes if self._options.stage in (1, 2) else ()
+                places = [(range_, range_.start - plan.start) for range_ in plan.ranges]
+                layouts.append((bucket.numel, places, [(bucket.owned, home)], (self._axis, plan.sizes)))
+            sizes = plan.sizes if self._options.stage in (1, 2) else ()
             bucket.weights.append(HostHome(home, owned, axis=self._axis, sizes=sizes, mover=mover))
-        for layout in sliced_layouts(self._buckets) if self._cut else layer_layouts(self._buckets):
-            gathers = (self._axis, layout.sizes) if self._cut else None
-            weights = HostedWeights(self._zeros(layout.numel), layout.homes, tier, gathers)
-            for range_, begin in layout.places:
+        for numel, places, pieces, gathers in layouts if self._cut else layer_layouts(self._buckets):
+            weights = HostedWeights(self._zeros(numel), pieces, tier, gathers)
+            for range_, begin in places:
                 self._move(parameters, range_, weights.full[begin : begin + range_.entry.numel])
                 self._of_parameter[id(parameters[range_.entry.index])] = weights
             weights.store()
@@ -78,7 +83,7 @@ class HostedWeights(ComingWeights):
         full: Tensor,
         homes: Sequence[tuple[slice, Tensor]],
         tier: TieredMemory,
-        gathers: tuple[Axis, Sequence[int]] | None = None,
+        gathers: Gathers | None,
     ) -> None:
         super().__init__(full, sharded=True, released_after_use=True)
         self._tier, self._gathers, self._homes = tier, gathers, list(homes)
@@ -127,29 +132,7 @@ class HostHome:
             gather_on_host(self.full, self.axis, self._sizes, self._mover)
 
 
-class DeviceLayout(NamedTuple):
-    """Weights that come and go together.
-
-    numel: elements on the device. places: parameters, and where each begins there. homes: as in `HostedWeights`.
-    sizes: elements that each rank has, of weights that are gathered.
-    """
-
-    numel: int
-    places: list[tuple[ParameterRange, int]]
-    homes: list[tuple[slice, Tensor]]
-    sizes: Sequence[int] = ()
-
-
-def sliced_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
-    """Buckets, of which the host has this rank's slice."""
-    for bucket in buckets:
-        start, home = bucket.plan.start, bucket.weights[-1].shard
-        own = slice(bucket.owned_start - start, bucket.owned_stop - start)
-        places = [(range_, range_.start - start) for range_ in bucket.plan.ranges]
-        yield DeviceLayout(bucket.numel, places, [(own, home)], bucket.plan.sizes)
-
-
-def layer_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
+def layer_layouts(buckets: Sequence[Bucket]) -> Iterator[Layout]:
     """Layers, in the order in which backward comes to them; the host has whole buckets. What lies together there is
     copied in one piece."""
     layers: dict[str, list[tuple[Bucket, ParameterRange]]] = {}
@@ -167,4 +150,4 @@ def layer_layouts(buckets: Sequence[Bucket]) -> Iterator[DeviceLayout]:
                 _, start, _, begin = pieces.pop()
             pieces.append((bucket, start, stop, begin))
         homes = [(slice(at, at + stop - start), its.weights[-1].full[start:stop]) for its, start, stop, at in pieces]
-        yield DeviceLayout(end, places, homes)
+        yield end, places, homes, None

@@ -18,7 +18,7 @@ from torch import Tensor
 from megalite.comm import TensorShard, shards_of_range
 from megalite.inventory import BucketSegment, ParameterRange
 from megalite.parallel.tiers import StateFile
-from megalite.parallel.zero.bucket import Bucket
+from megalite.parallel.zero.bucket import Bucket, overlaps
 from megalite.parallel.zero.param_remainders import ParamRemainders
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 
@@ -45,36 +45,31 @@ class MasterShard:
     @property
     def gradient(self) -> Tensor:
         """The reduced gradient, in the gradient dtype, shaped like `tensor`."""
-        flat = self.bucket.gradient.reduced[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
-        return flat.view(self.tensor.shape)
+        return self._of(self.bucket.gradient.reduced)
 
     def weights(self, version: int) -> Tensor:
         """The owned compute weights of a version, shaped like `tensor`."""
-        shard = self.bucket.weights_of(version).shard
-        flat = shard[self.start - self.bucket.owned_start : self.stop - self.bucket.owned_start]
-        return flat.view(self.tensor.shape)
+        return self._of(self.bucket.weights_of(version).shard)
+
+    def _of(self, owned: Tensor) -> Tensor:
+        first = self.bucket.owned_start
+        return owned[self.start - first : self.stop - first].view(self.tensor.shape)
 
     def join(self) -> None:
         """Makes `tensor` readable and writable, for all shards of the bucket at once."""
         if self.remainders is not None:
             self.remainders.join()
 
-    def pieces(self) -> Iterator[tuple[ParameterRange, int, int]]:
-        """(A parameter's range; start and stop of what the shard holds of it, in elements of the flat buffer)."""
-        for range_ in self.segment.ranges:
-            start, stop = max(range_.start, self.start), min(range_.stop, self.stop)
-            if start < stop:
-                yield range_, start, stop
+    def pieces(self) -> Iterator[tuple[ParameterRange, slice, slice]]:
+        """(A parameter's range; what the shard holds of it, in elements of the parameter; of the shard)."""
+        return overlaps(self.segment.ranges, self.start, self.stop)
 
     def shards(self, prefix: str, values: Tensor, replica: int) -> Iterator[TensorShard]:
         """`values` (one per element of the shard) as rectangles of the logical tensors `prefix + name`."""
         flat = values.view(-1)
-        for range_, start, stop in self.pieces():
-            part = flat[start - self.start : stop - self.start]
-            entry = range_.entry
-            yield from shards_of_range(
-                prefix + entry.name, entry.placement, entry.shape, part, start - range_.start, replica=replica
-            )
+        for range_, inside, here in self.pieces():
+            entry, name = range_.entry, prefix + range_.entry.name
+            yield from shards_of_range(name, entry.placement, entry.shape, flat[here], inside.start, replica=replica)
 
 
 def cut_master_shards(
@@ -112,11 +107,8 @@ def cut_master_shards(
         elif separate or master.device != buffers.device:
             master = master.to(buffers.device, buffers.main_dtype, copy=True)
         where = file if filed else None
-        for segment in bucket.plan.segments:
-            start, stop = max(segment.start, bucket.owned_start), min(segment.stop, bucket.owned_stop)
-            if start >= stop:
-                continue
-            values = master[start - bucket.owned_start : stop - bucket.owned_start]
+        for segment, inside, own in overlaps(bucket.plan.segments, bucket.owned_start, bucket.owned_stop):
+            start, stop, values = segment.start + inside.start, segment.start + inside.stop, master[own]
             if segment.whole:
                 entry = segment.ranges[0].entry
                 stop = start + entry.numel

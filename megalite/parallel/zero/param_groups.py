@@ -82,6 +82,5 @@ def make_param_groups(masters: Sequence[MasterShard], parameters: Sequence[Bucke
 
 
 def _pieces_of(master: MasterShard, numbers: Mapping[tuple[int, str], int]) -> Iterator[FlatPiece]:
-    for range_, start, stop in master.pieces():
-        number = numbers[id(master.bucket), range_.entry.name]
-        yield FlatPiece(number, start - range_.start, stop - range_.start, start - master.start)
+    for range_, inside, here in master.pieces():
+        yield FlatPiece(numbers[id(master.bucket), range_.entry.name], inside.start, inside.stop, here.start)

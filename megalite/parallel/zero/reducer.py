@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, following, message_stream
 from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, bytes_of
+from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, bytes_of, overlaps
 from megalite.parallel.zero.host_exchange import sum_anywhere
 from megalite.parallel.zero.host_gradient import HostedGradient, HostedLayers, HostedPool, HostedStream
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
@@ -201,10 +201,9 @@ class GradientReducer:
         for axis in self._axes.cut:
             pieces = []
             for bucket in self._buckets:
-                for segment in bucket.plan.segments:
-                    start, stop = max(segment.start, bucket.owned_start), min(segment.stop, bucket.owned_stop)
-                    if axis.name in segment.kind.partial and start < stop:
-                        pieces.append(bucket.gradient.reduced[start - bucket.owned_start : stop - bucket.owned_start])
+                for segment, _, own in overlaps(bucket.plan.segments, bucket.owned_start, bucket.owned_stop):
+                    if axis.name in segment.kind.partial:
+                        pieces.append(bucket.gradient.reduced[own])
             if pieces:
                 packed = torch.cat(pieces)
                 self._sum(packed, axis)

@@ -160,31 +160,16 @@ class ShardedOptimizer:
         return all(axis.is_first for axis in alike if _within(axis, self.norm_axis))
 
     @torch.no_grad()
-    def step(
-        self,
-        *,
-        lr: float,
-        weight_decay: float,
-        decoupled_lr: float | None = None,
-        grad_scale: float | Tensor = 1.0,
-        found_inf: Tensor | None = None,
-        version: int = 0,
-    ) -> None:
-        """Updates the masters with `grad_scale` x gradient, and writes them into the compute weights of `version`.
+    def step(self, *, version: int = 0, **numbers: Any) -> None:
+        """Updates the masters with `grad_scale` x gradient, and writes them into the compute weights of `version`, the
+        number of updates that these have seen then.
 
-        weight_decay: of groups that decay.
-        decoupled_lr: of groups with a learning rate of their own; None: `lr`.
-        grad_scale: clip coefficient / loss scale.
-        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are, and `count_step` is called before the
-            next step.
-        version: number of updates that the new weights have seen.
+        numbers: arguments of `DeviceOptimizer.begin_step`. After `found_inf`, `count_step` comes before the next step.
         """
         self.wait_for_weights()  # an all-gather that no forward has waited for may still read them
-        numbers: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "decoupled_lr": decoupled_lr}
-        numbers |= {"grad_scale": grad_scale, "found_inf": found_inf}
         self._fetch_gradients(numbers)  # copies to the host overlap the device's update, which comes first
         self._update(self.sub_optimizers, numbers | {"steps": self._steps}, version)
-        if found_inf is None:
+        if numbers.get("found_inf") is None:
             self.count_step(skipped=False)
         self._gather(version)
 
@@ -198,7 +183,7 @@ class ShardedOptimizer:
 
     def _fetch_gradients(self, numbers: dict[str, Any]) -> None:
         for sub in self.sub_optimizers:
-            sub.fetch_gradients(**{name: numbers[name] for name in ("grad_scale", "found_inf") if name in numbers})
+            sub.fetch_gradients(**numbers)
 
     def _update(self, subs: Sequence[DeviceOptimizer], numbers: dict[str, Any], version: int | None = None) -> None:
         for sub in subs:

@@ -32,15 +32,15 @@ class StreamedGradient(BucketGradient):
     def __init__(self, bucket: Bucket, pool: ScratchPool, *, keep: bool) -> None:
         super().__init__(bucket, keep=keep)
         self._pool = pool
-        self._filling: Tensor | None = None
+        self.filling: Tensor | None = None
         self._reducing: Tensor | None = None
         self._slice: Tensor | None = None
         self._slice_is_valid = self._ends = False
 
     @property
     def full(self) -> Tensor:
-        assert self._filling is not None, "the bucket's gradient is not in memory"
-        return self._filling[: self.bucket.numel]
+        assert self.filling is not None, "the bucket's gradient is not in memory"
+        return self.filling[: self.bucket.numel]
 
     @property
     def reduced(self) -> Tensor:
@@ -51,10 +51,6 @@ class StreamedGradient(BucketGradient):
     @property
     def held(self) -> Tensor | None:
         return self._slice
-
-    @property
-    def has_scratch(self) -> bool:
-        return self._filling is not None
 
     @property
     def needs_reduction(self) -> bool:
@@ -68,7 +64,7 @@ class StreamedGradient(BucketGradient):
         return StreamingSink(self, uses=uses, on_ready=on_ready)
 
     def begin_batch(self) -> None:
-        assert self._filling is None, "the last batch was never finished"
+        assert self.filling is None, "the last batch was never finished"
         super().begin_batch()
         self._slice_is_valid = self._ends = False
         if not self.keep:
@@ -76,9 +72,9 @@ class StreamedGradient(BucketGradient):
             self.bucket.forget_memory()
 
     def open(self) -> None:
-        if self._filling is None:
+        if self.filling is None:
             self.finish()
-            self._filling = self._pool.take(self.bucket.numel)
+            self.filling = self._pool.take(self.bucket.numel)
             self.bucket.fill_into(self.full)
 
     def launch(self, *, async_op: bool) -> None:
@@ -86,10 +82,10 @@ class StreamedGradient(BucketGradient):
         self.open()
         self.bucket.zero_unused()
         full, bucket, sinks = self.full, self.bucket, self._sinks
-        own, sizes = bucket.owned(full), bucket.plan.sizes
+        own, sizes = full[bucket.owned], bucket.plan.sizes
         self.handle = bucket.reduce_scatter(own, full, bucket.axis, sizes=sizes, async_op=async_op)
         self._ends = async_op and all(sink.remaining == 0 for sink in sinks)
-        self._reducing, self._filling = self._filling, None
+        self._reducing, self.filling = self.filling, None
         self._pool.in_flight = self
         complete = min(sink.seen // sink.uses for sink in sinks)  # micro-batches; parts of later ones are reduced, too
         for sink in sinks:
@@ -102,7 +98,7 @@ class StreamedGradient(BucketGradient):
         super().finish()
         if self._reducing is None:
             return
-        self._add(self.bucket.owned(self._reducing[: self.bucket.numel]), self._reducing)
+        self._add(self._reducing[self.bucket.owned], self._reducing)
         self._slice_is_valid = True
         self._reducing = self._pool.in_flight = None
         if self._ends and self.bucket.further:
@@ -165,7 +161,7 @@ class StreamingSink(GradSink):
         self.remaining = contributions
 
     def add(self, gradient: Tensor) -> None:
-        if gradient.dim() > 1 or self.gradient.has_scratch:
+        if gradient.dim() > 1 or self.gradient.filling is not None:
             super().add(gradient)
             return
         gradient = gradient.to(self.gradient.bucket.gradient_dtype)

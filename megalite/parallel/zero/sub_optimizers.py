@@ -32,16 +32,11 @@ class SteppedOptimizer(Protocol):
     def step(self) -> Any: ...
 
 
-def is_one(scale: float | Tensor) -> bool:
-    """Whether a factor is known to be 1. A tensor on a device is not read: the host would have to wait for it."""
-    if isinstance(scale, Tensor):
-        return scale.device.type == "cpu" and bool(scale.numpy() == 1.0)
-    return scale == 1.0
-
-
-def is_zero(found_inf: Tensor) -> bool:
-    """Whether a step is known to be taken; a device is not asked."""
-    return found_inf.device.type == "cpu" and bool(found_inf.numpy() == 0.0)
+def known(number: float | Tensor | None) -> float | None:
+    """A number that the host knows, else None: it would have to wait for one on a device."""
+    if isinstance(number, Tensor):
+        return float(number.numpy()) if number.device.type == "cpu" else None
+    return number
 
 
 class DeviceOptimizer:
@@ -52,8 +47,8 @@ class DeviceOptimizer:
         self.parameters = bucket_parameters(masters)
         self.rule: SteppedOptimizer = make_optimizer(make_param_groups(masters, self.parameters))
 
-    def fetch_gradients(self, grad_scale: float | Tensor = 1.0, found_inf: Tensor | None = None) -> None:
-        """Starts to copy the gradients, and these arguments of `begin_step`, to the masters' device."""
+    def fetch_gradients(self, **numbers: Any) -> None:
+        """Starts to copy the gradients, and the tensors among the arguments of `begin_step`, to the masters' device."""
 
     def begin_step(
         self,
@@ -67,7 +62,9 @@ class DeviceOptimizer:
     ) -> None:
         """Sets the rule's learning rate and weight decay, and every master's `.grad` to `grad_scale` x gradient.
 
-        decoupled_lr: of the groups that are `decoupled`; None: the same.
+        weight_decay: of groups that decay. decoupled_lr: of those that are `decoupled`; None: `lr`.
+        grad_scale: clip coefficient / loss scale.
+        found_inf: 0-dim, on the device; 1 leaves masters and moments as they are.
         steps: number of steps taken before this one.
         """
         own = lr if decoupled_lr is None else decoupled_lr
@@ -75,11 +72,10 @@ class DeviceOptimizer:
             rates = group["rates"]
             group["lr"] = (own if rates.decoupled else lr) * rates.lr
             group["weight_decay"] = weight_decay * rates.decay if group["decay"] else 0.0
-        taken = found_inf is not None and is_zero(found_inf)
-        self.rule.found_inf, self.rule.steps = None if taken else found_inf, steps
+        self.rule.found_inf, self.rule.steps = None if known(found_inf) == 0.0 else found_inf, steps
         if isinstance(grad_scale, Tensor) and getattr(self.rule, "divides", False):
             self.rule.grad_scale, grad_scale = grad_scale.reciprocal().float(), 1.0
-        scales = not is_one(grad_scale)
+        scales = known(grad_scale) != 1.0
         for master in self.masters:
             gradient = self._gradient(master)
             if scales:
