@@ -139,4 +139,4 @@ def attach_depths(config: Config, mesh: ParallelMesh, built: BuiltStages, weight
             buffers = weights.buffers[key][0]
             if buffers.options.stage >= 2:  # ranks reduce every micro-batch by itself
                 layers = [(group_of(name), layer) for name, layer in named.items()]
-                stage.note_backward(Unreached(depths, layers, buffers.weights.unsharder))
+                stage.note(Unreached(depths, layers, buffers.weights.unsharder), backward=True)

@@ -10,16 +10,15 @@ arXiv 1712.04432.
     rank      0   1   2   3   3   2   1   0
 
 Everything but attention works token by token and never notices. Attention sees the other ranks' tokens by passing keys
-and values round a ring or by gathering them (`ring.py`), or by trading tokens for heads (`heads.py`); with two levels
-heads are traded inside, keys and values passed round outside.
+and values round a ring or by gathering them (`ring.py`), or by trading tokens for heads; with two levels heads are
+traded inside, keys and values passed round outside.
 
-    sequence.py     the order of positions; the cut of a micro-batch, which happens in one place
+    sequence.py     the order of positions; the cut of a micro-batch, which happens in one place; tokens for heads
 
 Invariant: losses, gradients and norms are those of one process up to the order of additions, at every size and kind,
 and no checkpoint knows either. Proof: `tests/distributed/parallel/context/`, `tests/equivalence/`.
 """
 
-from megalite.parallel.context.heads import trade_heads_for_tokens, trade_tokens_for_heads
 from megalite.parallel.context.ring import (
     AttentionKernel,
     Gathering,
@@ -28,4 +27,9 @@ from megalite.parallel.context.ring import (
     gathered_attention,
     ring_attention,
 )
-from megalite.parallel.context.sequence import SequenceCut, sequence_order
+from megalite.parallel.context.sequence import (
+    SequenceCut,
+    sequence_order,
+    trade_heads_for_tokens,
+    trade_tokens_for_heads,
+)

@@ -1,4 +1,5 @@
-"""Which positions of a sequence a rank holds, and the cut of a micro-batch."""
+"""Which positions of a sequence a rank holds, the cut of a micro-batch, and tokens traded for heads (Ulysses, arXiv
+2309.14509): of s/A tokens and all groups to all s tokens and g/A groups."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megalite.comm import Axis, all_to_all, conjugates
 from megalite.microbatch import Microbatch
 
 FURTHER = ("further_tokens", "further_labels", "further_weights")
@@ -49,3 +51,23 @@ class SequenceCut:
             order=order,
             **{name: value[..., own] for name in FURTHER if (value := getattr(microbatch, name)) is not None},
         )
+
+
+def trade_tokens_for_heads(x: Tensor, axis: Axis) -> Tensor:
+    """`[s/A, b, g, ...]` -> `[s, b, g/A, ...]`: the groups in the order of the ranks."""
+    return x if axis.size == 1 else conjugates(x, axis, _to_heads, _to_tokens)
+
+
+def trade_heads_for_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """Undoes `trade_tokens_for_heads`: `[s, b, g/A, ...]` -> `[s/A, b, g, ...]`."""
+    return x if axis.size == 1 else conjugates(x, axis, _to_tokens, _to_heads)
+
+
+def _to_heads(x: Tensor, axis: Axis) -> Tensor:
+    parts = x.unflatten(2, (axis.size, -1)).movedim(2, 0).contiguous()  # [A, s/A, b, g/A, ...]
+    return all_to_all(parts, axis).flatten(0, 1)
+
+
+def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
+    parts = all_to_all(x.unflatten(0, (axis.size, -1)).contiguous(), axis)  # [A, s/A, b, g/A, ...]
+    return parts.movedim(0, 2).flatten(2, 3)

@@ -75,13 +75,9 @@ class Stage:
         self._in_flight: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[Postponed]] = {}
 
-    def note(self, notes: MicrobatchNotes[Any]) -> None:
-        """From now on its forwards say for which micro-batch these are taken."""
-        self._noted.append(notes)
-
-    def note_backward(self, notes: MicrobatchNotes[Any]) -> None:
-        """From now on its backwards do, too."""
-        self._noted_backward.append(notes)
+    def note(self, notes: MicrobatchNotes[Any], *, backward: bool = False) -> None:
+        """From now on its forwards, or backwards, say for which micro-batch these are taken."""
+        (self._noted_backward if backward else self._noted).append(notes)
 
     def module(self, version: int) -> nn.Module:
         """The layers that hold weight version `version`."""

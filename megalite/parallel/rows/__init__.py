@@ -17,8 +17,7 @@ AdamW changes a row that no batch used, too: its moments decay and move it, and 
 next needed: by a micro-batch, an evaluation or a checkpoint. So every row takes every step, bit for bit as in flat
 memory; and because every update changes every row, nothing in the cache outlives an update.
 
-    host_rows.py    `HostRows`: weights, moments, and how many steps each row has taken
-    row_rule.py     an elementwise update rule over a few rows
+    host_rows.py    `HostRows`: weights, moments, how many steps each row has taken; the rule of a step
     future.py       what will be used, as far as it is known
     slots.py        which row is where in the cache
     staleness.py    proves each use as it happens: no row is stale, no gradient is lost
@@ -31,6 +30,5 @@ Invariant: what F reads of a row has taken as many steps as there were updates. 
 
 from megalite.parallel.rows.cached_rows import CachedRows, Traffic
 from megalite.parallel.rows.future import Access
-from megalite.parallel.rows.host_rows import HostRows
+from megalite.parallel.rows.host_rows import HostRows, RowRule
 from megalite.parallel.rows.layer import HostEmbedding
-from megalite.parallel.rows.row_rule import RowRule

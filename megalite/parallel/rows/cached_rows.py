@@ -16,8 +16,7 @@ from megalite.comm import Axis, TensorShard, all_gather, all_reduce_, shards_of_
 from megalite.gradient import sum_of_squares
 from megalite.inventory import ParameterPlacement
 from megalite.parallel.rows.future import Access, Future
-from megalite.parallel.rows.host_rows import HostRows, Rows
-from megalite.parallel.rows.row_rule import Step
+from megalite.parallel.rows.host_rows import HostRows, Rows, Step
 from megalite.parallel.rows.slots import Moves, Slots
 from megalite.parallel.rows.staleness import StalenessCheck
 from megalite.parallel.tiers import Mover
@@ -288,14 +287,10 @@ class CachedRows:
     def shards(self) -> Iterator[TensorShard]:
         """Weights `<name>` and moments `optimizer/<moment>/<name>`, all rows up to date, as views to read or write."""
         self.host.settle()
-        for prefix, values in {
-            "": self.host.weights,
-            **{f"optimizer/{k}/": v for k, v in self.host.kept.items()},
-        }.items():
-            shape = tuple(values.shape)
-            yield from shards_of_range(
-                prefix + self.name, self.placement, shape, values.view(-1), 0, replica=self.replica
-            )
+        held = {"": self.host.weights, **{f"optimizer/{name}/": kept for name, kept in self.host.kept.items()}}
+        for prefix, values in held.items():
+            name, shape, flat = prefix + self.name, tuple(values.shape), values.view(-1)
+            yield from shards_of_range(name, self.placement, shape, flat, 0, replica=self.replica)
 
     def after_load(self, steps: int) -> None:
         """Values were written through `shards`, of a run that has taken so many steps."""

@@ -52,7 +52,10 @@ class Slots:
             stays[rows] = True
             held = self.row_in[self.row_in != EMPTY]
             may_leave = held[~stays[held] & (True if before is None else uses[held] > before)]
-            leaving = np.sort(_farthest(may_leave, uses[may_leave], lacking))
+            # Thousands of rows share a few next uses, so the choice is among the uses.
+            times, which, counts = np.unique(uses[may_leave], return_inverse=True, return_counts=True)
+            farthest = belady(times.tolist(), counts.tolist(), held=lacking, room=0)
+            leaving = np.sort(np.concatenate([leaving, *(may_leave[which == time] for time in farthest)])[:lacking])
         left = self.slot_of[leaving]
         self.slot_of[leaving], self.row_in[left] = EMPTY, EMPTY
         entered = np.sort(np.concatenate([free, left]))[: len(entering)]
@@ -64,11 +67,3 @@ class Slots:
     def clear(self) -> None:
         """Empties the cache."""
         self.slot_of[:] = self.row_in[:] = EMPTY
-
-
-def _farthest(rows: Rows, uses: NDArray[np.int64], number: int) -> Rows:
-    """Chooses `number` of `rows`, whose next use is the farthest. Thousands of rows share a few next uses, so the
-    choice is among the uses."""
-    times, which, counts = np.unique(uses, return_inverse=True, return_counts=True)
-    leave = belady(times.tolist(), counts.tolist(), held=number, room=0)
-    return np.concatenate([rows[:0], *(rows[which == time] for time in leave)])[:number]

@@ -20,13 +20,7 @@ from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_product
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter
 from megalite.parallel.tensor.float8 import check_float8, gather_rounded
 from megalite.parallel.tensor.int8 import dequantised, hold_in_8_bits, in_8_bits
-from megalite.parallel.tensor.late_messages import (
-    LateMessage,
-    Message,
-    added_at_once,
-    enter_parallel,
-    leave_parallel,
-)
+from megalite.parallel.tensor.late_messages import LateMessage, Message, added_at_once, enter_parallel, leave_parallel
 from megalite.parallel.tensor.linear import (
     ColumnParallelLinear,
     Linear,

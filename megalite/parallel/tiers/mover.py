@@ -29,21 +29,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.comm import Handle
 from megalite.page_locked import host_bytes
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(Target, source) of each copy."""
-
-
-class Started(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> Any: ...
 
 
 class Arrival:
@@ -56,7 +51,7 @@ class Arrival:
         self,
         future: Future[None] | None = None,
         event: Any = None,
-        started: Started | None = None,
+        started: Handle | None = None,
         ends: Sequence[Tensor] = (),
         stream: Any = None,
     ) -> None:
@@ -127,7 +122,7 @@ class Mover:
         return self.copy(pairs, to_device=False)
 
     def to_device(
-        self, pairs: Pairs, *, after: Arrival | None = None, start: Callable[[], Started] | None = None
+        self, pairs: Pairs, *, after: Arrival | None = None, start: Callable[[], Handle] | None = None
     ) -> Arrival:
         """The other way; sources are page-locked.
 
@@ -190,7 +185,7 @@ class Mover:
         *,
         to_device: bool,
         after: Arrival | None = None,
-        start: Callable[[], Started] | None = None,
+        start: Callable[[], Handle] | None = None,
         overtakes: bool = False,
     ) -> Arrival:
         """Every copy between the places. overtakes: it begins ahead of what the current stream has been given."""

@@ -65,8 +65,6 @@ class Bucket:
 
     def select(self, index: int) -> None:
         """From now on everything works on gradient number `index`; the sinks stay the same objects."""
-        if index == self.selected:
-            return
         self._sink_states[self.selected] = [(sink.buffer, sink.fresh, sink.remaining) for sink in self.sinks]
         self.selected = index
         untouched = [(self.empty, True, None)] * len(self.sinks)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megalite.comm import Axis, all_gather_into
 from megalite.inventory import ParameterRange, align, layer_of
 from megalite.parallel.tiers import Mover, TieredMemory
-from megalite.parallel.zero.bucket import Bucket, bytes_of
+from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.flat_weights import FlatWeights
 from megalite.parallel.zero.host_exchange import gather_on_host
 from megalite.parallel.zero.unshard import ComingWeights
@@ -65,10 +65,6 @@ class HostedFlatWeights(FlatWeights):
         super().wait()
         self._memory.mover.settle()
 
-    def memory(self) -> int:
-        """Bytes held now, on the device."""
-        return bytes_of(weights.full for weights in self._gathered)
-
 
 class HostedWeights(ComingWeights):
     """Weights of one layer and family.
@@ -79,11 +75,7 @@ class HostedWeights(ComingWeights):
     """
 
     def __init__(
-        self,
-        full: Tensor,
-        homes: Sequence[tuple[slice, Tensor]],
-        tier: TieredMemory,
-        gathers: Gathers | None,
+        self, full: Tensor, homes: Sequence[tuple[slice, Tensor]], tier: TieredMemory, gathers: Gathers | None
     ) -> None:
         super().__init__(full, sharded=True, released_after_use=True)
         self._tier, self._gathers, self._homes = tier, gathers, list(homes)

@@ -13,7 +13,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.inventory import context_bytes, model_layers
 from megalite.nn.attention.tiles import tiles
-from megalite.parallel.context import heads, ring, sequence_order
+from megalite.parallel.context import ring, sequence, sequence_order
 from megalite.planner.activations import stage_activations
 from megalite.testing import run_ranks, run_single
 from megalite.train.run import open_run
@@ -43,7 +43,7 @@ def sent_body(world: World, argv: list[str]) -> tuple[float, float]:
 
     shares = {
         (ring, "start_shift"): lambda n: 1,
-        (heads, "all_to_all"): lambda n: (n - 1) / n,
+        (sequence, "all_to_all"): lambda n: (n - 1) / n,
         (ring, "all_gather"): lambda n: n - 1,
         (ring, "reduce_scatter"): lambda n: (n - 1) / n,
         (autograd, "all_gather"): lambda n: n - 1,

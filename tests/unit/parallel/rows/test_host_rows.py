@@ -11,7 +11,7 @@ import torch
 from megalite.config import OPTIMIZER_SPECS, OptimizerConfig
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.rows import HostRows, RowRule
-from megalite.parallel.rows.row_rule import Step
+from megalite.parallel.rows.host_rows import Step
 
 ROWS, TRAINED = 23, 21
 
