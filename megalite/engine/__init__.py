@@ -27,4 +27,4 @@ from megalite.engine.scale_history import ScaleHistory
 from megalite.engine.spikes import SpikeGuard
 from megalite.engine.update import Hyperparameters, Updater
 from megalite.engine.versioned import VersionedState
-from megalite.engine.weights import BufferOptions, BuiltStages, Ties, Weights, build_weights, norm_axis, quantize_base
+from megalite.engine.weights import BuiltStages, Ties, Weights, build_weights, norm_axis, quantize_base

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -18,15 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import Axis, Handle, ParallelMesh
-from megalite.config import Rates
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import EMA, Delay, pieces
 from megalite.parallel.pipeline import Stage, replica_axes, start_shared_sum
 from megalite.parallel.tensor import hold_in_8_bits
-from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import (
-    Fill,
     ParameterBuffers,
     RankMemory,
     ShardedOptimizer,
@@ -69,29 +66,13 @@ class Ties:
 
 
 @dataclass(frozen=True)
-class BufferOptions:
-    """How the parameters of a stage lie in memory.
-
-    zero: what data-parallel ranks share. whole: (name, number of dimensions) -> whether no shard boundary may cut the
-    parameter. rates: (name, whether it decays) -> its own factors. fill: initialises parameters that came
-    without memory. mover: the rank's, if something else moves.
-    """
-
-    zero: ZeroOptions
-    whole: Callable[[str, int], bool] | None = None
-    rates: Callable[[str, bool], Rates] | None = None
-    fill: Fill | None = None
-    mover: Mover | None = None
-
-
-@dataclass(frozen=True)
 class Weights:
     """This rank's part of the weights, and the state that each update changes with them.
 
     stages: by (stage, replica).
     buffers: of each stage, one `ParameterBuffers` for each family and dtype of its parameters.
     placement: which rank holds which stage.
-    shared: sums the gradient of parameters that several stages hold.
+    sum_copies: sums the gradients of a parameter that several stages hold.
     num_versions: weight versions that each stage keeps (2BW: 2).
     together: micro-batches of an update, where a batch has several (PipeDream); None: a batch is one.
     delay: how many updates old this rank's gradients are.
@@ -180,34 +161,32 @@ def build_weights(
     *,
     families: Sequence[str],
     ties: Ties,
-    options: BufferOptions,
+    options: ZeroOptions,
+    alike: StageOptions,
+    memory: RankMemory,
     make_optimizer: Callable[..., ShardedOptimizer],
     delay: Delay,
     states: Sequence[VersionedState],
-    device: torch.device,
 ) -> Weights:
     """Puts the parameters of stages into buffers, and an optimizer over these (`sharded_maker`). families: of
-    parameters, that the model has. states: of these stages."""
+    parameters, that the model has. alike: what holds for every stage. states: of these stages."""
     copies = replica_axes(mesh, program.placement)
-    axes = {name: options.zero.axes(mesh, name) for name in families}
-    axis = norm_axis(mesh, program, families, sharded=options.zero.stage > 0)
-    memory = RankMemory(device, options.zero, options.mover)
+    axes = {name: options.axes(mesh, name) for name in families}
+    axis = norm_axis(mesh, program, families, sharded=options.stage > 0)
     buffers: dict[StageKey, list[ParameterBuffers]] = {}
     for key, (_, modules) in built.items():
         buffers[key] = stage_buffers(
             [module.logical_parameters() for module in modules],
             axes,
-            options=options.zero,
-            pipeline_stage=StageOptions(
+            options=options,
+            pipeline_stage=replace(
+                alike,
                 tied=ties.names,
                 counts_tied=key == ties.home,
                 extra_reduce=[copies[key[0]]] if key[0] in copies else [],  # Chimera's replicas of the stage
                 replica=key[1],
                 keep_gradients=program.keeps_gradients,
                 num_gradients=program.gradient_buffers,
-                whole=options.whole,
-                rates=options.rates,
-                fill=options.fill,
             ),
             memory=memory,
         )

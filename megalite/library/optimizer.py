@@ -27,7 +27,6 @@ from megalite.config import (
     readers_of,
 )
 from megalite.engine import (
-    BufferOptions,
     Hyperparameters,
     Updater,
     build_weights,
@@ -42,7 +41,7 @@ from megalite.library.names import stored_tensors
 from megalite.library.pipeline import Pipeline
 from megalite.library.tensor_cut import whole as whole_tensor
 from megalite.optim import OPTIMIZERS, Delay, LossScaler
-from megalite.parallel.zero import ZeroOptions
+from megalite.parallel.zero import RankMemory, StageOptions, ZeroOptions
 from megalite.schedule import NORM, SCHEDULES, STEP, Action
 from megalite.stores import Place
 
@@ -107,7 +106,7 @@ class ShardedOptimizer:
         self._check_numbers()
         _check_schedule(pipeline, zero_stage)
         _check_replicas(pipeline)
-        program = pipeline.base_program
+        program, zero = pipeline.base_program, ZeroOptions(stage=zero_stage)
         delay = Delay(program.staleness[pipeline.mesh.coordinate("pp")])
         late = any(program.staleness)
         correction = completed(config, each_microbatch=program.update_per_microbatch) if late else Correction()
@@ -118,13 +117,12 @@ class ShardedOptimizer:
             program,
             families=["dense"],
             ties=pipeline.parts.ties,
-            options=BufferOptions(
-                ZeroOptions(stage=zero_stage), pipeline.names.updated_whole(rule), mover=pipeline.parts.mover
-            ),
+            options=zero,
+            alike=StageOptions(whole=pipeline.names.updated_whole(rule)),
+            memory=RankMemory(pipeline.device, zero, pipeline.parts.mover),
             make_optimizer=sharded_maker(config, correction, delay, fraction=offload_fraction, file_fraction=in_files),
             delay=delay,
             states=[],
-            device=pipeline.device,
         )
         self._state, self._waiting = self._weights.optimizer, list[Action]()
         self.events = self._updater()

@@ -16,7 +16,6 @@ import torch
 from megalite.comm import ExpertAxes, ParallelMesh, TensorSpec
 from megalite.config import OPTIMIZER_SPECS, Config, rates_of
 from megalite.engine import (
-    BufferOptions,
     BuiltStages,
     ExpertBias,
     QueryKeyClip,
@@ -39,7 +38,7 @@ from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes,
 from megalite.parallel.rows import CachedRows
 from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, gather_rounded
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
-from megalite.parallel.zero import ZeroOptions
+from megalite.parallel.zero import RankMemory, StageOptions, ZeroOptions
 from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import RowsOptimizer, layer_of, make_rows
@@ -98,12 +97,11 @@ def build_model(
         axis = norm_axis(mesh, program, families, sharded=config.parallel.zero_stage > 0)
         rows = make_rows(config, mesh, program.placement, parameter_dtype(config), axis, mover)
     built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
-    options = BufferOptions(
-        zero_options(config, plan),
+    options = zero_options(config, plan)
+    alike = StageOptions(
         whole=OPTIMIZER_SPECS[rule].whole if foreign is None else foreign.parts.names.updated_whole(rule),
         rates=rates_of(config),
         fill=partial(fill, seed=config.training.seed),
-        mover=mover,
     )
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     staleness = program.staleness[program.placement.stages_of(mesh.coordinate("pp"))[0][0]]
@@ -115,6 +113,8 @@ def build_model(
         families=families,
         ties=_ties(config, mesh, program.placement, cuts) if foreign is None else foreign.parts.ties,
         options=options,
+        alike=alike,
+        memory=RankMemory(device, options, mover),
         make_optimizer=sharded_maker(
             config.optimizer,
             config.staleness,
@@ -125,7 +125,6 @@ def build_model(
         ),
         delay=delay,
         states=_states(config, mesh, program, {key: stage for key, (stage, _) in built.items()}),
-        device=device,
     )
     if config.training.partial_backprop_groups > 1:
         attach_depths(config, mesh, built, weights)

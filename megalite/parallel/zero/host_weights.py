@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megalite.comm import Axis, all_gather_into
+from megalite.comm import Axis, Handle, all_gather_into
 from megalite.inventory import ParameterRange, align, layer_of
 from megalite.parallel.tiers import Mover, TieredMemory
 from megalite.parallel.zero.bucket import Bucket
@@ -90,17 +90,14 @@ class HostedWeights(ComingWeights):
         super().free()
         self._tier.count(-self.nbytes if before and not self.resident else 0)
 
-    def start_gather(self, *, async_op: bool) -> None:
-        """Starts to copy the weights to the device."""
-        self.wait()
-        self.allocate()
+    def _fetch(self, *, async_op: bool) -> Handle:
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by their coming back.
         full, start = self.full.data, None
         pairs = [(full[place], home) for place, home in self._homes]
         if self._gathers is not None:
             axis, sizes = self._gathers
             start = partial(all_gather_into, full, pairs[0][0], axis, sizes=sizes, async_op=async_op)
-        self._arriving = self._tier.mover.to_device(pairs, start=start)
+        return self._tier.mover.to_device(pairs, start=start)
 
     def store(self) -> None:
         """Writes what is on the device into its home, and lets go of it there."""

@@ -79,21 +79,17 @@ class PartitionedWeights(BucketWeights):
     def held(self) -> tuple[Tensor, ...]:
         return super().held if self.kept is None else (*super().held, self.kept)
 
-    def start_gather(self, *, async_op: bool) -> None:
-        self.wait()
-        self.allocate()
+    def _fetch(self, *, async_op: bool) -> Handle:
         full = self.full.data
         if self.kept is not None:
-            self._arriving = all_gather_into(full, self.kept, self._near, sizes=self._parts, async_op=async_op)
-        elif self._quantized:
+            return all_gather_into(full, self.kept, self._near, sizes=self._parts, async_op=async_op)
+        if self._quantized:
             rows = rounded_to_8_bits(self.shard)
             blocks = rows.new_empty(full.numel() // ALIGNMENT, rows.shape[1])
             sizes = [size // ALIGNMENT for size in self._sizes]
             work = all_gather_into(blocks, rows, self.axis, sizes=sizes, async_op=async_op)
-            self._arriving = Exchange([work], [], lambda: self._keep(from_8_bits(blocks, full.dtype)))
-        else:
-            work = all_gather_into(full, self.shard, self.axis, sizes=self._sizes, async_op=async_op)
-            self._arriving = Exchange([work], [], self._keep)
+            return Exchange([work], [], lambda: self._keep(from_8_bits(blocks, full.dtype)))
+        return Exchange([super()._fetch(async_op=async_op)], [], self._keep)
 
     def _keep(self, arrived: Tensor | None = None) -> None:
         if arrived is not None:

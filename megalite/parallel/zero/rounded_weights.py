@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Exchange, all_gather_into, all_reduce_
+from megalite.comm import Exchange, Handle, all_gather_into, all_reduce_
 from megalite.inventory import BucketPlan
 from megalite.parallel.zero.unshard import BucketWeights
 
@@ -59,14 +59,12 @@ class RoundedWeights(BucketWeights):
         self._stale = True
         super().updated(async_op=async_op)
 
-    def start_gather(self, *, async_op: bool) -> None:
-        self.wait()
-        self.allocate()
+    def _fetch(self, *, async_op: bool) -> Handle:
         if self._stale:
             self._round()
         arriving = torch.empty_like(self.full, dtype=torch.uint8)
         handle = all_gather_into(arriving, self._rounded, self.axis, sizes=self._sizes, async_op=async_op)
-        self._arriving = Exchange([handle], [], lambda: self._widen(arriving))
+        return Exchange([handle], [], lambda: self._widen(arriving))
 
     @torch.no_grad()
     def _round(self) -> None:

@@ -21,7 +21,6 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from megalite.comm import Axis, Handle, all_gather_into
 from megalite.errors import RuntimeFailure
-from megalite.parallel.tiers import Arrival
 from megalite.schedule import ChunkKey, ChunkUse, StageKey
 
 
@@ -38,7 +37,7 @@ class ComingWeights:
         self.full = full
         self.sharded, self.released_after_use = sharded, released_after_use
         self.resident, self.pinned = True, False
-        self._arriving: Handle | Arrival | None = None
+        self._arriving: Handle | None = None
 
     @property
     def held(self) -> tuple[Tensor, ...]:
@@ -51,7 +50,13 @@ class ComingWeights:
         return self.full.numel() * self.full.element_size()
 
     def start_gather(self, *, async_op: bool) -> None:
-        """Starts to fetch them; they may be read after `wait`."""
+        """Starts to fetch them, if something must arrive; they may be read after `wait`. Perhaps collective."""
+        self.wait()
+        if self.sharded:
+            self.allocate()
+            self._arriving = self._fetch(async_op=async_op)
+
+    def _fetch(self, *, async_op: bool) -> Handle:
         raise NotImplementedError
 
     def wait(self) -> None:
@@ -105,15 +110,10 @@ class BucketWeights(ComingWeights):
     def held(self) -> tuple[Tensor, ...]:
         return self.shard, self.full
 
-    def start_gather(self, *, async_op: bool) -> None:
-        """Starts to gather all ranks' slices; collective."""
-        self.wait()
-        if not self.sharded:
-            return
-        self.allocate()
+    def _fetch(self, *, async_op: bool) -> Handle:
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them
         # again.
-        self._arriving = all_gather_into(self.full.data, self.shard, self.axis, sizes=self._sizes, async_op=async_op)
+        return all_gather_into(self.full.data, self.shard, self.axis, sizes=self._sizes, async_op=async_op)
 
 
 Weights = Sequence[ComingWeights]
