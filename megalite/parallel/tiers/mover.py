@@ -29,16 +29,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Handle
 from megalite.page_locked import host_bytes
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(Target, source) of each copy."""
+
+
+class Started(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> Any: ...
 
 
 class Arrival:
@@ -51,7 +56,7 @@ class Arrival:
         self,
         future: Future[None] | None = None,
         event: Any = None,
-        started: Handle | None = None,
+        started: Started | None = None,
         ends: Sequence[Tensor] = (),
         stream: Any = None,
     ) -> None:
@@ -122,7 +127,7 @@ class Mover:
         return self.copy(pairs, to_device=False)
 
     def to_device(
-        self, pairs: Pairs, *, after: Arrival | None = None, start: Callable[[], Handle] | None = None
+        self, pairs: Pairs, *, after: Arrival | None = None, start: Callable[[], Started] | None = None
     ) -> Arrival:
         """The other way; sources are page-locked.
 
@@ -185,7 +190,7 @@ class Mover:
         *,
         to_device: bool,
         after: Arrival | None = None,
-        start: Callable[[], Handle] | None = None,
+        start: Callable[[], Started] | None = None,
         overtakes: bool = False,
     ) -> Arrival:
         """Every copy between the places. overtakes: it begins ahead of what the current stream has been given."""
