@@ -11,14 +11,12 @@ import torch
 from equivalence.layouts import TINY
 
 from megalite import host_waits
-from megalite.errors import flag_of, spelled
 from megalite.host_waits import HOST_WAITS, allowed_wait
 from megalite.rehearsal import rehearse_run, rehearsed
 from megalite.rehearsal.values import Shapes
 
 PAGE = Path(__file__).parents[3] / "docs" / "gpus.md"
 SMALL = [*TINY, "--num-layers", "1", "--micro-batch-size", "2", "--global-batch-size", "4"]
-ROWS = {row.name: row for row in HOST_WAITS}
 RUNS = {
     "late": (1, ""),
     "experts": (2, "--num-experts 4 --expert-model-parallel-size 2"),
@@ -34,9 +32,9 @@ NOT_REHEARSED = {"apex", "headers"}
 
 def test_the_page_has_these_rows() -> None:
     section = PAGE.read_text().split("## When the host waits")[1].split("\n## ")[0]
-    table = [line for line in section.splitlines() if line.startswith("| ")][2:]
-    assert table == [spelled(f"| {row.reads} | {row.why} |", lambda name: f"`{flag_of(name)}`") for row in HOST_WAITS]
-    assert set(ROWS) == {*RUNS, *NOT_REHEARSED}
+    table = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].removeprefix("| ") for row in table] == list(HOST_WAITS) and {len(row) for row in table} == {3}
+    assert set(HOST_WAITS) == {*RUNS, *NOT_REHEARSED}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.landing if n in LONG else ()) for n in RUNS])
@@ -45,12 +43,13 @@ def test_each_row_is_a_wait_of_its_run(name: str) -> None:
     ranks, flags = RUNS[name]
     found = rehearse_run(rehearsed([*SMALL, *flags.split()], ranks), [0])
     waits = {text for kind, _, _, _, text in found.records[0].log if kind == "sync"}
-    assert any(allowed_wait(text) is ROWS[name] for text in waits)
+    assert any(allowed_wait(text) == name for text in waits)
     assert [str(fault) for fault in found.faults if fault.check == "sync"] == []
 
 
 def test_what_has_no_row_is_a_fault() -> None:
-    with patch.object(host_waits, "HOST_WAITS", tuple(row for row in HOST_WAITS if row.name != "experts")):
+    others = {name: places for name, places in HOST_WAITS.items() if name != "experts"}
+    with patch.object(host_waits, "HOST_WAITS", others):
         report = rehearse_run(rehearsed([*SMALL, *RUNS["experts"][1].split()], 2), [0])
     faults = [str(fault) for fault in report.faults]
     assert faults and all("the host waits for the device" in each and "expert/" in each for each in faults)
