@@ -26,7 +26,7 @@ ALLOWED = {
     r"megalite/inference/harness\.py": "loglikelihood(_rolling)?|generate_until",
     # logging calls it.
     r"megalite/events\.py": "emit",
-    # megalite/testing/inject.py calls it.
+    # megalite/testing/fault.py calls it.
     r"megalite/proof/watch\.py": "reached",
     # torch.distributed.checkpoint calls these of a planner.
     r"megalite/convert/dcp_writing\.py": "create_local_plan|resolve_data",

@@ -34,7 +34,7 @@ from megalite.optim import DynamicLossScaler, LossScaler
 from megalite.proof.branches import FIRST_SCALE
 from megalite.proof.gradient_taps import tap_gradients
 from megalite.proof.reference import Reference
-from megalite.testing import inject
+from megalite.testing import fault
 from megalite.train import OpenRun, open_run
 
 WEIGHTS, FORWARD, BACKWARD, GRADIENT, NORM, LOSS, STEP = (
@@ -148,7 +148,7 @@ class Eyes:
         for families in run.state.model.buffers.values():
             for family in families:
                 tap_gradients(family, self._keep)
-        inject.install([*inject.FAULTS, self])
+        fault.install([*fault.FAULTS, self])
 
     # layers
 

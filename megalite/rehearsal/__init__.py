@@ -13,7 +13,7 @@
     rank, record, short, classes, pieces        one rank of a run, what it starts, which ranks are rehearsed
     match, allocator, memory, timing            checks over all ranks: both ends, circles, memory, time
     late, witness                               the same on real values, with streams that work as late as they may
-    report, function                            the whole of it; `rehearse`, of a function of the library's users
+    report                                      the whole of it, of a run or of a function of the library's users
 
 A run that is not rehearsed imports nothing of this room, and no file of the product asks whether it is rehearsed.
 
@@ -24,10 +24,9 @@ sound order is blamed (`test_sound_orders.py`); each fault between ranks is foun
 
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
-from megalite.rehearsal.function import rehearse
 from megalite.rehearsal.match import Fault
 from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed
-from megalite.rehearsal.report import as_json, explain, rehearse_run
+from megalite.rehearsal.report import as_json, explain, rehearse, rehearse_run
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.rehearsal.timing import write_trace
 from megalite.rehearsal.witness import with_values

@@ -1,4 +1,4 @@
-"""A whole rehearsal: the ranks, the checks over them, and what is told of it."""
+"""A whole rehearsal, of a run or of a user's function: the ranks, the checks over them, and what is told of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
+from unittest.mock import patch
 
+from megalite.comm import World
 from megalite.host_waits import allowed_wait
 from megalite.planner import Hardware
 from megalite.rehearsal.classes import class_of, distinct_ranks
 from megalite.rehearsal.match import Fault, Records, deadlock, differ, match, or_nothing
-from megalite.rehearsal.memory import Found, memory, memory_faults
-from megalite.rehearsal.pieces import pieces
-from megalite.rehearsal.rank import Rehearsed, and_the_first, rehearse_rank
-from megalite.rehearsal.record import Call, RankRecord
+from megalite.rehearsal.memory import Found, memory, memory_faults, of_log
+from megalite.rehearsal.pieces import Piece, pieces
+from megalite.rehearsal.rank import Rehearsed, and_the_first, record_rank, rehearse_rank
+from megalite.rehearsal.record import Call, Communicators, RankRecord
+from megalite.rehearsal.streams import Gpu
 from megalite.rehearsal.timing import Prices, step_rows
 from megalite.train import quiet_collector
 
@@ -26,6 +31,8 @@ ONLY_A_GPU = (
     "cuDNN, gaps between launches, clocks, slow or broken links, drivers, routing that depends on data, what the "
     "compiler reorders (blocks are rehearsed without it)"
 )
+TEXT = 1 << 14
+"""Bytes of a text that travel in one collective: what one rank says may be a digit longer than what another does."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,37 @@ def rehearse_run(
     if hardware is None or not report.memory or run.config.model.is_foreign:
         return report
     return replace(report, rows=[*report.rows, *step_rows(run, records, hardware)])
+
+
+def rehearse(function: Callable[[World], object], nprocs: int, *, ranks: Sequence[int] | None = None) -> Report:
+    """Rehearses `function(world)`, which `megalite.run` would start on `nprocs` GPUs, one rank after the other.
+
+    ranks: these and rank 0 only; None: all. A few are enough where they are one of each kind: the ends of every axis.
+
+    Numbers that `function` reads from the device are 1 (a loss, a norm): its loops must end by their count. Returns
+    what was found: `print` it, or read `faults`. Raises ConfigError where no rank would start.
+    """
+
+    def trains(gpu: Gpu, world: World) -> Sequence[Piece]:
+        steps = count(1)
+
+        @contextmanager
+        def watched(executor: object, *_: object) -> Iterator[None]:
+            gpu.calls.enter(f"iteration {next(steps)}")
+            vars(executor)["mark"] = gpu.calls.mark
+            yield
+
+        with (
+            patch("megalite.comm.gathered_json._HEAD_BYTES", TEXT),
+            patch("megalite.library.pipeline.watched", watched),
+        ):
+            function(world)
+        gpu.calls.enter("the end")
+        return ()
+
+    known, chosen = Communicators(), and_the_first(range(nprocs) if ranks is None else ranks, nprocs)
+    records = recorded(chosen, lambda rank: record_rank(trains, rank, nprocs, known))
+    return judged(records, nprocs, lambda: [of_log(record, record.log, None) for record in records.values()])
 
 
 def recorded(

@@ -46,10 +46,9 @@ def rank_body(case: Case, rank: int, set_phase: Callable[[str], None]) -> int:
     sys.path[:] = case.path
 
     from megalite.comm import World
-    from megalite.testing import inject, wire
-    from megalite.testing.fault import Fault
+    from megalite.testing import fault, wire
 
-    inject.install([Fault.parse(text) for text in case.faults])
+    fault.install([fault.Fault.parse(text) for text in case.faults])
     function: object = importlib.import_module(case.module)
     for name in case.qualname.split("."):
         function = getattr(function, name)

@@ -1,4 +1,7 @@
-"""`Fault`: what a test wants to happen at a fault point."""
+"""`Fault`: what a test wants to happen at a fault point; and those of this process, which `faults.fault_point` asks.
+
+Only the harness installs faults, in the ranks that it forks; they are the process's own and die with it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch.distributed as dist
 
 
 def _hold_interpreter() -> None:
@@ -73,3 +79,25 @@ class Fault:
         self.after -= 1
         if self.after == 0:
             ACTIONS[self.action]()
+
+
+class Listener(Protocol):
+    """A `Fault`, or an object that only watches."""
+
+    def reached(self, name: str, facts: Mapping[str, object]) -> None: ...
+
+
+FAULTS: list[Listener] = []
+
+
+def install(faults: Iterable[Listener]) -> None:
+    """Makes these the faults of this process."""
+    FAULTS[:] = faults
+
+
+def reach(name: str, facts: Mapping[str, object]) -> None:
+    """Called at every fault point. A point that does not name its rank gets this process's."""
+    if FAULTS:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for fault in FAULTS:
+            fault.reached(name, {"rank": rank, **facts})
