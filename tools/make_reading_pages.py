@@ -6,6 +6,8 @@ python tools/make_reading_pages.py
 from __future__ import annotations
 
 import argparse
+import ast
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +36,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
      "context products linear embedding cross_entropy"),
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient late_reading"),
     ("", "megalite/parallel/zero",
-     "families parameter_buffers flat_weights bucket reducer "
+     "parameter_buffers flat_weights bucket reducer "
      "param_groups master_shards sub_optimizers sharded_optimizer"),
     ("the update", "megalite/optim", "rule adamw optimizers"),
 )  # fmt: skip
@@ -68,8 +70,9 @@ ALONE = ("config", "data", "testing")
 HEAD = """\
 # The rooms
 
-Written by `python tools/make_reading_pages.py` from the rooms' own descriptions (`__init__.py`); do not edit. Their
-order is alphabetical; [the picture](architecture.svg) shows which stands on which.
+Written by `python tools/make_reading_pages.py` from the rooms' own descriptions (`__init__.py`) and, below them, those
+of files that they do not name; do not edit. The order is alphabetical; [the picture](architecture.svg) shows which
+stands on which.
 """
 
 
@@ -122,11 +125,21 @@ def room_page() -> str:
 def _section(room: Room, every: dict[str, Room]) -> str:
     above = [other for other in every.values() if room.name in other.imports]
     below = [every[name] for name in sorted(room.imports)]
-    lines = [f"\n## {room.name}\n\n```text\n{room.text}\n```\n\n"]
+    lines = [f"\n## {room.name}\n\n```text\n{room.text}\n```\n\n", _files(room)]
     for what, others in (("Imports", below), ("Used by", above)):
         if others and (room.is_folder or what == "Imports"):
             lines.append(f"{what}: {', '.join(f'[{other.name}](#{other.anchor})' for other in others)}.  \n")
     return "".join(lines)
+
+
+def _files(room: Room) -> str:
+    """The files that a room's own description does not name, each by the first sentence of its own."""
+    lines = []
+    for path in sorted((ROOT / "megalite" / room.name).glob("[!_]*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])", " ".join(text.split("\n\n")[0].split()))[0]
+        lines += [] if path.name in room.text else [f"- `{path.name}`: {sentence}\n"]
+    return "".join(lines) + "\n" if lines else ""
 
 
 def index_page() -> str:

@@ -13,8 +13,6 @@ Everything but attention works token by token and never notices. Attention sees 
 and values round a ring or by gathering them (`ring.py`), or by trading tokens for heads; with two levels heads are
 traded inside, keys and values passed round outside.
 
-    sequence.py     the order of positions; the cut of a micro-batch, which happens in one place; tokens for heads
-
 Invariant: losses, gradients and norms are those of one process up to the order of additions, at every size and kind,
 and no checkpoint knows either. Proof: `tests/distributed/parallel/context/`, `tests/equivalence/`.
 """

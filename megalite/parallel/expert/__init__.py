@@ -9,10 +9,6 @@ Papers: Shazeer et al., arXiv 1701.06538 (sparsely gated experts); GShard, Lepik
     products           rows of one expert after the other, each group times its own matrix
     back, added up     w0 y(e0, t0) + w1 y(e2, t0) ...       in the order of the token's choices
 
-    plan.py         the plan of a micro-batch, how many rows each expert has, the way there and the way back
-    grouped.py      products of the experts of a rank
-    carried.py      the way there and back by another library, which deep_ep.py calls
-
 Invariant: outputs, gradients and norms are those of one process up to the order of additions, at every size, with every
 distribution of tokens (all to one expert, none to some). Proof: `tests/unit/nn/test_expert_layers.py`,
 `tests/equivalence/test_experts.py`, of another library `tests/equivalence/test_carried_experts.py`.

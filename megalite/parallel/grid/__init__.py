@@ -18,7 +18,6 @@ numbers are those of one process. Proof: `tests/equivalence/test_grids.py` (fp64
 counted: `tests/distributed/parallel/grid/`.
 """
 
-from megalite.parallel.grid.axes import Grid
-from megalite.parallel.grid.exchange import features_to_tokens, gather_parameter, sum_to_features
+from megalite.parallel.grid.exchange import Grid, features_to_tokens, gather_parameter, sum_to_features
 from megalite.parallel.grid.norm import grid_norm
 from megalite.parallel.grid.product import Sides, grid_product

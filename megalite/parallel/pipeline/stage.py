@@ -130,13 +130,6 @@ class Stage:
         """How many gradients the second half of a micro-batch's backward will add to each sink."""
         return Counter(item.sink for item in self._deferred[number] if item.sink is not None)
 
-    @torch.no_grad()
-    def evaluate(self, x: Tensor | None, microbatch: StageInput, *, version: int) -> Tensor:
-        """Forward without a backward: the output, or the summed loss on the last stage."""
-        x = None if x is None else microbatch.arranged(x)
-        out: Tensor = self.module(version)(x, microbatch)
-        return out
-
     def arriving(self, number: int) -> TensorSpec:
         """Shape and dtype of the message with a micro-batch's input (and, the other way, with its gradient)."""
         return self.spec
@@ -160,8 +153,10 @@ class ForwardOnly(Stage):
         self.is_first, self.is_last = stage.is_first, stage.is_last
         self._version = version
 
+    @torch.no_grad()
     def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
-        return self.evaluate(x, microbatch, version=self._version)
+        out: Tensor = self.module(self._version)(None if x is None else microbatch.arranged(x), microbatch)
+        return out
 
     @property
     def num_in_flight(self) -> int:

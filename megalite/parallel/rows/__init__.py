@@ -17,13 +17,6 @@ AdamW changes a row that no batch used, too: its moments decay and move it, and 
 next needed: by a micro-batch, an evaluation or a checkpoint. So every row takes every step, bit for bit as in flat
 memory; and because every update changes every row, nothing in the cache outlives an update.
 
-    host_rows.py    `HostRows`: weights, moments, how many steps each row has taken; the rule of a step
-    future.py       what will be used, as far as it is known
-    slots.py        which row is where in the cache
-    staleness.py    proves each use as it happens: no row is stale, no gradient is lost
-    cached_rows.py  `CachedRows`: all of this together, and its tensors
-    layer.py        `HostEmbedding`, the layer
-
 Invariant: what F reads of a row has taken as many steps as there were updates. Proof: `tests/unit/parallel/rows/`,
 `tests/equivalence/test_embedding_offload.py` (every step's loss, weights and moments equal those of a run without it).
 """

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, Done, Handle, all_gather_into
 from megalite.gradient import Node, sink_of, sum_widened
-from megalite.inventory import NO_AXES, Parameter, ParameterPlacement, placement_of
+from megalite.inventory import Parameter
 from megalite.parallel.tensor.adapters import Adapters
 from megalite.parallel.tensor.context import LayerContext, parameter_of
 from megalite.parallel.tensor.late_messages import Message, start_sum
@@ -125,9 +125,8 @@ class ReplicatedLinear(ColumnParallelLinear):
         alone = replace(ctx, tp=Axis.single("tp"), sequence_parallel=False)
         super().__init__(in_features, out_features, bias=False, init_std=init_std, ctx=alone)
         self.products = ctx.products(tokens=ctx.tp if ctx.sequence_split else None)
-        partial = ctx.tp.names if ctx.sequence_split else NO_AXES
-        place: ParameterPlacement = replace(placement_of(self.weight), partial=partial)
-        self.weight.placement = place  # type: ignore[attr-defined]  # ours, on a tensor of torch's
+        whole = Parameter("weight", (out_features, in_features), partial="sequence", init_std=init_std)
+        self.weight = parameter_of(whole, ctx)
 
 
 Linear = ColumnParallelLinear | RowParallelLinear

@@ -203,9 +203,6 @@ class HeldGradient(BucketGradient):
 
     In stage 0 every rank gets the whole sum (all-reduce), in the others each gets its slice (reduce-scatter). The sum
     is not divided: the factor 1 / (micro-batches * data-parallel size) is already in the loss.
-
-    An asynchronous pipeline accumulates the gradient of one update while that of the previous update is being reduced;
-    the bucket then has one `HeldGradient` for each.
     """
 
     _full: Tensor | None = None

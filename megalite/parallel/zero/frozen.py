@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megalite.comm import TensorShard, shards_of_range
 from megalite.parallel.zero.bucket import overlaps
-from megalite.parallel.zero.flat_weights import move_parameter
-from megalite.parallel.zero.parameter_buffers import NamedParameters, ParameterBuffers
+from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 from megalite.parallel.zero.unshard import BucketWeights
 
 
@@ -27,12 +26,3 @@ def release_frozen(families: Sequence[ParameterBuffers]) -> None:
                 assert isinstance(weights, BucketWeights), "neither in shards nor on the host"
                 weights.full = weights.shard = weights.full.new_empty(0)
         family.frozen.clear()
-
-
-def share_frozen(family: ParameterBuffers, versions: Sequence[NamedParameters]) -> None:
-    """Further versions of the frozen weights are the same memory."""
-    for bucket in family.frozen:
-        for range_ in bucket.plan.ranges:
-            place = slice(range_.start - bucket.plan.start, range_.stop - bucket.plan.start)
-            for version in versions:
-                move_parameter(version[range_.entry.index][1], bucket.weights[0].full[place])

@@ -1,4 +1,4 @@
-"""The parameters of one family of a stage, their gradients, and the buckets that both are cut into.
+"""The parameters of a stage, family by family, their gradients, and the buckets that both are cut into.
 
 weights, version 0   [ layer 3 | layer 2 | layer 1 | embedding ]    compute dtype, one buffer per weight version
 gradients            [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (fp32; fp64 for fp64 parameters)
@@ -7,16 +7,18 @@ gradients            [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from megalite.comm import FamilyAxes
 from megalite.config import Rates
-from megalite.inventory import BufferParameter, placement_of, plan_buckets
-from megalite.parallel.zero.bucket import Bucket
-from megalite.parallel.zero.flat_weights import FlatWeights
+from megalite.inventory import AXIS_FAMILIES, BufferParameter, placement_of, plan_buckets
+from megalite.parallel.zero.bucket import Bucket, overlaps
+from megalite.parallel.zero.flat_weights import FlatWeights, move_parameter
 from megalite.parallel.zero.host_weights import HostedFlatWeights
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
 from megalite.parallel.zero.rank_memory import RankMemory
@@ -126,3 +128,69 @@ class ParameterBuffers:
             "gradients": self.gradients.memory(),
             "scratch": self.rank_memory.scratch(self.gradient_dtype).most_bytes,
         }
+
+
+def stage_buffers(
+    versions: Sequence[NamedParameters],
+    families: Mapping[str, FamilyAxes],
+    *,
+    options: ZeroOptions,
+    pipeline_stage: StageOptions | None = None,
+    memory: RankMemory | None = None,
+) -> list[ParameterBuffers]:
+    """One `ParameterBuffers` for each family and dtype of a stage, in the same order on every rank: that of the table
+    of families, narrow dtypes first; those that require no gradient apart.
+
+    versions: for each weight version the (logical name, parameter) in forward order.
+    memory: of the rank, shared by all its stages (None: this is the only one).
+    """
+    grouped: dict[tuple[int, int, str, bool], list[list[Any]]] = {}
+    order = list(AXIS_FAMILIES)
+    for number, version in enumerate(versions):
+        for name, parameter in version:
+            family = placement_of(parameter).family
+            key = (order.index(family), parameter.dtype.itemsize, family, not parameter.requires_grad)
+            grouped.setdefault(key, [[] for _ in versions])[number].append((name, parameter))
+            memory = memory or RankMemory(parameter.device, options)
+    made: list[ParameterBuffers] = []
+    orders = {name: ReductionOrder(options) for name in families}
+    for (_, _, family, frozen), own in sorted(grouped.items(), key=lambda item: item[0]):
+        shared = replace(options, stage=0) if frozen and options.stage < 3 else options  # nothing but weights to share
+        made.append(
+            ParameterBuffers(
+                own[:1] if frozen else own,
+                axes=families[family],
+                options=shared,
+                pipeline_stage=pipeline_stage,
+                memory=memory,
+                order=orders[family],
+                frozen=frozen,
+            )
+        )
+        if frozen:
+            share_frozen(made[-1], own[1:])
+    return made
+
+
+def share_frozen(family: ParameterBuffers, versions: Sequence[NamedParameters]) -> None:
+    """Further versions of the frozen weights are the same memory."""
+    for bucket in family.frozen:
+        for range_ in bucket.plan.ranges:
+            place = slice(range_.start - bucket.plan.start, range_.stop - bucket.plan.start)
+            for version in versions:
+                move_parameter(version[range_.entry.index][1], bucket.weights[0].full[place])
+
+
+def where_not_finite(families: Sequence[ParameterBuffers], *, overwritten: bool) -> str:
+    """Which of this rank's reduced gradients are not, as text. overwritten: they are those of another batch by now."""
+    if overwritten:
+        return "of which tensor is not known: its gradients have been overwritten since"
+    found = []
+    for bucket in (bucket for family in families for bucket in family.buckets):
+        for range_, _, own in overlaps(bucket.plan.ranges, bucket.owned_start, bucket.owned_stop):
+            if not bool(bucket.gradient.reduced[own].isfinite().all()):
+                found.append((range_.entry.index, range_.entry.name))
+    if not found:
+        return "from gradients of other ranks"
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return f"here in the gradient of {min(found)[1]}{more}"

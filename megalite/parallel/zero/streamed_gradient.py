@@ -21,8 +21,6 @@ class StreamedGradient(BucketGradient):
           |                               '----------------- the next micro-batch, in other scratch ---+
           '-------------------------------------------- begin_batch -----------------------------------'
 
-    A bucket may be filled again while it is being reduced: the next micro-batch uses other scratch.
-
     keep: the slice stays in memory between batches. Otherwise it is freed from the step to the next backward, which is
         when activations need memory; a batch of one micro-batch allows that.
     """
