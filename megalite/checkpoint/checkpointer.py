@@ -17,11 +17,11 @@ from megalite.checkpoint.format import BLOCK_BYTES, checksum
 from megalite.checkpoint.loading import RankLoad, verify_checkpoint
 from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.reshard import SavePlan
 from megalite.checkpoint.run_dir import committed, directory_name, remove_interrupted, retain, set_aside_newer, step_of
 from megalite.checkpoint.saving import (
     Description,
     SaveJob,
-    SavePlan,
     check_space,
     describe,
     make_plan,
@@ -197,7 +197,7 @@ class Checkpointer:
         rank = self.world.rank
         fault_point("save.begin", rank=rank, step=step)
         plan = self._agree_on_plan(shards)
-        parts = SaveJob.parts_of(shards, plan.duties.of(rank))
+        parts = SaveJob.parts_of(shards, plan.of(rank))
         save_id = self.on_first(new_id if local else partial(self._stage, step, plan.nbytes))
         staging = self._staging / f"{directory_name(step)}.tmp-{save_id}"
         if self.in_store and not local:  # each rank's own: the ranks of a host are done with it at different times

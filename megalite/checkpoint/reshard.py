@@ -18,26 +18,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalite.checkpoint.format import StoredTensor
 from megalite.inventory import Box
 
 
 class HeldRectangle(NamedTuple):
-    """A rank's rectangle: `box` of tensor `name`, `itemsize` bytes an element, at `place` in the rank's list. replica:
-    number of the copy; of a kind of ranks the lowest that one of them holds."""
+    """A rank's rectangle: `box` of tensor `name`. replica: number of the copy; of a kind of ranks the lowest that one
+    of them holds."""
 
     name: str
     box: Box
-    itemsize: int
-    place: int
     replica: int = 0
-
-
-@dataclass(frozen=True)
-class WriteDuty:
-    """An order to a rank to write `box`, a part of what it holds at `index`."""
-
-    index: int
-    box: Box
 
 
 # Below this a box is written by one rank; above, its rows are dealt out over the ranks that hold it.
@@ -48,30 +39,37 @@ Held = tuple[str, Box]  # (name of a tensor, a box of it)
 
 
 @dataclass(frozen=True)
-class Duties:
-    """The write duties of all ranks, computed for the one that asks. holdings, kinds: as `share_out` got them. writers:
-    the ranks that write a box, several of them each its rows."""
+class SavePlan:
+    """All logical tensors, and what the ranks write of them, computed for the one that asks. holdings, kinds: as
+    `share_out` got them. writers: the ranks that write a box, several of them each its rows."""
 
+    tensors: Mapping[str, StoredTensor]
     holdings: Sequence[Sequence[HeldRectangle]]
     kinds: Sequence[int]
     writers: Mapping[Held, Sequence[int]]
 
-    def of(self, rank: int) -> list[WriteDuty]:
-        mine = []
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def of(self, rank: int) -> dict[int, Box]:
+        """What a rank writes: number of a rectangle among those that it holds -> the part of it."""
+        mine: dict[int, Box] = {}
         held = self.holdings[self.kinds[rank]]
-        once = {(holding.name, holding.box): holding for holding in reversed(held)}  # tied weights may lie here twice
-        for key, holding in once.items():
-            ranks = self.writers.get(key, ())
+        once = {(each.name, each.box): index for index, each in reversed(list(enumerate(held)))}  # tied weights twice
+        for key, index in once.items():
+            box, ranks = key[1], self.writers.get(key, ())
             if len(ranks) > 1:
-                part, parts, rows = bisect_left(ranks, rank), len(ranks), holding.box.shape[0]
-                box = holding.box.rows(rows * part // parts, rows * (part + 1) // parts)
-                mine.append(WriteDuty(holding.place, box))
+                part, parts, rows = bisect_left(ranks, rank), len(ranks), box.shape[0]
+                mine[index] = box.rows(rows * part // parts, rows * (part + 1) // parts)
             elif rank in ranks:
-                mine.append(WriteDuty(holding.place, holding.box))
-        return sorted(mine, key=lambda duty: (duty.index, duty.box.offset))
+                mine[index] = box
+        return dict(sorted(mine.items()))
 
 
-def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int]) -> Duties:
+def share_out(
+    tensors: Mapping[str, StoredTensor], holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int]
+) -> SavePlan:
     """Decides who writes what: every box once, the bytes spread over the ranks that hold copies.
 
     holdings[k] is what a rank of kind k holds, kinds[r] the kind of rank r: replicas of a model are alike, so the work
@@ -84,21 +82,21 @@ def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int])
         members[kind].append(rank)
     first: dict[Held, int] = {}
     also: dict[Held, list[int]] = {}  # kinds that hold it beside the first
-    itemsizes: dict[Held, int] = {}
+    originals: set[Held] = set()
     for kind, items in enumerate(holdings):
-        for name, box, itemsize, _, replica in items:
+        for name, box, replica in items:
             key = name, box
             if first.setdefault(key, kind) != kind:
                 also.setdefault(key, []).append(kind)
             if not replica:
-                itemsizes[key] = itemsize
+                originals.add(key)
     load = [0] * len(kinds)
     writers: dict[Held, Sequence[int]] = {}
     small = []
     for key, kind in first.items():
-        box, holders = key[1], members[kind]
-        nbytes = box.numel * itemsizes.get(key, 0)
-        if not nbytes:
+        (name, box), holders = key, members[kind]
+        nbytes = box.numel * tensors[name].torch_dtype.itemsize
+        if not nbytes or key not in originals:
             continue
         if key in also:
             holders = sorted(rank for each in dict.fromkeys([kind, *also[key]]) for rank in members[each])
@@ -113,4 +111,4 @@ def share_out(holdings: Sequence[Sequence[HeldRectangle]], kinds: Sequence[int])
         rank = min(holders, key=load.__getitem__)
         load[rank] += nbytes
         writers[key] = [rank]
-    return Duties(holdings, kinds, writers)
+    return SavePlan(tensors, holdings, kinds, writers)

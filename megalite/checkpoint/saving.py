@@ -35,7 +35,7 @@ from megalite.checkpoint.format import (
 )
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.remote import HopelessSave, commit_in_store
-from megalite.checkpoint.reshard import Duties, HeldRectangle, WriteDuty, share_out
+from megalite.checkpoint.reshard import HeldRectangle, SavePlan, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
 from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
 from megalite.comm import TensorShard
@@ -115,18 +115,6 @@ def describe(shards: Sequence[TensorShard]) -> Description:
     return Description(rows, runs)
 
 
-@dataclass(frozen=True)
-class SavePlan:
-    """All logical tensors, and what each rank writes of them: `duties.of(rank)`."""
-
-    tensors: Mapping[str, StoredTensor]
-    duties: Duties
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
 @contextmanager
 def without_gc() -> Iterator[None]:
     """Suspends garbage collection, where many objects are made and none of them in a cycle."""
@@ -156,9 +144,9 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
         copies = [[n for n, count in descriptions[rank].replicas for _ in range(count)] for rank in ranks]
         first = np.array(copies).min(0).tolist() if len(ranks) > 1 else copies[0]
         holdings.append(_rectangles(rows, first, ranks[0], tensors))
-    duties = share_out(holdings, kinds)
+    plan = share_out(tensors, holdings, kinds)
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in duties.writers:
+    for name, box in plan.writers:
         boxes[name].append(box)
     problems: dict[Any, str | None] = {}  # moments are cut as their weights, layers alike: looked at once
     for name, tensor in tensors.items():
@@ -167,7 +155,7 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
             problems[tiling] = tiling_problem(tiling[1], tensor.shape)
         if problem := problems[tiling]:
             raise CheckpointError(f"tensor {name}: {problem}: the shards given to save() are not the whole tensor")
-    return SavePlan(tensors, duties)
+    return plan
 
 
 def write_whole(
@@ -195,16 +183,15 @@ def _rectangles(
     rows: Sequence[Sequence[Any]], replicas: Sequence[int], rank: int, tensors: dict[str, StoredTensor]
 ) -> list[HeldRectangle]:
     """The rectangles that a rank of this kind holds; its tensors are added to `tensors`."""
-    sizes = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
     mine = []
-    for index, ((name, dtype, global_shape, offset, shape), replica) in enumerate(zip(rows, replicas, strict=True)):
+    for (name, dtype, global_shape, offset, shape), replica in zip(rows, replicas, strict=True):
         tensor, whole = tensors.get(name), tuple(global_shape)
         if tensor is None:
             tensor = tensors[name] = StoredTensor(dtype, whole)
         elif tensor.dtype != dtype or tensor.shape != whole:
             this = StoredTensor(dtype, whole)
             raise CheckpointError(f"tensor {name}: rank {rank} has {this}, another rank {tensor}")
-        mine.append(HeldRectangle(name, Box(tuple(offset), tuple(shape)), sizes[dtype], index, replica))
+        mine.append(HeldRectangle(name, Box(tuple(offset), tuple(shape)), replica))
     return mine
 
 
@@ -225,15 +212,14 @@ class SaveJob:
     lock: RunLock | None = None
     flag: str = "save"
 
-    @classmethod
-    def parts_of(cls, shards: Sequence[TensorShard], duties: Sequence[WriteDuty]) -> list[TensorPart]:
-        """The duties of a rank as views of its shards."""
+    @staticmethod
+    def parts_of(shards: Sequence[TensorShard], duties: Mapping[int, Box]) -> list[TensorPart]:
+        """What a rank writes, as views of its shards. duties: from `SavePlan.of`."""
         parts = []
-        for duty in duties:
-            shard = shards[duty.index]
-            whole = Box(shard.offset, tuple(shard.local.shape))
-            values = shard.local.detach()[duty.box.slices_in(whole)]
-            parts.append(TensorPart(shard.name, shard.global_shape, duty.box, values))
+        for index, box in duties.items():
+            shard = shards[index]
+            values = shard.local.detach()[box.slices_in(Box(shard.offset, tuple(shard.local.shape)))]
+            parts.append(TensorPart(shard.name, shard.global_shape, box, values))
         return parts
 
     @property

@@ -114,7 +114,7 @@ def save_as_ranks(
             f"id{step}",
             rank,
             plan,
-            SaveJob.parts_of(shards, plan.duties.of(rank)),
+            SaveJob.parts_of(shards, plan.of(rank)),
             meta={"consumed_samples": step, "note": meta},
             files={"tokenizer.json": b'{"model": "bytes"}'},
             block_bytes=block_bytes,

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from megalite.checkpoint.format import StoredTensor
 from megalite.checkpoint.reshard import HeldRectangle, share_out
 from megalite.inventory.boxes import Box, cover, find_overlap
 
@@ -52,23 +53,23 @@ def test_work_is_spread_over_copies_and_every_box_is_written_once() -> None:
     big, small = Box((0, 0), (1001, 1024)), Box((0,), (64,))
     names = [f"bias{i}" for i in range(9)]
     holdings = [
-        [HeldRectangle("w", big, 4, 0, rank)]
-        + [HeldRectangle(name, small, 4, 1 + i, rank) for i, name in enumerate(names)]
-        for rank in range(4)
+        [HeldRectangle("w", big, rank), *(HeldRectangle(name, small, rank) for name in names)] for rank in range(4)
     ]
-    shared = share_out(holdings, range(len(holdings)))
+    tensors = {"w": StoredTensor("F32", big.shape)} | dict.fromkeys(names, StoredTensor("F32", small.shape))
+    shared = share_out(tensors, holdings, range(len(holdings)))
     duties = [shared.of(rank) for rank in range(len(holdings))]
-    rows = sorted((d.box.offset[0], d.box.end[0]) for mine in duties for d in mine if d.index == 0)
+    rows = sorted((mine[0].offset[0], mine[0].end[0]) for mine in duties)
     assert rows[0][0] == 0 and rows[-1][1] == 1001
     assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
-    assert sorted(d.index for mine in duties for d in mine if d.index) == list(range(1, 10))
-    numels = [sum(d.box.numel for d in mine) for mine in duties]
+    assert sorted(index for mine in duties for index in mine if index) == list(range(1, 10))
+    numels = [sum(box.numel for box in mine.values()) for mine in duties]
     assert max(numels) - min(numels) <= 1024 + 64
 
 
 def test_a_box_without_replica_zero_is_not_written() -> None:
     whole, half = Box((0,), (8,)), Box((0,), (4,))
-    duties = share_out([[HeldRectangle("w", whole, 4, 0, 0)], [HeldRectangle("w", half, 4, 0, 1)]], range(2))
+    holdings = [[HeldRectangle("w", whole, 0)], [HeldRectangle("w", half, 1)]]
+    duties = share_out({"w": StoredTensor("F32", whole.shape)}, holdings, range(2))
     assert [len(duties.of(rank)) for rank in (0, 1)] == [1, 0]
 
 
@@ -77,8 +78,6 @@ def test_a_box_without_replica_zero_is_not_written() -> None:
 def test_a_rank_that_holds_a_box_twice_writes_it_once(rows: int, ranks: int) -> None:
     """Tied weights, where the first and the last stage are on one rank."""
     box = Box((0, 0), (rows, 2))
-    duties = share_out(
-        [[HeldRectangle("w", box, 8, 0), HeldRectangle("w", box, 8, 1)] for _ in range(ranks)], range(ranks)
-    )
-    boxes = [duty.box for rank in range(ranks) for duty in duties.of(rank)]
+    duties = share_out({"w": StoredTensor("F64", box.shape)}, [[HeldRectangle("w", box)] * 2] * ranks, range(ranks))
+    boxes = [part for rank in range(ranks) for part in duties.of(rank).values()]
     assert find_overlap(boxes) is None and sum(b.numel for b in boxes) == box.numel
