@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ class Manifest:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @cached_property
     def shards_by_tensor(self) -> dict[str, list[tuple[str, StoredShard]]]:
         """name -> [(file name, rectangle)]."""
         table: dict[str, list[tuple[str, StoredShard]]] = {}
@@ -255,10 +257,9 @@ def parse_manifest(raw: bytes, where: str) -> Manifest:
     )
     if document.get("structure") != structure_hash(tensors):
         raise reader.wrong("structure hash")
-    table = manifest.shards_by_tensor()
     for name, tensor in tensors.items():
-        problem = tiling_problem([shard.box for _, shard in table.get(name, [])], tensor.shape)
-        if problem:
+        boxes = [shard.box for _, shard in manifest.shards_by_tensor.get(name, [])]
+        if problem := tiling_problem(boxes, tensor.shape):
             raise CheckpointError(f"{where}: tensor {name}: {problem}")
     return manifest
 

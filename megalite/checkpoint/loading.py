@@ -6,10 +6,9 @@ Values are written through the shards' views; the only buffer is one block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ logger = logging.getLogger(__name__)
 _LOOKS = 16  # at a time, at sizes of files
 
 
-@dataclass(frozen=True)
-class LoadTarget:
+class LoadTarget(NamedTuple):
     """Destination of a piece of a stored rectangle: the wanted shard and the common box. flat: where the piece is one
     contiguous range both in the file and in `shard.local`, the first and last of the stored rectangle's elements, and
     what must be added to come to the element in `shard.local`."""
@@ -39,10 +37,6 @@ class LoadTarget:
     shard: TensorShard
     common: Box
     flat: tuple[int, int, int] | None
-
-    @property
-    def box(self) -> Box:
-        return Box(self.shard.offset, tuple(self.shard.local.shape))
 
 
 def _flat_range(stored: Box, shard: TensorShard, common: Box, dtype: torch.dtype) -> tuple[int, int, int] | None:
@@ -62,15 +56,11 @@ STATE_PREFIXES = ("optimizer/", "previous/")
 AVERAGES = "optimizer/ema/"
 
 Reads = dict[str, list[tuple[StoredShard, list[LoadTarget]]]]
-Places = Mapping[str, Sequence[tuple[str, StoredShard]]]
 
 
-def plan_reads(
-    manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool, where: str, places_of: Places | None = None
-) -> Reads:
+def plan_reads(manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool, where: str) -> Reads:
     """file name -> its needed rectangles, each with where its values go; all is checked before a byte is read. Raises
     CheckpointError naming tensors that are missing, of another shape or of another dtype (unless `cast`)."""
-    table = places_of if places_of is not None else manifest.shards_by_tensor()
     wanted: dict[str, dict[int, tuple[StoredShard, list[LoadTarget]]]] = {}
     problems: list[str] = []
     for shard in shards:
@@ -84,12 +74,11 @@ def plan_reads(
         if stored.torch_dtype != shard.local.dtype and not cast:
             problems.append(f"{shard.name}: {shard.local.dtype} (checkpoint {stored.torch_dtype})")
             continue
-        box = Box(shard.offset, tuple(shard.local.shape))
-        if not box.numel:
+        if not shard.box.numel:
             continue
-        places = table.get(shard.name, [])
+        places = manifest.shards_by_tensor.get(shard.name, [])
         try:
-            pieces = cover(box, [place.box for _, place in places])
+            pieces = cover(shard.box, [place.box for _, place in places])
         except ValueError as error:
             problems.append(f"{shard.name}: {error}")
             continue
@@ -121,7 +110,7 @@ def run_reads(path: Place, manifest: Manifest, reads: Reads) -> Iterator[int]:
                 reader.read_block(block.source, block.number, flat_bytes(values))
                 for target, box, common, at in block.pieces:
                     stored = values[at : at + box.numel].view(box.shape)
-                    target.shard.local.detach()[common.slices_in(target.box)].copy_(stored[common.slices_in(box)])
+                    target.shard.local.detach()[common.slices_in(target.shard.box)].copy_(stored[common.slices_in(box)])
                 yield block.nbytes
 
 
@@ -251,7 +240,6 @@ class CheckpointReader:
     def __init__(self, path: Place | str, *, use_ema: bool = False) -> None:
         self.path = self.directory = place(path)
         self.manifest = read_manifest(self.path)
-        self._places = self.manifest.shards_by_tensor()
         averages = [name for name in self.manifest.tensors if use_ema and name.startswith(AVERAGES)]
         self.averaged = {name.removeprefix(AVERAGES) for name in averages}
         if use_ema and not averages:
@@ -272,7 +260,7 @@ class CheckpointReader:
         box = box or Box.whole(stored.shape)
         values = torch.empty(box.shape, dtype=stored.torch_dtype)
         shard = TensorShard(name, stored.shape, box.offset, values)
-        reads = plan_reads(self.manifest, [shard], cast=False, where=str(self.path), places_of=self._places)
+        reads = plan_reads(self.manifest, [shard], cast=False, where=str(self.path))
         for _ in run_reads(self.path, self.manifest, reads):
             pass
         return values

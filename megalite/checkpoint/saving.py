@@ -218,7 +218,7 @@ class SaveJob:
         parts = []
         for index, box in duties.items():
             shard = shards[index]
-            values = shard.local.detach()[box.slices_in(Box(shard.offset, tuple(shard.local.shape)))]
+            values = shard.local.detach()[box.slices_in(shard.box)]
             parts.append(TensorPart(shard.name, shard.global_shape, box, values))
         return parts
 

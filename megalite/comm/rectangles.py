@@ -38,6 +38,10 @@ class TensorShard:
         if any(end > total for end, total in zip(ends, self.global_shape, strict=True)):
             raise ValueError(f"{self.name}: rectangle {self.offset}..{ends} leaves the tensor {self.global_shape}")
 
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.local.shape))
+
 
 class FlatPiece(NamedTuple):
     """Elements `start .. stop` of parameter number `parameter` of a list, which lie from `at` on in a flat tensor."""
