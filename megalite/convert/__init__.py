@@ -37,7 +37,6 @@ from megalite.convert.hf_files import CONFIG, HuggingFaceSource, write_huggingfa
 from megalite.convert.hf_tokenizer import stop_tokens
 from megalite.convert.megalite_files import BASE_META, CheckpointSource, MergedSource, write_checkpoint
 from megalite.convert.megatron_dist import MegatronDistSource, open_distributed, open_megatron
-from megalite.convert.megatron_files import MegatronSource
 from megalite.convert.megatron_state import KeptState, state_of
 from megalite.convert.megatron_writing import write_megatron, write_torch_dist
 from megalite.convert.origin import ORIGIN_META, Origin, is_hub_id

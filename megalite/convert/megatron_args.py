@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megalite.config import Experts, ModelConfig, RopeScaling, pattern_text
@@ -297,38 +297,29 @@ def write_experts(model: ModelConfig, implementation: str) -> dict[str, Any]:
     }
 
 
-def check_cut(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int, experts: int, within: int) -> None:
-    """Raises ConfigError where Megatron-LM cannot cut this model so. experts, within: ranks that share the experts, and
-    one expert."""
-    shares = tensor_parallel > 0 and model.legal_tensor_size(tensor_parallel)
-    cuts = (
-        (TENSOR_PARALLEL, tensor_parallel, model.num_attention_heads, "attention heads"),
-        *([] if shares else [(TENSOR_PARALLEL, tensor_parallel, model.query_groups, "query groups")]),
-        *([] if all(model.sparse_layers) else [(TENSOR_PARALLEL, tensor_parallel, model.ffn_size, "MLP channels")]),
-        ("`target_pipeline_model_parallel_size`", pipeline_parallel, model.num_layers, "layers"),
-    )
-    problems = _expert_cut_problems(model, tensor_parallel, experts, within)
-    for flag, parts, size, what in cuts:
-        if parts < 1 or size % parts:
-            problems.append(f"{flag}={parts}: does not divide {size} {what}")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _expert_cut_problems(model: ModelConfig, tensor: int, experts: int, within: int) -> list[str]:
+def cut_problems(model: ModelConfig, tensor: int, pipeline: int, experts: int, within: int) -> Iterator[str]:
+    """Why Megatron-LM cannot cut this model so. experts, within: ranks that share the experts, and one expert."""
     number, shared = model.experts.num_experts, model.experts.moe_shared_expert_intermediate_size
-    ep = f"`target_expert_model_parallel_size`={experts}"
-    etp = f"`target_expert_tensor_parallel_size`={within}"
+    ep, etp = "`target_expert_model_parallel_size`", "`target_expert_tensor_parallel_size`"
+
+    def uneven(flag: str, parts: int, size: int, what: str) -> Iterator[str]:
+        if parts < 1 or size % parts:
+            yield f"{flag}={parts}: does not divide {size} {what}"
+
     if number is None:
-        wrong = [flag for flag, size, usual in ((ep, experts, 1), (etp, within, tensor)) if size != usual]
-        return [f"{flag}: the model has no experts; drop it" for flag in wrong]
-    problems = []
-    if experts < 1 or number % experts:
-        problems.append(f"{ep}: does not divide {number} experts")
-    if within not in (1, tensor):
-        problems.append(f"{etp}: neither 1 nor {TENSOR_PARALLEL}={tensor}")
-    elif model.expert_ffn_size % within:
-        problems.append(f"{etp}: does not divide {model.expert_ffn_size} channels of an expert")
-    if shared is not None and tensor > 0 and shared % tensor:
-        problems.append(f"{TENSOR_PARALLEL}={tensor}: does not divide {shared} channels of the shared expert")
-    return problems
+        wrong = [f"{flag}={size}" for flag, size, usual in ((ep, experts, 1), (etp, within, tensor)) if size != usual]
+        yield from (f"{flag}: the model has no experts; drop it" for flag in wrong)
+    else:
+        yield from uneven(ep, experts, number, "experts")
+        if within not in (1, tensor):
+            yield f"{etp}={within}: neither 1 nor {TENSOR_PARALLEL}={tensor}"
+        else:
+            yield from uneven(etp, within, model.expert_ffn_size, "channels of an expert")
+        if shared is not None and tensor > 0:
+            yield from uneven(TENSOR_PARALLEL, tensor, shared, "channels of the shared expert")
+    yield from uneven(TENSOR_PARALLEL, tensor, model.num_attention_heads, "attention heads")
+    if tensor < 1 or not model.legal_tensor_size(tensor):
+        yield from uneven(TENSOR_PARALLEL, tensor, model.query_groups, "query groups")
+    if not all(model.sparse_layers):
+        yield from uneven(TENSOR_PARALLEL, tensor, model.ffn_size, "MLP channels")
+    yield from uneven("`target_pipeline_model_parallel_size`", pipeline, model.num_layers, "layers")

@@ -36,12 +36,10 @@ OPTIMIZER = "optimizer."
 
 
 class MegatronDistSource(MegatronParts):
-    """A checkpoint in Megatron-LM's format `torch_dist`: see `MegatronSource`."""
+    """An iteration in Megatron-LM's format `torch_dist`: see `MegatronSource`."""
 
-    def __init__(
-        self, directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None
-    ) -> None:
-        super().__init__(find_iteration(Path(directory), ckpt_step))
+    def __init__(self, directory: Path, true_vocab_size: int | None) -> None:
+        super().__init__(directory)
         self.files = DcpFiles(self.directory)
         self.common, where = self._read_common()
         args = self.common.get("args")
@@ -117,13 +115,14 @@ def open_distributed(directory: Path, ckpt_step: int | None, vocab_size: int | N
         if ckpt_step is not None:
             raise CheckpointError(f"`ckpt_step`={ckpt_step}: `load`={directory} is one step; drop it")
         return DcpSource(directory)
-    return MegatronDistSource(directory, ckpt_step, true_vocab_size=vocab_size)
+    return MegatronDistSource(find_iteration(directory, ckpt_step), vocab_size)
 
 
 def open_megatron(
     directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None
 ) -> MegatronSource | MegatronDistSource:
-    """A checkpoint of Megatron-LM in the format that lies there: see `MegatronSource`."""
+    """A checkpoint of Megatron-LM in the format that lies there: its newest iteration, `ckpt_step`, or an iteration's
+    directory; see `MegatronSource`."""
     chosen = find_iteration(Path(directory), ckpt_step)
     kind = MegatronDistSource if (chosen / METADATA).is_file() else MegatronSource
-    return kind(directory, ckpt_step, true_vocab_size=true_vocab_size)
+    return kind(chosen, true_vocab_size)

@@ -96,7 +96,7 @@ class MegatronParts(ForeignModel):
 
 
 class MegatronSource(MegatronParts):
-    """A checkpoint in Megatron-LM's format `torch`: its newest iteration, `ckpt_step`, or an iteration's directory.
+    """An iteration in Megatron-LM's format `torch`.
 
     true_vocab_size: tokens without padding; None takes what the file says, else all rows.
 
@@ -105,13 +105,9 @@ class MegatronSource(MegatronParts):
     are missing, damaged or hostile.
     """
 
-    def __init__(
-        self, directory: Path | str, ckpt_step: int | None = None, *, true_vocab_size: int | None = None
-    ) -> None:
-        super().__init__(find_iteration(Path(directory), ckpt_step))
+    def __init__(self, directory: Path, true_vocab_size: int | None) -> None:
+        super().__init__(directory)
         directories = _directories(self.directory)
-        if not directories:
-            raise CheckpointError(f"{self.directory}: holds no mp_rank_00: not Megatron-LM's format torch")
         self._unpickler = Unpickler()
         listings = {path: self._unpickler.open(path) for path in map(_file, directories.values())}
         path, first = next(iter(listings.items()))

@@ -21,13 +21,13 @@ from megalite.checkpoint import TRACKER, directory_name, fsync_directory
 from megalite.config import ModelConfig
 from megalite.convert.dcp_files import STATE, Rectangle
 from megalite.convert.hf_tokenizer import write_tokenizer
-from megalite.convert.megatron_args import check_cut, write_args
+from megalite.convert.megatron_args import cut_problems, write_args
 from megalite.convert.megatron_dist import COMMON
 from megalite.convert.megatron_files import EMBEDDING, FILES, RELEASE, VERSION
 from megalite.convert.megatron_names import COPY, CORE, cut_of, is_expert, name_of, stateful_layers, written_experts
 from megalite.convert.megatron_state import KINDS, KeptState
 from megalite.convert.source import ModelSource, converted, staged, stored_shapes
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import parameter_shapes
 
 # Dictionaries in dictionaries before megatron.core, whose own names have dots in them.
@@ -78,7 +78,8 @@ def write_megatron(
     """
     model = source.model
     within = tensor_parallel if expert_tensor_parallel is None else expert_tensor_parallel
-    check_cut(model, tensor_parallel, pipeline_parallel, expert_parallel, within)
+    if problems := [*cut_problems(model, tensor_parallel, pipeline_parallel, expert_parallel, within)]:
+        raise ConfigError(problems)
     args = write_args(model, implementation)
     args |= {
         "tensor_model_parallel_size": tensor_parallel,

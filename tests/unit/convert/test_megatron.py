@@ -21,7 +21,6 @@ from megalite.config.model_parts import RopeScaling
 from megalite.convert import (
     CheckpointSource,
     HuggingFaceSource,
-    MegatronSource,
     open_megatron,
     write_checkpoint,
     write_huggingface,
@@ -94,7 +93,7 @@ def test_from_megatron_to_hugging_face(case: str, tmp_path: Path) -> None:
     kind, changes, way = READ[case]
     model = peer(kind, **changes)
     write_megatron_files(tmp_path / "megatron", model, way, zipped=way.version != 0)
-    source = MegatronSource(tmp_path / "megatron", true_vocab_size=V)
+    source = open_megatron(tmp_path / "megatron", true_vocab_size=V)
     write_checkpoint(source, tmp_path / "ours")
     write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
 
@@ -109,16 +108,16 @@ def test_without_a_stated_size_the_padding_stays(tmp_path: Path) -> None:
     """As in Megatron-LM, which lets it take part in the softmax."""
     model = peer("gpt")
     write_megatron_files(tmp_path / "a", model, Way(tp=2))
-    source = MegatronSource(tmp_path / "a")
+    source = open_megatron(tmp_path / "a")
     assert source.model.vocab_size == 64
     words = source.read("embedding.word_embeddings.weight")
     assert torch.equal(words[:V], model.state_dict()["transformer.wte.weight"])
     write_megatron_files(tmp_path / "b", model, Way(), tokenizer_type="NullTokenizer", vocab_size=V - 1)
-    assert MegatronSource(tmp_path / "b").model.vocab_size == V
+    assert open_megatron(tmp_path / "b").model.vocab_size == V
     with pytest.raises(ConfigError, match="--true-vocab-size=65: the embedding has 64 rows"):
-        MegatronSource(tmp_path / "a", true_vocab_size=65)
+        open_megatron(tmp_path / "a", true_vocab_size=65)
     with pytest.raises(ConfigError, match="--true-vocab-size=0"):
-        MegatronSource(tmp_path / "a", true_vocab_size=0)
+        open_megatron(tmp_path / "a", true_vocab_size=0)
 
 
 @pytest.mark.parametrize("implementation", ["transformer_engine", "local", "legacy"])
@@ -134,7 +133,7 @@ def test_to_megatron_and_back_at_any_layout(kind: str, implementation: str, tmp_
         write_megatron(source, there, tensor_parallel=tp, pipeline_parallel=pp, implementation=implementation)
         assert (there / "latest_checkpointed_iteration.txt").read_text() == "release"
         assert len(list(there.glob("release/mp_rank_*/model_optim_rng.pt"))) == tp * pp
-        back = MegatronSource(there)
+        back = open_megatron(there)
         assert_same(all_tensors(back), expected)
     write_checkpoint(back, tmp_path / "ours")
     write_huggingface(CheckpointSource(tmp_path / "ours"), tmp_path / "back")
@@ -157,7 +156,7 @@ def test_stages_of_different_length(tmp_path: Path) -> None:
             weights[name.replace(".layers.1.", ".layers.0.")] = values
     for file, content in contents.items():
         torch.save(content, file)
-    assert_same(all_tensors(MegatronSource(tmp_path / "x")), source.tensors)
+    assert_same(all_tensors(open_megatron(tmp_path / "x")), source.tensors)
 
 
 @pytest.mark.parametrize("way", [Way(tp=2, pp=2, names="legacy"), Way(tp=2, pp=2), Way(pp=4, names="core-te")])
@@ -169,7 +168,7 @@ def test_what_is_written_is_what_the_published_layout_says(kind: str, way: Way, 
     names = {"legacy": "legacy", "core": "local", "core-te": "transformer_engine"}[way.names]
     source: Any = HuggingFaceSource(tmp_path / "hf")
     write_megatron_files(tmp_path / "expected", model, way)
-    source.model = MegatronSource(tmp_path / "expected", true_vocab_size=V).model  # its divisor of the vocabulary
+    source.model = open_megatron(tmp_path / "expected", true_vocab_size=V).model  # its divisor of the vocabulary
     write_megatron(source, tmp_path / "found", tensor_parallel=way.tp, pipeline_parallel=way.pp, implementation=names)
     for file in (tmp_path / "found" / "release").glob("*/*.pt"):
         found = flat(torch.load(file, weights_only=False)["model"])
@@ -289,7 +288,7 @@ def test_settings_that_megatron_has_come_back(tmp_path: Path) -> None:
     )  # fmt: skip
     source: Any = Fixed(model)
     write_megatron(source, tmp_path / "x", tensor_parallel=2, pipeline_parallel=2, dtype=torch.bfloat16)
-    back = MegatronSource(tmp_path / "x")
+    back = open_megatron(tmp_path / "x")
     assert back.model.apply_layernorm_1p
     for name in ("kv_channels", "rotary_base", "rotary_percent", "window_size", "norm_epsilon", "activation"):
         assert getattr(back.model, name) == getattr(model, name), name

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite import strangers
 from megalite.config.model import ModelConfig
 from megalite.config.model_parts import Experts
-from megalite.convert import CheckpointSource, MegatronSource, write_checkpoint, write_megatron
+from megalite.convert import CheckpointSource, open_megatron, write_checkpoint, write_megatron
 from megalite.convert.source import stored_shapes
 from megalite.data import NullTokenizer
 from megalite.errors import CheckpointError, ConfigError
@@ -65,7 +65,7 @@ class Fixed:
 
 
 def read_all(directory: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    source = MegatronSource(directory)
+    source = open_megatron(directory)
     return source.model, {name: source.read(name) for name in stored_shapes(source.model)}
 
 
@@ -160,7 +160,7 @@ def test_ranks_that_hold_whole_experts_need_not_be_a_grid(tmp_path: Path) -> Non
 def test_bf16_leaves_the_bias_exact_and_our_checkpoint_has_it(tmp_path: Path) -> None:
     source: Any = Fixed(MODELS["gated, shared, biases"])
     write_megatron(source, tmp_path / "x", dtype=torch.bfloat16)
-    back: Any = MegatronSource(tmp_path / "x")
+    back: Any = open_megatron(tmp_path / "x")
     write_checkpoint(back, tmp_path / "ours", dtype=torch.float16)
     ours = CheckpointSource(tmp_path / "ours")
     name = "layers.1.mlp.router.expert_bias"
@@ -201,10 +201,10 @@ def test_what_is_wrong_with_files_is_said(tmp_path: Path) -> None:
         for rank, change in changes.items():
             changed(directory, rank, change)
         with pytest.raises(error, match=line):
-            MegatronSource(directory)
+            open_megatron(directory)
     shutil.rmtree(tmp_path / "x/release" / second)
     with pytest.raises(CheckpointError, match="say 1 x 1 x 2 ranks"):
-        MegatronSource(tmp_path / "x")
+        open_megatron(tmp_path / "x")
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
