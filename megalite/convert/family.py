@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,19 +72,12 @@ GROUPED_TRANSPOSED = TensorForm(
 
 @dataclass(frozen=True)
 class LayerRule:
-    """The layer `ours` is `theirs` in `form`; both without `.weight` or `.bias`, or one tensor by its whole names."""
+    """The layer `ours` is `theirs` in `form`; both without `.weight` or `.bias`, or one tensor by its whole names. A
+    name with `{e}` stands for a tensor of each expert, in their order."""
 
     ours: str
     theirs: tuple[str, ...]
     form: TensorForm = SAME
-
-    def of(self, index: str, kind: str, experts: int) -> TensorPair:
-        """The pair of block `index`; a name with `{e}` stands for a tensor of each expert, in their order."""
-        ending = f".{kind}" if kind else ""
-        names = [(name + ending).replace("{i}", index) for name in (self.ours, *self.theirs)]
-        count = experts if any("{e}" in name for name in names) else 1
-        theirs = [name.replace("{e}", str(e)) for e in range(count) for name in names[1:]]
-        return TensorPair(names[0], tuple(theirs), self.form)
 
 
 BLOCK, THERE = "layers.{i}.", "model.layers.{i}."
@@ -157,9 +150,12 @@ class HuggingFaceFamily:
             elif name.startswith("layers."):
                 _, index, rest = name.split(".", 2)
                 name = "layers.{i}." + rest
-            layer, kind = (name, "") if name in rules else name.rsplit(".", 1)
-            pair = rules[layer].of(index, kind, model.experts.num_experts or 1)
-            yield replace(pair, ours=whole, copies=self._copies(model, whole))
+            layer, dot, kind = (name, "", "") if name in rules else name.rpartition(".")
+            theirs = [(there + dot + kind).replace("{i}", index) for there in rules[layer].theirs]
+            if any("{e}" in there for there in theirs):
+                experts = range(model.experts.num_experts or 1)
+                theirs = [there.replace("{e}", str(e)) for e in experts for there in theirs]
+            yield TensorPair(whole, tuple(theirs), rules[layer].form, self._copies(model, whole))
 
     def _copies(self, model: ModelConfig, name: str) -> tuple[str, ...]:
         """Embedding and output layer stand again beside every further prediction."""

@@ -177,10 +177,6 @@ def write_qwen3(model: ModelConfig) -> dict[str, Any]:
     return _write_qwen(model) | {"head_dim": model.head_dim, "attention_bias": False}
 
 
-def _read_qwen2(fields: Fields) -> ModelConfig:
-    return read_shape(fields, add_qkv_bias=True, **_read_qwen_window(fields))
-
-
 def read_qwen3(fields: Fields) -> ModelConfig:
     """Qwen3, or what Qwen3-MoE has of it. Raises ConfigError."""
     fields.only("attention_bias", False)
@@ -316,7 +312,10 @@ def _write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
 
 LLAMA = HuggingFaceFamily("llama", "LlamaForCausalLM", RULES, _read_llama, _write_llama)
 MISTRAL = HuggingFaceFamily("mistral", "MistralForCausalLM", RULES, _read_mistral, _write_mistral)
-QWEN2 = HuggingFaceFamily("qwen2", "Qwen2ForCausalLM", RULES, _read_qwen2, _write_qwen)
+QWEN2 = HuggingFaceFamily(
+    "qwen2", "Qwen2ForCausalLM", RULES,
+    lambda fields: read_shape(fields, add_qkv_bias=True, **_read_qwen_window(fields)), _write_qwen,
+)  # fmt: skip
 QWEN3 = HuggingFaceFamily("qwen3", "Qwen3ForCausalLM", RULES, read_qwen3, write_qwen3)
 MIXTRAL = HuggingFaceFamily("mixtral", "MixtralForCausalLM", MIXTRAL_RULES, _read_mixtral, _write_mixtral)
 QWEN3_MOE = HuggingFaceFamily("qwen3_moe", "Qwen3MoeForCausalLM", QWEN_RULES, read_qwen3_moe, write_qwen3_moe)

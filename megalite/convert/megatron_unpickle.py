@@ -258,7 +258,11 @@ def member(owner: object, name: object) -> StandIn:
 def _names(path: str | io.BytesIO, archive: bool) -> Iterator[str]:
     """The classes and functions that a file's pickles name, read as text. Raises Refused."""
     if archive:
-        opened: IO[bytes] = io.BytesIO(_pickle_in(path))
+        with zipfile.ZipFile(path) as whole:
+            pickles = [entry for entry in whole.infolist() if entry.filename.endswith("/data.pkl")]
+            if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
+                raise Refused("not a file of torch.save")
+            opened: IO[bytes] = io.BytesIO(whole.read(pickles[0]))
     else:
         opened = open(path, "rb") if isinstance(path, str) else io.BytesIO(path.getvalue())
     with opened as file:
@@ -273,15 +277,6 @@ def _names(path: str | io.BytesIO, archive: bool) -> Iterator[str]:
 def _check_sums(path: str | io.BytesIO) -> None:
     if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()) is not None:
         raise Refused(f"the checksum of {damaged[:80]} in it is wrong: the file is damaged")
-
-
-def _pickle_in(path: str | io.BytesIO) -> bytes:
-    """The pickle in an archive. Raises Refused."""
-    with zipfile.ZipFile(path) as opened:
-        pickles = [entry for entry in opened.infolist() if entry.filename.endswith("/data.pkl")]
-        if len(pickles) != 1 or pickles[0].file_size > MAX_PICKLE_BYTES:
-            raise Refused("not a file of torch.save")
-        return opened.read(pickles[0])
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -344,25 +339,23 @@ def _bytes_at(path: str, at: Sequence[int]) -> bytes:
         return file.read(length)
 
 
-def _metadata(path: str) -> dict[str, Any]:
-    if os.path.getsize(path) > MAX_PICKLE_BYTES:
-        raise Refused(f"larger than {MAX_PICKLE_BYTES >> 20} MiB, which no .metadata is")
-    with open(path, "rb") as file:
-        return described(PlainPickle(file.read()).load())
-
-
 def answer(request: Mapping[str, Any], files: dict[str, OpenedFile]) -> tuple[dict[str, Any], memoryview | None]:
     """The line and the bytes that answer a request; `files` keeps what is open."""
     if "metadata" in request:
-        return _metadata(request["metadata"]), None
+        if os.path.getsize(path := request["metadata"]) > MAX_PICKLE_BYTES:
+            raise Refused(f"larger than {MAX_PICKLE_BYTES >> 20} MiB, which no .metadata is")
+        with open(path, "rb") as file:
+            return described(PlainPickle(file.read()).load()), None
     if "content" in request:
         path, at = request["content"], request["at"]
         return {"content": _plain(_loaded(path if at is None else io.BytesIO(_bytes_at(path, at))))}, None
     if "item" in request:
         return {}, _raw(item(request["item"], request["at"], request["entry"]))
     path = request["open"]
-    file = files[path] = files.get(path) or OpenedFile(path)
-    return ({}, _raw(file.tensor(request["model"], request["name"]))) if "name" in request else (file.description, None)
+    opened = files[path] = files.get(path) or OpenedFile(path)
+    if "name" in request:
+        return {}, _raw(opened.tensor(request["model"], request["name"]))
+    return opened.description, None
 
 
 def _raw(values: Tensor) -> memoryview:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
+from xxhash import xxh3_64_hexdigest
 
 from megalite.data import NullTokenizer, Tokenizer
 from megalite.strangers import PROGRAMS, read_limited
@@ -76,7 +76,7 @@ class Origin:
         """Of a Hugging Face folder with this config.json and generation_config.json. Raises DataError."""
         files = {name: folder / name for name in DEFINITIONS if (folder / name).is_file()}
         kept = None if generation is None else {k: v for k, v in generation.items() if k != PROGRAMS}
-        digests = {name: _checksum(read_limited(file, "`load`", MOST_BYTES)) for name, file in files.items()}
+        digests = {name: xxh3_64_hexdigest(read_limited(file, "`load`", MOST_BYTES)) for name, file in files.items()}
         return cls(*_said(config), kept, hub_id_of(folder), digests, _version(config))
 
     def has_tokens_of(self, tokenizer: Tokenizer) -> bool:
@@ -84,7 +84,7 @@ class Origin:
         if not self.tokenizer or tokenizer.kind == NullTokenizer.kind:
             return True
         own = {name: content for name, content in tokenizer.files().items() if name in self.tokenizer}
-        return any(_checksum(content) == self.tokenizer[name] for name, content in own.items())
+        return any(xxh3_64_hexdigest(content) == self.tokenizer[name] for name, content in own.items())
 
 
 def _said(raw: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -101,10 +101,6 @@ def _version(raw: Mapping[str, Any]) -> str | None:
 def _is_token(value: Any) -> bool:
     many = isinstance(value, list) and all(type(item) is int for item in value)
     return value is None or type(value) is int or many
-
-
-def _checksum(content: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(content)
 
 
 def hub_id_of(folder: Path) -> str | None:

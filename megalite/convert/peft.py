@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from megalite.stores import Place
 logger = logging.getLogger(__name__)
 PARTS = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 OUTER = "base_model.model."
+STACKED_THERE = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 DIGEST = "megalite_base_digest"
 """In the weights' metadata: the checksum of the Hugging Face folder that they were trained beside."""
@@ -213,7 +214,7 @@ def _low_rank(source: AdaptedSource, family: HuggingFaceFamily) -> tuple[dict[st
     if lora.adapter_kind != "lora":
         raise ConfigError(f"`to`=peft: it has no `adapter_kind`={lora.adapter_kind}; use the run itself")
     tensors: dict[str, Tensor] = {}
-    transposed, model_parts = False, set(source.adapted.adapted_parts)
+    transposed, parts = False, set(source.adapted.adapted_parts)
     for rule in family.rules:
         if not rule.ours.startswith("layers.{i}."):
             continue
@@ -221,7 +222,7 @@ def _low_rank(source: AdaptedSource, family: HuggingFaceFamily) -> tuple[dict[st
         for index in range(model.num_layers):
             for adapter, a, b in source.adapters(linear.replace("{i}", str(index))):
                 if adapter.a.family == "expert":
-                    pair = _pair_of_experts(rule, adapter, a, b, nested=model_parts >= {"fc1", "fc2"})
+                    pair = _pair_of_experts(rule, adapter, a, b, nested=parts >= {"fc1", "fc2"})
                     tensors |= {name.replace("{i}", str(index)): v.contiguous() for name, v in pair.items()}
                     continue
                 transposed = transposed or rule.form in (TRANSPOSED, GROUPED_TRANSPOSED)
@@ -230,13 +231,14 @@ def _low_rank(source: AdaptedSource, family: HuggingFaceFamily) -> tuple[dict[st
                     tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": rows}
     _check_dense_layers(tensors)
     alpha = lora.scale * (lora.lora_rank or 1)
+    of_experts = {name for name in tensors if ".experts." in name}
     return tensors, {
         "peft_type": "LORA",
         "r": lora.lora_rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": _targets({name for name in tensors if ".experts." not in name}),
-        "target_parameters": _target_parameters(tensors, model_parts),
+        "target_modules": _targets(tensors.keys() - of_experts),
+        "target_parameters": [STACKED_THERE[part] for part in STACKED_THERE if part in parts] if of_experts else None,
         "fan_in_fan_out": transposed,
         "bias": "none",
     }
@@ -283,13 +285,6 @@ def _check_dense_layers(tensors: Iterable[str]) -> None:
         raise ConfigError(
             f"`to`=peft: beside adapters of experts peft forgets those of {layer}; export merged (`to` hf)"
         )
-
-
-def _target_parameters(tensors: Iterable[str], parts: Container[str]) -> list[str] | None:
-    """The stacked parameters that have adapters."""
-    names = {"fc1": "mlp.experts.gate_up_proj", "fc2": "mlp.experts.down_proj"}
-    found = [name for part, name in names.items() if part in parts]
-    return found if any(".experts." in name for name in tensors) else None
 
 
 def _targets(tensors: Iterable[str]) -> list[str]:
