@@ -77,12 +77,7 @@ def plan_reads(manifest: Manifest, shards: Sequence[TensorShard], *, cast: bool,
         if not shard.box.numel:
             continue
         places = manifest.shards_by_tensor.get(shard.name, [])
-        try:
-            pieces = cover(shard.box, [place.box for _, place in places])
-        except ValueError as error:
-            problems.append(f"{shard.name}: {error}")
-            continue
-        for index, common in pieces:
+        for index, common in cover(shard.box, [stored_shard.box for _, stored_shard in places]):
             file_name, source = places[index]
             target = LoadTarget(shard, common, _flat_range(source.box, shard, common, stored.torch_dtype))
             wanted.setdefault(file_name, {}).setdefault(source.begin, (source, []))[1].append(target)
@@ -183,16 +178,12 @@ class RankLoad:
             with self._note_problem():
                 fault_point("load", rank=rank, step=self.manifest.step)
                 if rank == 0 and all_here:
-                    self._verify_unread(self.manifest)
+                    for name in self.manifest.extra_files:
+                        read_extra(self.path, self.manifest, name)
+                    folder, files = files_of(self.path, self.manifest), self.manifest.files
+                    with ThreadPoolExecutor(_LOOKS) as pool:  # a store is asked for several at once
+                        list(pool.map(lambda name: check_size(folder / name, files[name].nbytes), files))
                 self.nbytes += next(self._counts, 0)
-
-    def _verify_unread(self, manifest: Manifest) -> None:
-        """Raises CheckpointError where an extra file is damaged, or a file is not whole that no rank may need."""
-        for name in manifest.extra_files:
-            read_extra(self.path, manifest, name)
-        folder = files_of(self.path, manifest)
-        with ThreadPoolExecutor(_LOOKS) as pool:  # a store is asked for several at once
-            list(pool.map(lambda name: check_size(folder / name, manifest.files[name].nbytes), manifest.files))
 
     def agree(self, plans: Sequence[tuple[str | None, str, str]], *, speaks: bool) -> Manifest:
         """Raises CheckpointError, on all ranks alike, where the ranks' plans do not add up to one load. plans: problem,
@@ -208,8 +199,7 @@ class RankLoad:
             used |= int(mask, 16)
         bits = f"{used:0{len(self.manifest.tensors)}b}"
         unused = [name for name, bit in zip(self.manifest.tensors, bits, strict=False) if bit == "0"]
-        weights = [name for name in unused if not name.startswith(STATE_PREFIXES)]
-        if weights:
+        if weights := [name for name in unused if not name.startswith(STATE_PREFIXES)]:
             more = f" (and {len(weights) - 3} more)" if len(weights) > 3 else ""
             raise CheckpointError(f"{self.path}: holds weights that this model lacks: {', '.join(weights[:3])}{more}")
         if unused and speaks:

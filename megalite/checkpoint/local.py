@@ -202,8 +202,7 @@ class LocalSaves:
             bad = patiently(lambda: self._damaged(path, manifest, share), self._world)
             for rank, names in enumerate(all_gather_json(bad, self._world)):
                 holders.get(self._hosts.numbers[rank], set()).difference_update(names)
-        missing = sorted(manifest.files.keys() - set().union(*holders.values()))
-        if not missing:
+        if not (missing := sorted(manifest.files.keys() - set().union(*holders.values()))):
             return _Found(path, manifest, raw, holders)
         if self._world.is_first:
             more = f" and {len(missing) - 1} more" if missing[1:] else ""

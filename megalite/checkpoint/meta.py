@@ -97,8 +97,7 @@ class Meta:
 def check_model(saved: ModelConfig, now: ModelConfig, where: str) -> None:
     """Raises CheckpointError naming every flag in which the checkpoint's model differs. where: how the message begins,
     e.g. `--load=runs/a`."""
-    differing = architecture_differences(saved, now)
-    if differing:
+    if differing := architecture_differences(saved, now):
         whose = " (the vocabulary of a tokenizer, if no flag gives it)" * ("vocab_size" in differing)
         raise CheckpointError(
             f"{where}: model differs from checkpoint: {_listed(differing)}{whose}; use the checkpoint's values, or "
@@ -127,8 +126,7 @@ def check_state(saved: Config, now: Config, where: str) -> None:
     """Raises CheckpointError where a run of `now` cannot use the optimizer state of `saved`."""
     pairs = {name: (getattr(now.optimizer, name), getattr(saved.optimizer, name)) for name in _STATE}
     pairs["fp64"] = now.training.precision.fp64, saved.training.precision.fp64
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    if differing:
+    if differing := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
         raise CheckpointError(
             f"{where}: its optimizer state differs: {_listed(differing)}; use the checkpoint's values, or "
             "start with fresh optimizer state (`no_load_optim`)"

@@ -145,8 +145,7 @@ def sweep(directory: StoreUrl) -> None:
         if not _may_need(directory / attempt[1], attempt[2]) and not (aside / COMMITTED).is_file():
             path.store.delete_folder(path.key)
             logger.info("removed %s, left by an interrupted save", path)
-    dropped = directory.store.drop_uploads(directory.key)
-    if dropped:
+    if dropped := directory.store.drop_uploads(directory.key):
         logger.info("removed the parts of %d uploads under %s, left by interrupted saves", dropped, directory)
 
 

@@ -148,9 +148,7 @@ def _check_folder(root: Path, load: Place | str, flag: str, advice: str) -> None
 
 def is_huggingface(root: Place | str) -> bool:
     """Whether a directory is a Hugging Face model: its config.json, and no checkpoint of ours."""
-    root = place(root)
-    if isinstance(root, StoreUrl):  # a model of that form is copied to a disk first
-        return False
+    root = Path(str(root))  # in a store there is none: a model of that form is copied to a disk first
     return os.path.isfile(root / "config.json") and not os.path.isfile(root / COMMITTED) and not committed(root)
 
 
@@ -201,8 +199,7 @@ def _what_else(root: Place) -> str:
     """The facts behind `no committed checkpoint`."""
     if isinstance(root, StoreUrl):
         return "" if root.iterdir() else " (empty)"
-    torn = interrupted(root)
-    if torn:
+    if torn := interrupted(root):
         return f" (found {torn[-1].name}, interrupted)"
     if ".tmp-" in root.name:
         return " (an interrupted save)"

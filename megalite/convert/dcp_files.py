@@ -114,21 +114,14 @@ class DcpFiles:
         """The tensor, or its part at the leading indices `at`, which has their number of dimensions less."""
         stored = self.tensors[name]
         box = Box((*at, *(0 for _ in stored.shape[len(at) :])), (*(1 for _ in at), *stored.shape[len(at) :]))
-        try:
-            pieces = cover(box, [chunk for chunk, _ in stored.chunks])
-        except ValueError as error:
-            raise CheckpointError(f"{self.directory}: {name}: {error}") from None
-        values = None
-        for index, common in pieces:
+        values = torch.empty(box.shape, dtype=DTYPES.get(stored.dtype))
+        for index, common in cover(box, [chunk for chunk, _ in stored.chunks]):
             chunk, (path, extent) = stored.chunks[index]
             part = self.unpickler.item(path, name, extent, (stored.dtype, chunk.shape))
             if common == box == chunk:
                 values = part
                 break
-            values = part.new_empty(box.shape) if values is None else values
             values[common.slices_in(box)] = part[common.slices_in(chunk)]
-        if values is None:  # no elements
-            values = torch.empty(box.shape, dtype=DTYPES.get(stored.dtype))
         return values.reshape(box.shape[len(at) :])
 
     def content(self, name: str) -> Any:

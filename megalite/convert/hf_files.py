@@ -178,15 +178,13 @@ class HuggingFaceSource(ForeignModel):
         wanted = {
             part for name in whole for part in (self._quantized[name].parts if name in self._quantized else (name,))
         }
-        missing = sorted(wanted - self._files.keys())
-        if missing:
+        if missing := sorted(wanted - self._files.keys()):
             raise CheckpointError(f"{self.directory}: tensors are missing: {_some(missing)}")
         known = self.family.ignored
         if not self.model.untie_embeddings_and_output_weights:
             known = (*known, "lm_head.weight", "embed_out.weight")  # a stored copy of the tied embedding
         beyond = self._further_layers() | {copy for pair in self._pairs.values() for copy in pair.copies}
-        unexpected = sorted(name for name in self._files.keys() - wanted - beyond if not name.endswith(known))
-        if unexpected:
+        if unexpected := sorted(name for name in self._files.keys() - wanted - beyond if not name.endswith(known)):
             raise CheckpointError(f"{self.directory}: a {self.family.name} of this {CONFIG} has no {_some(unexpected)}")
 
 

@@ -77,8 +77,7 @@ class MegatronParts(ForeignModel):
     def check(self) -> None:
         """Every tensor of the model is there, in parts that make up its shape, and no other."""
         shapes = stored_shapes(self.model)
-        missing = sorted(shapes.keys() - self.parts.keys())
-        if missing:
+        if missing := sorted(shapes.keys() - self.parts.keys()):
             raise CheckpointError(f"{self.directory}: tensors are missing: {', '.join(missing[:3])}")
         tied = OUTPUT in self.parts and OUTPUT not in shapes
         for name, parts in self.parts.items():
@@ -210,8 +209,7 @@ def _grid(
     dense: dict[tuple[int, int], Path] = {}
     for (stage, rank, _), path in grid.items():
         dense.setdefault((stage, rank), path)
-    missing = [(t, p) for p in range(stages) for t in range(ranks) if (p, t) not in dense]
-    if missing:
+    if missing := [(t, p) for p in range(stages) for t in range(ranks) if (p, t) not in dense]:
         what = f"tensor-parallel rank {missing[0][0]} of stage {missing[0][1]}"
         raise CheckpointError(f"{directory}: {what} is missing ({ranks} x {stages} expected)")
     _check_sizes(args, (ranks, stages, experts), where)
