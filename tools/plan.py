@@ -36,7 +36,6 @@ from megalite.planner import (
     Hardware,
     Roofline,
     SearchResult,
-    TimeSource,
     as_json,
     available,
     block_text,
@@ -205,7 +204,7 @@ def _run(argv: list[str]) -> None:
     hardware = min((kind for _, kind in cluster), key=lambda kind: kind.matrix_flops["bf16"])  # sets the pace of all
     if args.host_memory_gb is not None:
         hardware = replace(hardware, host_memory_bytes=args.host_memory_gb * 1e9)
-    source: TimeSource = Roofline(hardware)
+    source: Roofline = Roofline(hardware)
     if args.profile:
         source = profile = load_profile(args.profile, hardware)
         hardware = profile.hardware
@@ -246,7 +245,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _search(
-    args: argparse.Namespace, config: Config, hardware: Hardware, source: TimeSource, given: frozenset[str]
+    args: argparse.Namespace, config: Config, hardware: Hardware, source: Roofline, given: frozenset[str]
 ) -> SearchResult:
     with ProgressBar("planning", "%") as bar:
         return search(
@@ -301,7 +300,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _answer(
-    args: argparse.Namespace, config: Config, hardware: Hardware, source: TimeSource, given: frozenset[str]
+    args: argparse.Namespace, config: Config, hardware: Hardware, source: Roofline, given: frozenset[str]
 ) -> None:
     with ProgressBar("planning", "clusters") as bar:
         asked = (args.what_if, config, args.num_devices, hardware, source, given)
@@ -342,7 +341,7 @@ def _json(found: SearchResult, args: argparse.Namespace, hardware: Hardware) -> 
 
 
 def _why_nothing(
-    found: SearchResult, config: Config, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool
+    found: SearchResult, config: Config, world_size: int, hardware: Hardware, source: Roofline, *, stale: bool
 ) -> list[str]:
     """Lines about a search that found nothing."""
     if not found.rejected:

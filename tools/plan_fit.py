@@ -14,7 +14,7 @@ from megalite.planner import (
     Hardware,
     Layout,
     OverBudget,
-    TimeSource,
+    Roofline,
     apply,
     layout_of,
     layout_text,
@@ -91,7 +91,7 @@ def size(nbytes: float) -> str:
 
 
 def remedy(
-    misfit: OverBudget, world_size: int, hardware: Hardware, source: TimeSource, *, stale: bool = False
+    misfit: OverBudget, world_size: int, hardware: Hardware, source: Roofline, *, stale: bool = False
 ) -> Remedy | None:
     """The smallest change: the fewest flags, then the least intrusive, then the fastest, of the layout, or to keep
     optimizer states on the host; if nothing fits this cluster, the smallest one (in doublings) on which a layout does.
@@ -132,7 +132,7 @@ def _fits(quick: FastEstimator, layout: Layout) -> bool:
     return max(rank.total for rank in memory) <= quick.hardware.usable_bytes
 
 
-def _lean(config: Config, world_size: int, hardware: Hardware, source: TimeSource) -> Layout | None:
+def _lean(config: Config, world_size: int, hardware: Hardware, source: Roofline) -> Layout | None:
     """A layout that fits and shards and recomputes everything, one sample at a time."""
     leanest = replace(
         layout_of(config),

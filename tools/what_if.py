@@ -26,7 +26,6 @@ from megalite.planner import (
     Link,
     Prediction,
     Roofline,
-    TimeSource,
     budget,
     chunk_capacity,
     energy_text,
@@ -71,7 +70,7 @@ class Sweep:
     note: str = ""
 
 
-Try = Callable[[str, float, Config, int, Hardware, TimeSource], Row]
+Try = Callable[[str, float, Config, int, Hardware, Roofline], Row]
 
 
 def sweep(
@@ -79,7 +78,7 @@ def sweep(
     config: Config,
     world_size: int,
     hardware: Hardware,
-    source: TimeSource,
+    source: Roofline,
     given: frozenset[str],
     *,
     stale: bool = False,
@@ -88,7 +87,7 @@ def sweep(
     """The answer to one of `QUESTIONS`."""
     tried = itertools.count()
 
-    def attempt(name: str, value: float, changed: Config, devices: int, machine: Hardware, times: TimeSource) -> Row:
+    def attempt(name: str, value: float, changed: Config, devices: int, machine: Hardware, times: Roofline) -> Row:
         on_progress(next(tried), None, name)
         found = search(changed, devices, machine, times, given=given, stale=stale, top=1)
         if found.predictions:
@@ -99,7 +98,7 @@ def sweep(
     return QUESTIONS[question](config, world_size, hardware, source, attempt)
 
 
-def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
+def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, source: Roofline, attempt: Try) -> Sweep:
     def on(devices: int) -> Row:
         name = f"{devices:,} device{'s' * (devices > 1)}"
         return attempt(name, devices, config, devices, hardware, source)
@@ -120,7 +119,7 @@ def _smallest_cluster(config: Config, world_size: int, hardware: Hardware, sourc
     return Sweep("smallest-cluster", "smallest cluster that holds the model", "devices", hardware, tuple(rows))
 
 
-def _largest_model(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
+def _largest_model(config: Config, world_size: int, hardware: Hardware, source: Roofline, attempt: Try) -> Sweep:
     """Width and depth grow together, as model families do. With the memory of the hosts masters and moments are there,
     as many as they hold where weights are there too; beside it stands what PatrickStar's bound is."""
     rows: list[Row] = []
@@ -257,7 +256,7 @@ def _fewer_on_host(row: Row, hardware: Hardware) -> Config | None:
     return replace(config, optimizer=replace(config.optimizer, offload=offload))
 
 
-def _token_budget(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
+def _token_budget(config: Config, world_size: int, hardware: Hardware, source: Roofline, attempt: Try) -> Sweep:
     if not config.train_iterations(world_size):
         raise ConfigError("--what-if=token-budget: how long is the training? give --train-tokens")
     rows = []
@@ -268,7 +267,7 @@ def _token_budget(config: Config, world_size: int, hardware: Hardware, source: T
     return Sweep("token-budget", f"{in_units(tokens)} tokens", "devices", hardware, tuple(rows))
 
 
-def _upgrades(config: Config, world_size: int, hardware: Hardware, source: TimeSource, attempt: Try) -> Sweep:
+def _upgrades(config: Config, world_size: int, hardware: Hardware, source: Roofline, attempt: Try) -> Sweep:
     def wider(link: Link) -> Link:
         return replace(link, bandwidth=2 * link.bandwidth)
 
@@ -318,7 +317,7 @@ def table(answer: Sweep) -> str:
     return "\n".join(lines)
 
 
-Question = Callable[[Config, int, Hardware, TimeSource, Try], Sweep]
+Question = Callable[[Config, int, Hardware, Roofline, Try], Sweep]
 
 QUESTIONS: Mapping[str, Question] = MappingProxyType(
     {

@@ -27,7 +27,7 @@ from megalite.planner.activations import StageActivations
 from megalite.planner.budget import within_budget
 from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.communication import CommGroup
-from megalite.planner.cost import Roofline, TimeSource
+from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import (
     Hardware,

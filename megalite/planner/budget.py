@@ -27,7 +27,7 @@ from megalite.errors import ConfigError, ScheduleError
 from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, stage_layer_ranges
 from megalite.planner.activations import stage_activations, workspace_bytes
 from megalite.planner.host_params import with_weight_chunks
-from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory, weights_moved
+from megalite.planner.memory import RankMemory, pipeline_memory, weights_moved
 from megalite.planner.predict import program_of
 from megalite.planner.uneven import MemoryHeadroom, recompute_of, smallest_numbers
 from megalite.progress import in_units
@@ -96,8 +96,12 @@ class _Budget:
 
     def memory(self, plan: MemoryPlan) -> tuple[RankMemory, ...]:
         """Of each pipeline coordinate. Raises ScheduleError where there is no room at some moment."""
-        program = self.program(plan)
-        return pipeline_memory(PlannedStages(self.config, self.world_size, program, self.cuts, plan, self.on_cpu))
+        return pipeline_memory(self.headroom(plan))
+
+    def headroom(self, plan: MemoryPlan) -> MemoryHeadroom:
+        return MemoryHeadroom(
+            self.config, self.world_size, self.program(plan), self.cuts, plan, self.on_cpu, self.usable_bytes
+        )
 
     def fits(self, plan: MemoryPlan) -> bool:
         return all(rank.total <= self.usable_bytes for rank in self.memory(plan))
@@ -192,13 +196,10 @@ class _Budget:
 
     def _fewest_recomputed(self, plan: MemoryPlan) -> tuple[Recompute, ...] | None:
         """As few recomputed layers in each stage as make it fit; None: not even all of them do."""
-        program = self.program(plan)
-        room = MemoryHeadroom(self.config, self.world_size, program, plan, self.usable_bytes, self.on_cpu)
-        blocks = [room.blocks(cut) for cut in self.cuts]
-        found = smallest_numbers(room, self.cuts)
-        if found is None:
+        room = self.headroom(plan)
+        blocks, numbers = room.blocks, smallest_numbers(room)
+        if numbers is None:
             return None
-        numbers = list(found)
         if self.config.parallel.pipeline_schedule_file is not None and len(set(numbers)) > 1:
             # flags of such a run give one number for all stages
             numbers = blocks if len(set(blocks)) > 1 else [max(numbers)] * len(numbers)
@@ -238,8 +239,8 @@ class _Budget:
         kept = [stage_activations(longest, cut, nothing, on_cpu=self.on_cpu) for cut in cuts]
         chunk = [workspace_bytes(longest, cut, nothing, on_cpu=self.on_cpu)[0] for cut in cuts]
         full = tuple(each.full + each.head for each in kept)
-        stages = [[stage for stage, _ in program.placement.stages_of(rank)] for rank in range(program.num_ranks)]
-        heads = [memory[rank].logits - max(chunk[stage] for stage in held) for rank, held in enumerate(stages)]
+        held = map(self.headroom(plan).stages_of, range(program.num_ranks))
+        heads = [rank.logits - max(chunk[stage] for stage in own) for rank, own in zip(memory, held, strict=True)]
         others = [rank.total - rank.activations - head for rank, head in zip(memory, heads, strict=True)]
         waiting = tuple(each.weight_only for each in kept)
 

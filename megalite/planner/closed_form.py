@@ -31,7 +31,6 @@ from megalite.inventory import (
     stage_layer_ranges,
 )
 from megalite.planner.communication import CommGroup, families_of, stage_elements
-from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.predict import program_of
 
@@ -80,7 +79,7 @@ def _stage(config: Config, world_size: int, hardware: Hardware, cut: range, shar
     m = config.num_microbatches(world_size) / sharers
     whole = model_layers(config.model)
     layers = [whole[item] for item in cut]
-    rate = hardware.matrix_flops[precision_name(config)] * hardware.matrix_efficiency
+    rate = hardware.matrix_flops[config.training.precision.name] * hardware.matrix_efficiency
     computation = 3 * m * micro_tokens(config) * sum(layer.flops() for layer in layers) / (tp * rate)
     activations = micro_tokens(config) * config.model.hidden_size * size.compute
     sums = m * sum(layer.sums + layer.gathers for layer in layers)

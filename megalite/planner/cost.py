@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import (
@@ -69,26 +69,6 @@ def mean_times(times: Sequence[LayerTimes]) -> LayerTimes:
     )
 
 
-class TimeSource(Protocol):
-    """Where times come from: `Roofline`, or `megalite.planner.profile.Profile`."""
-
-    def layers(self, config: Config) -> Sequence[LayerTimes]:
-        """Times of one micro-batch through each of [embedding, block 0, ..., head], with its messages."""
-        ...
-
-    def optimizer_step(self, config: Config, elements: float) -> float:
-        """Seconds of norm, update and cast of that many owned elements."""
-        ...
-
-    def step_overhead(self, samples: float) -> float:
-        """Seconds of a step besides layers, messages and the optimizer, with that many samples read by a rank."""
-        ...
-
-
-def precision_name(config: Config) -> str:
-    return config.training.precision.name
-
-
 _MOST_REUSE = 256 * 128 / (256 + 128)
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 """What one multiprocessor computes at a time: rows and columns of the result."""
@@ -118,7 +98,8 @@ def _tiled(
 
 @dataclass(frozen=True)
 class Roofline:
-    """Times from the numbers of a hardware file; software: which program runs."""
+    """Times from the numbers of a hardware file, or from measured ones (`planner.profile`). software: which program
+    runs."""
 
     hardware: Hardware
     software: Software = MEGALITE
@@ -127,7 +108,7 @@ class Roofline:
         """Seconds of a matrix product, or of `count` in one call. float8: in 8 bits, where the file has its rate."""
         hw, e = self.hardware, ElementBytes.of(config).compute
         efficiency = self.software.products.get(hw.name, hw.matrix_efficiency)
-        rate = hw.matrix_flops[precision_name(config)] * efficiency
+        rate = hw.matrix_flops[config.training.precision.name] * efficiency
         if float8:
             rate = hw.matrix_flops.get("fp8", rate / efficiency) * efficiency
         bandwidth = hw.memory_bandwidth * hw.memory_efficiency
@@ -144,18 +125,21 @@ class Roofline:
         return nbytes / (hw.memory_bandwidth * hw.memory_efficiency) + kernels * hw.kernel_overhead
 
     def layers(self, config: Config) -> Sequence[LayerTimes]:
+        """Times of one micro-batch through each of [embedding, block 0, ..., head], with its messages."""
         of_kind = {"embedding": self._embedding, "block": self._block, "head": self._head}
         whole = model_layers(config.model)
         times = {layer: of_kind[layer.kind](config, layer) for layer in dict.fromkeys(whole)}
         return [times[layer] for layer in whole]
 
     def optimizer_step(self, config: Config, elements: float) -> float:
+        """Seconds of norm, update and cast of that many owned elements."""
         size = ElementBytes.of(config)
         moments = OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer)
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute + self.software.optimizer
         return self.traffic(elements * moved, 20)
 
     def step_overhead(self, samples: float) -> float:
+        """Seconds of a step besides layers, messages and the optimizer, with that many samples read by a rank."""
         return 0.0  # data and bookkeeping are prepared while the device computes
 
     def _block(self, config: Config, layer: Layer) -> LayerTimes:
@@ -258,7 +242,9 @@ class Roofline:
         model, tp, tokens = layer.model, config.parallel.tensor_model_parallel_size, micro_tokens(config)
         hw, ours = self.hardware, self.software
         if ours.fused_attention:
-            rate = ours.attention.get(hw.name, hw.matrix_flops[precision_name(config)] * hw.attention_efficiency)
+            rate = ours.attention.get(
+                hw.name, hw.matrix_flops[config.training.precision.name] * hw.attention_efficiency
+            )
             one = tokens * layer.flops(core=True) / tp / rate
             return one, 2.5 * one
         s, d, heads = model.seq_length, model.head_dim, model.num_attention_heads / tp

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import ALIGNMENT, ElementBytes
@@ -17,15 +18,13 @@ from megalite.planner.communication import CommGroup, Copies, families_of, stage
 from megalite.planner.cost import LayerTimes
 from megalite.planner.float8 import rounded_elements
 from megalite.planner.hardware import Hardware
-from megalite.schedule import Program, find_schedule
+from megalite.planner.memory import PlannedStages
+from megalite.schedule import find_schedule
 
 
-@dataclass(frozen=True)
-class LayerMessages:
-    """Seconds of the messages that ZeRO 2 and 3 send in every pass of a stage, a message a layer.
-
-    gather: of its weights, in a forward or a backward. scatter: of its gradients.
-    """
+class LayerMessages(NamedTuple):
+    """Seconds of the messages that ZeRO 2 and 3 send in every pass of a stage, a message a layer: gathers of its
+    weights, in a forward or a backward, and scatters of its gradients."""
 
     gather: float
     scatter: float
@@ -36,15 +35,17 @@ class LayerMessages:
 class DataParallel:
     """Seconds of the messages between the ranks that hold the same parameters."""
 
-    config: Config
-    world_size: int
+    run: PlannedStages
     hardware: Hardware
-    cuts: Sequence[range]
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
 
     @property
     def dp(self) -> int:
         """Ranks whose gradients of a stage's dense parameters are summed."""
-        return self.config.gradient_ranks(self.world_size)
+        return self.config.gradient_ranks(self.run.world_size)
 
     @cached_property
     def size(self) -> ElementBytes:
@@ -52,7 +53,7 @@ class DataParallel:
 
     @cached_property
     def families(self) -> tuple[Copies, ...]:
-        return families_of(self.config, self.world_size)
+        return families_of(self.config, self.run.world_size)
 
     def shard_group(self, copies: Copies) -> CommGroup:
         return CommGroup(self.hardware, copies.shards, copies.stride)
@@ -61,32 +62,32 @@ class DataParallel:
     def elements(self) -> dict[str, tuple[int, ...]]:
         """Of the parameters of each stage on one rank, by family."""
         names = [copies.family for copies in self.families]
-        return {name: tuple(stage_elements(self.config, cut, name) for cut in self.cuts) for name in names}
+        return {name: tuple(stage_elements(self.config, cut, name) for cut in self.run.cuts) for name in names}
 
-    def family_elements(self, program: Program, rank: int, copies: Copies) -> int:
-        return sum(self.elements[copies.family][stage] for stage, _ in program.placement.stages_of(rank))
+    def family_elements(self, rank: int, copies: Copies) -> int:
+        return sum(self.elements[copies.family][stage] for stage in self.run.stages_of(rank))
 
-    def rank_elements(self, program: Program, rank: int, *, owned: bool = False) -> float:
-        """All parameters of a rank; owned: those whose optimizer state it has."""
-        zero = self.config.parallel.zero_stage if owned else 0
-        return sum(self.family_elements(program, rank, each) / each.owners(zero) for each in self.families)
+    def owned_elements(self, rank: int) -> float:
+        """Parameters whose optimizer state a rank has."""
+        zero = self.config.parallel.zero_stage
+        return sum(self.family_elements(rank, each) / each.owners(zero) for each in self.families)
 
     def of_pass(self, stage: int) -> LayerMessages:
         """What every micro-batch sends at ZeRO 2 and 3."""
-        zero, layers = self.config.parallel.zero_stage, max(1, len(self.cuts[stage]))
+        zero, layers = self.config.parallel.zero_stage, max(1, len(self.run.cuts[stage]))
         if zero < 2:
             return LayerMessages(0.0, 0.0, layers)
         groups = [(copies, self.elements[copies.family][stage]) for copies in self.families]
         scatter = sum(self._scatter(copies, number, layers) for copies, number in groups)
-        held = [(self.families[0], stage_elements(self.config, self.cuts[stage], "frozen")), *groups]
+        held = [(self.families[0], stage_elements(self.config, self.run.cuts[stage], "frozen")), *groups]
         gather = sum(self._gather(copies, number, layers) for copies, number in held) if zero == 3 else 0.0
         if self.config.gathers_float8:
             (group,) = (self.shard_group(copies) for copies in self.families if copies.family == "dense")
             whole = self.elements["dense"][stage] * self.size.compute
-            less = rounded_elements(self.config, self.cuts[stage]) * (self.size.compute - 1)
+            less = rounded_elements(self.config, self.run.cuts[stage]) * (self.size.compute - 1)
             gather += group.gather(whole - less, layers) - group.gather(whole, layers)
         if zero == 3 and find_schedule(self.config.parallel.schedule).gathers_once:
-            gather /= max(1, self.config.num_microbatches(self.world_size))
+            gather /= max(1, self.config.num_microbatches(self.run.world_size))
         return LayerMessages(gather, scatter, layers)
 
     def _gather(self, copies: Copies, elements: int, layers: int) -> float:
@@ -97,7 +98,7 @@ class DataParallel:
         if given.zero_hpz_partition_size == 1 or copies.shards == 1:
             return first
         near = CommGroup(self.hardware, given.zero_hpz_partition_size, copies.stride)
-        passes = 2 * max(1, self.config.num_microbatches(self.world_size))
+        passes = 2 * max(1, self.config.num_microbatches(self.run.world_size))
         return (first + (passes - 1) * near.gather(elements * numel, layers)) / passes
 
     def _scatter(self, copies: Copies, elements: int, layers: int) -> float:
@@ -119,20 +120,18 @@ class DataParallel:
         backward = max(0.0, messages.gather + messages.scatter - hide * times.backward)
         return LayerTimes(forward, backward)
 
-    def around(
-        self, program: Program, times: Sequence[LayerTimes], ends: Sequence[float], makespan: float
-    ) -> tuple[float, float]:
+    def around(self, times: Sequence[LayerTimes], ends: Sequence[float], makespan: float) -> tuple[float, float]:
         """Seconds of a step behind its last backward, and before its first forward.
 
         times: of a micro-batch of each stage. ends: of the ranks' last backwards.
         """
-        parallel = self.config.parallel
+        parallel, program = self.config.parallel, self.run.program
         if all(each.ranks == 1 for each in self.families):
             return 0.0, 0.0
         late, slowest = 0.0, 0.0
         for rank in range(program.num_ranks):
-            stages = [stage for stage, _ in program.placement.stages_of(rank)]
-            take, number = self._reduce(program, rank)
+            stages = self.run.stages_of(rank)
+            take, back, number = self._of_a_step(rank)
             share = self.hardware.overlap * (1 - 1 / number) if parallel.overlap_grad_reduce else 0.0
             window = share * min(times[stage].backward for stage in stages)
             passes = [self.of_pass(stage) for stage in stages]
@@ -141,60 +140,46 @@ class DataParallel:
             if program.asynchronous:  # hidden behind the forwards of the next batch, which wait only for themselves
                 window = self.hardware.overlap * max(0.0, makespan - makespan / program.num_microbatches)
             late = max(late, ends[rank] + max(last, take - window))
-            back, number = self._gathers_of_a_step(program, rank)
             hide = self.hardware.overlap if parallel.overlap_param_gather else 0.0
             first = back / number + parallel.overlap_param_gather * max(each.gather / each.layers for each in passes)
             first = 0.0 if program.asynchronous else first
             slowest = max(slowest, first, back - hide * sum(times[stage].forward for stage in stages))
         return max(0.0, late - makespan), slowest
 
-    def _gathers_of_a_step(self, program: Program, rank: int) -> tuple[float, int]:
-        """(Seconds in which ZeRO 1 and 2 gather what a step has updated, messages)."""
-        if self.config.parallel.zero_stage not in (1, 2):
-            return 0.0, 1
-        seconds, messages = 0.0, 0
+    def _of_a_step(self, rank: int) -> tuple[float, float, int]:
+        """(Seconds in which the gradients of a rank are summed over the copies of each family, in which ZeRO 1 and 2
+        gather what the step has updated, messages of either)."""
+        zero, sums, gathers, messages = self.config.parallel.zero_stage, 0.0, 0.0, 0
         for each in self.families:
-            elements = self.family_elements(program, rank, each)
+            elements, group = self.family_elements(rank, each), self.shard_group(each)
+            nbytes = elements * self.size.gradient
             number = each.buckets(self.config, elements, on_cpu=self.hardware.on_cpu)
-            seconds += self.shard_group(each).gather(elements * self.size.compute, number)
-            messages += number
-        return seconds, max(1, messages)
-
-    def _reduce(self, program: Program, rank: int) -> tuple[float, int]:
-        """(Seconds in which the gradients of a rank are summed over the copies of each family, messages)."""
-        zero, seconds, messages = self.config.parallel.zero_stage, 0.0, 0
-        for each in self.families:
-            elements, group = self.family_elements(program, rank, each), self.shard_group(each)
-            nbytes, number = (
-                elements * self.size.gradient,
-                each.buckets(self.config, elements, on_cpu=self.hardware.on_cpu),
-            )
             if zero < 2:
-                seconds += group.gather(nbytes, number) if zero else group.all_reduce(nbytes, number)
+                sums += group.gather(nbytes, number) if zero else group.all_reduce(nbytes, number)
             copies = CommGroup(self.hardware, each.ranks // each.shards, each.stride * each.shards)
-            seconds += copies.all_reduce(nbytes / each.owners(zero), number)
+            sums += copies.all_reduce(nbytes / each.owners(zero), number)
+            gathers += group.gather(elements * self.size.compute, number) if zero in (1, 2) else 0.0
             messages += number
-        return seconds, max(1, messages)
+        return sums, gathers, max(1, messages)
 
-    def messages(self, program: Program) -> float:
+    def messages(self) -> float:
         """Seconds of all messages of a step, hidden or not, of the rank that has most."""
         most = 0.0
-        for rank in range(program.num_ranks):
-            passes = [self.of_pass(stage) for stage, _ in program.placement.stages_of(rank)]
-            each = sum(2 * messages.gather + messages.scatter for messages in passes) * program.num_microbatches
-            most = max(most, each + self._reduce(program, rank)[0] + self._gathers_of_a_step(program, rank)[0])
+        for rank in range(self.run.program.num_ranks):
+            passes = map(self.of_pass, self.run.stages_of(rank))
+            each = sum(2 * one.gather + one.scatter for one in passes) * self.run.program.num_microbatches
+            sums, gathers, _ = self._of_a_step(rank)
+            most = max(most, each + sums + gathers)
         return most
 
-    def replicas(self, program: Program) -> float:
+    def replicas(self) -> float:
         """The sum over the ranks that hold the same stage (Chimera), in the open after the last backward."""
+        program = self.run.program
         if program.placement.num_replicas == 1:
             return 0.0
         stride = self.config.parallel.tensor_model_parallel_size * self.dp
         group = CommGroup(self.hardware, program.placement.num_replicas, stride)
-        ranks = range(program.num_ranks)
-        return max(
-            group.all_reduce(self.rank_elements(program, rank, owned=True) * self.size.gradient) for rank in ranks
-        )
+        return max(group.all_reduce(self.owned_elements(r) * self.size.gradient) for r in range(program.num_ranks))
 
     def tied(self) -> float:
         """The sum of the embedding's two gradients, where it is on two stages."""

@@ -16,7 +16,7 @@ from megalite.inventory import (
 )
 from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
-from megalite.planner.cost import LayerTimes, TimeSource, mean_times
+from megalite.planner.cost import LayerTimes, Roofline, mean_times
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory
 from megalite.planner.predict import Prediction, predict, program_of
@@ -43,7 +43,7 @@ class FastEstimator:
     config: Config
     world_size: int
     hardware: Hardware
-    source: TimeSource
+    source: Roofline
     _layers: dict[tuple[object, ...], _Shared] = field(default_factory=dict)
     _elements: dict[tuple[int, int, int], dict[str, int]] = field(default_factory=dict)
 
@@ -115,11 +115,11 @@ class FastEstimator:
         """The simulated step of a legal layout with these stages."""
         return predict(config, self.world_size, self.hardware, self.source, cuts, plan)
 
-    def room(self, config: Config, plan: MemoryPlan | None = None) -> MemoryHeadroom:
-        """The memory of a layout, rank by rank."""
+    def room(self, config: Config, cuts: list[range], plan: MemoryPlan | None = None) -> MemoryHeadroom:
+        """The memory of a layout with these stages, rank by rank."""
         plan = given_plan(config) if plan is None else plan
         program, hw = program_of(config, self.world_size, plan), self.hardware
-        return MemoryHeadroom(config, self.world_size, program, plan, hw.usable_bytes, hw.on_cpu)
+        return MemoryHeadroom(config, self.world_size, program, cuts, plan, hw.on_cpu, hw.usable_bytes)
 
     def least(self, sizes: Sizes, given: frozenset[str]) -> tuple[float, float]:
         """Bounds from below for all layouts of these sizes: no bubble and no messages of data parallelism, everything

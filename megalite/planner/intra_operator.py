@@ -25,7 +25,6 @@ from typing import NamedTuple
 from megalite.config import Config
 from megalite.inventory import ElementBytes, Layer, micro_tokens, model_layers
 from megalite.planner.communication import CommGroup
-from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 
 WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
@@ -104,7 +103,7 @@ def block_chain(config: Config, layer: Layer, hardware: Hardware, stream: str, i
     """The operations of a block whose residual stream lies as `stream`, with their ways, at the configuration's
     tensor-parallel size; memory is counted for `in_flight` micro-batches."""
     model, t, size = layer.model, config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
-    tokens, e, rate = micro_tokens(config), size.compute, hardware.matrix_flops[precision_name(config)]
+    tokens, e, rate = micro_tokens(config), size.compute, hardware.matrix_flops[config.training.precision.name]
     speed, states = rate * hardware.matrix_efficiency, size.compute + size.gradient + 3.0 * size.wide
     reduce = CommGroup(hardware, t)
     part = tokens * model.hidden_size * e / (t if stream == TOKENS else 1)

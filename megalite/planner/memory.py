@@ -126,19 +126,22 @@ class PlannedStages:
         plan = with_weight_chunks(config, world_size, cuts, given_plan(config) if plan is None else plan)
         return cls(config, world_size, computations(config, number, plan=plan), cuts, plan, on_cpu)
 
+    def stages_of(self, rank: int) -> list[int]:
+        """What a rank at this pipeline coordinate holds."""
+        return [stage for stage, _ in self.program.placement.stages_of(rank)]
+
 
 def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
     """Bytes on a rank at pipeline coordinate `rank`, at the length of sequences that needs most."""
-    program, cuts, plan, on_cpu = run.program, run.cuts, run.plan, run.on_cpu
-    stages = program.placement.stages_of(rank)
-    config, world_size = run.config.of_stage(stages[0][0], run.world_size)
+    program, cuts, plan, on_cpu, stages = run.program, run.cuts, run.plan, run.on_cpu, run.stages_of(rank)
+    config, world_size = run.config.of_stage(stages[0], run.world_size)
     run = replace(run, config=config, world_size=world_size)
     if config.training.seq_length_schedule is not None:
         lengths = dict(config.phases(world_size))
         phases = [rank_memory(replace(run, config=config.at_length(length)), rank) for length in lengths]
         return max(phases, key=lambda memory: memory.total)
     states = _states(run, rank)
-    again = {stage: plan.recompute_of(stage) for stage, _ in stages}
+    again = {stage: plan.recompute_of(stage) for stage in stages}
     kept = {stage: stage_activations(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     spaces = {stage: workspace_bytes(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     logits = max(space[0] for space in spaces.values())
@@ -194,7 +197,7 @@ def _states(run: PlannedStages, rank: int) -> StateBytes:
     config, program, cuts, plan = run.config, run.program, run.cuts, run.plan
     total, scratch = StateBytes(), 0
     places = MemoryPlan((), plan.fraction, plan.file_fraction, plan.hosts_params)  # what of it states depend on
-    for stage, _ in program.placement.stages_of(rank):
+    for stage in run.stages_of(rank):
         states = state_bytes(
             config,
             run.world_size,

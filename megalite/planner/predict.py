@@ -24,12 +24,12 @@ from megalite.inventory import (
 )
 from megalite.planner.activations import recomputed
 from megalite.planner.communication import CommGroup
-from megalite.planner.cost import LayerTimes, TimeSource, add_times, precision_name
+from megalite.planner.cost import LayerTimes, Roofline, add_times
 from megalite.planner.data_parallel import DataParallel
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_states import host_traffic
 from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory
-from megalite.planner.software import MEGALITE, Software
+from megalite.planner.software import Software
 from megalite.schedule import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -121,7 +121,7 @@ def predict(
     config: Config,
     world_size: int,
     hardware: Hardware,
-    source: TimeSource,
+    source: Roofline,
     cuts: list[range] | None = None,
     plan: MemoryPlan | None = None,
 ) -> Prediction:
@@ -133,24 +133,22 @@ def predict(
         phases = config.phases(world_size)
         each = [predict(config.at_length(length), world_size, hardware, source, cuts, plan) for length, _ in phases]
         return _mean(config, each, [iterations or 1 for _, iterations in phases])
-    memory = pipeline_memory(run)
-    software = getattr(source, "software", MEGALITE)
-    costs = _Stages(config, world_size, hardware, source.layers(config), cuts, plan, software)
-    steady = steady_state(config, program, costs.simulator_costs(program), plan)
+    costs = _Stages(run, hardware, source.layers(config), source.software)
+    steady = steady_state(config, program, costs.simulator_costs(), plan)
     m = config.num_microbatches(world_size)
     work = sum(times.forward + times.backward for times in costs.times)
     work += sum(costs.again(stage) for stage in program.recomputed)
     steady = replace(steady, busy=m * work)
     sums = costs.data_parallel
-    reduce, gather = sums.around(program, costs.times, steady.ends, steady.makespan)
-    elements = max(sums.rank_elements(program, rank, owned=True) for rank in range(program.num_ranks))
+    reduce, gather = sums.around(costs.times, steady.ends, steady.makespan)
+    elements = max(map(sums.owned_elements, range(program.num_ranks)))
     step = _optimizer_step(config, elements, hardware, source, steady.makespan, plan)
     step *= m if program.update_per_microbatch else 1
     batch = config.global_batch_size(world_size)
     seconds = {
         "pipeline": steady.makespan,
         "data_parallel": reduce + gather,
-        "shared_weights": sums.tied() + sums.replicas(program),
+        "shared_weights": sums.tied() + sums.replicas(),
         "optimizer": step,
         "overhead": source.step_overhead(batch / config.data_parallel_size(world_size)),
     }
@@ -159,19 +157,25 @@ def predict(
     twice_run = [cut if s in program.recomputed else costs.recomputed(s) for s, cut in enumerate(cuts)]
     again = [item for items in twice_run for item in items]
     twice = float(batch * config.model.seq_length * sum(model_layers(config.model)[item].flops() for item in again))
-    peak = hardware.matrix_flops[precision_name(config)]
-    total = sum(seconds.values())
-    away = plan.fraction * elements
-    bubble = steady.bubble_over_ideal
-    shown = m * costs.open_messages(program) + reduce + gather
     return Prediction(
-        config, world_size, total, bubble, memory, seconds, flops, flops + twice, peak, plan, away,
-        messages=sums.messages(program), open_messages=shown,
-    )  # fmt: skip
+        config,
+        world_size,
+        step_time=sum(seconds.values()),
+        bubble_over_ideal=steady.bubble_over_ideal,
+        memory=pipeline_memory(run),
+        breakdown=seconds,
+        model_flops=flops,
+        hardware_flops=flops + twice,
+        peak_flops=hardware.matrix_flops[config.training.precision.name],
+        plan=plan,
+        offloaded_elements=plan.fraction * elements,
+        messages=sums.messages(),
+        open_messages=m * costs.open_messages() + reduce + gather,
+    )
 
 
 def _optimizer_step(
-    config: Config, elements: float, hardware: Hardware, source: TimeSource, meanwhile: float, plan: MemoryPlan
+    config: Config, elements: float, hardware: Hardware, source: Roofline, meanwhile: float, plan: MemoryPlan
 ) -> float:
     """Seconds of a step of `elements` parameters: on the device what is there, then what is off it, as far as the
     `meanwhile` of the next batch does not hide that."""
@@ -235,21 +239,22 @@ def _simulated(program: Program, costs: Costs) -> SteadyState:
 class _Stages:
     """Seconds of the stages of one layout."""
 
-    config: Config
-    world_size: int
+    run: PlannedStages
     hardware: Hardware
     layers: Sequence[LayerTimes]
-    cuts: Sequence[range]
-    plan: MemoryPlan
-    software: Software = MEGALITE
+    software: Software
+
+    @property
+    def config(self) -> Config:
+        return self.run.config
 
     def recomputed(self, stage: int) -> range:
         """Blocks of a stage whose forward runs again in backward."""
-        return recomputed(self.config, self.cuts[stage], self.plan.recompute_of(stage))
+        return recomputed(self.config, self.run.cuts[stage], self.run.plan.recompute_of(stage))
 
     @cached_property
     def data_parallel(self) -> DataParallel:
-        return DataParallel(self.config, self.world_size, self.hardware, self.cuts)
+        return DataParallel(self.run, self.hardware)
 
     @cached_property
     def waits(self) -> tuple[LayerTimes, ...]:
@@ -263,10 +268,10 @@ class _Stages:
 
     @cached_property
     def computed(self) -> tuple[LayerTimes, ...]:
-        return tuple(self._computation(stage) for stage in range(len(self.cuts)))
+        return tuple(map(self._computation, range(len(self.run.cuts))))
 
     def _computation(self, stage: int) -> LayerTimes:
-        total = add_times(self._of_item(item) for item in self.cuts[stage])
+        total = add_times(self._of_item(item) for item in self.run.cuts[stage])
         again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
         over = self.hardware.action_overhead
         there, back = (self.exposed_hop(backward=backward) for backward in (False, True))
@@ -282,17 +287,18 @@ class _Stages:
         share = (groups - group) / groups
         return LayerTimes(times.forward, *(share * each for each in times[1:]))
 
-    def open_messages(self, program: Program) -> float:
+    def open_messages(self) -> float:
         """Seconds that a micro-batch waits for ZeRO's messages, on the rank that waits longest."""
         waits = [each.forward + each.backward for each in self.waits]
-        stages = map(program.placement.stages_of, range(program.num_ranks))
-        return max(sum(waits[stage] for stage, _ in own) for own in stages)
+        stages = map(self.run.stages_of, range(self.run.program.num_ranks))
+        return max(sum(waits[stage] for stage in own) for own in stages)
 
     def again(self, stage: int) -> float:
         """Seconds of R: the stage's forward once more, whose input is there."""
         return self.times[stage].forward - self.exposed_hop()
 
-    def simulator_costs(self, program: Program) -> Costs:
+    def simulator_costs(self) -> Costs:
+        program = self.run.program
         exact: dict[tuple[int, str], float] = {}
         for stage, times in enumerate(self.times):
             exact[stage, FORWARD] = times.forward
@@ -322,4 +328,4 @@ class _Stages:
 
     def exposed_hop(self, *, backward: bool = False) -> float:
         """What of it each pass of a stage stands still for."""
-        return self.hop(backward=backward) if self.software.waits and len(self.cuts) > 1 else 0.0
+        return self.hop(backward=backward) if self.software.waits and len(self.run.cuts) > 1 else 0.0

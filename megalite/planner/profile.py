@@ -19,7 +19,7 @@ from typing import Any
 from megalite.config import Config, effective, show
 from megalite.errors import ConfigError
 from megalite.inventory import model_layers
-from megalite.planner.cost import LayerTimes, Roofline, precision_name
+from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Hardware, Link
 
 KINDS = ("embedding", "block", "head")
@@ -28,12 +28,11 @@ ANYTHING = ("num_layers", "model_type", "max_position_embeddings")
 """Of a model, what the time of a block does not depend on."""
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, kw_only=True)
+class Profile(Roofline):
     """points: (tensor-parallel size, sequence parallel, micro-batch) -> kind of layer -> times. optimizer, step:
     (fixed, per unit). measured: `measured_model` of what was timed; path: where it was read."""
 
-    roofline: Roofline
     points: Mapping[tuple[int, bool, int], Mapping[str, LayerTimes]]
     optimizer: tuple[float, float]
     step: tuple[float, float]
@@ -54,11 +53,6 @@ class Profile:
                 "tools/profile_layers.py with the flags of this plan"
             )
 
-    @property
-    def hardware(self) -> Hardware:
-        """With the links that were measured."""
-        return self.roofline.hardware
-
     def layers(self, config: Config) -> Sequence[LayerTimes]:
         tp, micro = config.parallel.tensor_model_parallel_size, config.training.micro_batch_size
         split = tp > 1 and config.parallel.sequence_parallel
@@ -73,10 +67,10 @@ class Profile:
             sequence_parallel=nearest[1],
             context=replace(config.parallel.context, context_parallel_size=1),
         )
-        there = self.roofline.layers(
+        there = super().layers(
             replace(config, parallel=parallel, training=replace(config.training, micro_batch_size=nearest[2]))
         )
-        measured, here = self.points[nearest], self.roofline.layers(config)
+        measured, here = self.points[nearest], super().layers(config)
         return [_scaled(measured[kind], h, t) for kind, h, t in zip(kinds, here, there, strict=True)]
 
     def optimizer_step(self, config: Config, elements: float) -> float:
@@ -94,7 +88,7 @@ def measured_model(config: Config) -> dict[str, int | str | None]:
     }
     float8 = config.training.float8
     how = {"compile": config.training.compile, "fp8_format": float8.fp8_format, "fp8_recipe": float8.fp8_recipe}
-    return {**plain, PRECISION: precision_name(config), **how}
+    return {**plain, PRECISION: config.training.precision.name, **how}
 
 
 def _scaled(measured: LayerTimes, here: LayerTimes, there: LayerTimes) -> LayerTimes:
@@ -123,7 +117,8 @@ def load_profile(path: str, hardware: Hardware) -> Profile:
         raise ConfigError(f"`profile`={path}: holds no measured point")
     if not isinstance(data.get("model"), dict):
         raise ConfigError(f"`profile`={path}: does not say which model was timed; measure it again")
-    return Profile(Roofline(replace(hardware, measured=links)), points, update, step, data["model"], path)
+    known = replace(hardware, measured=links)
+    return Profile(known, points=points, optimizer=update, step=step, measured=data["model"], path=path)
 
 
 def _pair(numbers: Any) -> tuple[float, float]:

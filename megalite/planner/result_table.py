@@ -9,7 +9,6 @@ from typing import Any
 
 from megalite.config import Config
 from megalite.inventory import FLOPS_CONVENTION, MemoryPlan, given_plan
-from megalite.planner.cost import precision_name
 from megalite.planner.hardware import Hardware
 from megalite.planner.host_states import efficiency, host_traffic
 from megalite.planner.predict import Prediction, program_of
@@ -192,7 +191,7 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
         return []
     owned = prediction.offloaded_elements
     traffic = host_traffic(config, owned, hardware, prediction.plan)
-    peak = hardware.matrix_flops[precision_name(config)]
+    peak = hardware.matrix_flops[config.training.precision.name]
     lines = []
     for name, (nbytes, bandwidth) in zip(
         ("the link to the host", "the host's memory", "the disk"), traffic, strict=True

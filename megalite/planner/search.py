@@ -16,7 +16,7 @@ from megalite.config import Config, StageLayout
 from megalite.errors import ConfigError
 from megalite.inventory import MemoryPlan
 from megalite.planner.budget import within_budget
-from megalite.planner.cost import TimeSource
+from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
@@ -74,7 +74,7 @@ def search(
     config: Config,
     world_size: int,
     hardware: Hardware,
-    source: TimeSource,
+    source: Roofline,
     *,
     given: frozenset[str] = frozenset(),
     stale: bool = False,
@@ -243,13 +243,12 @@ def _where_memory_binds(
     quick: FastEstimator, config: Config, plan: MemoryPlan | None, cuts: list[range]
 ) -> Prediction | None:
     """The same layout with the fewest recomputed layers; None where that is all of them, or none."""
-    room = quick.room(config, plan)
-    numbers = smallest_numbers(room, cuts)
-    blocks = [room.blocks(cut) for cut in cuts]
-    if not numbers or not any(numbers) or list(numbers) == blocks:
+    room = quick.room(config, cuts, plan)
+    numbers = smallest_numbers(room)
+    if not numbers or not any(numbers) or numbers == room.blocks:
         return None
-    plan = replace(room.plan, recompute=recompute_of(numbers, blocks))
-    return quick.predict(recomputing(config, numbers, blocks), cuts, plan)
+    plan = replace(room.plan, recompute=recompute_of(numbers, room.blocks))
+    return quick.predict(recomputing(config, numbers, room.blocks), cuts, plan)
 
 
 def _cut_anew(
@@ -273,8 +272,9 @@ def _cut_anew(
     found = []
     for layout in dict.fromkeys(tried + misfits[:RECUT_MISFITS]):
         config, flexible = apply(quick.config, layout), _is_free(quick, layout, given)
-        changed = recut(quick.room(config), quick.source.layers(config), flexible=flexible)
-        if changed is None or changed[1] == quick.exact_memory(config)[0]:
+        cuts, _ = quick.exact_memory(config)
+        changed = recut(quick.room(config, cuts), quick.source.layers(config), flexible=flexible)
+        if changed is None or changed[1] == cuts:
             continue
         _, memory = quick.exact_memory(*changed)
         if max(rank.total for rank in memory) > quick.hardware.usable_bytes:

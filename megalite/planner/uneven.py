@@ -22,11 +22,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from megalite.config import Config, StageLayout
-from megalite.inventory import Layer, MemoryPlan, Recompute, blocks_of, model_layers
+from megalite.inventory import Layer, Recompute, blocks_of, model_layers
 from megalite.planner.activations import recomputed
 from megalite.planner.cost import LayerTimes, add_times
 from megalite.planner.memory import PlannedStages, rank_memory
-from megalite.schedule import Program, compact_layout, partition_of
+from megalite.schedule import compact_layout, partition_of
 
 #: A stage between the ends may have this many layers more or fewer than the mean, or a third of the mean.
 SPREAD = 2
@@ -54,46 +54,35 @@ def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -
 
 
 @dataclass(frozen=True)
-class MemoryHeadroom:
-    """The memory of one layout, asked rank by rank. usable_bytes: of a rank's device."""
+class MemoryHeadroom(PlannedStages):
+    """Stages whose ranks are asked one by one whether they fit. usable_bytes: of a device."""
 
-    config: Config
-    world_size: int
-    program: Program
-    plan: MemoryPlan
-    usable_bytes: float
-    on_cpu: bool
+    usable_bytes: float = 0.0
 
-    def stages_of(self, rank: int) -> list[int]:
-        """Stages that a rank holds, each once."""
-        return sorted({stage for stage, _ in self.program.placement.stages_of(rank)})
+    @property
+    def blocks(self) -> list[int]:
+        """Transformer layers of each stage."""
+        return [len(blocks_of(self.config.model, cut)) for cut in self.cuts]
 
-    def blocks(self, cut: range) -> int:
-        """Transformer layers among the items of a stage."""
-        return len(blocks_of(self.config.model, cut))
-
-    def fits(self, rank: int, cuts: Sequence[range], numbers: Sequence[int] | None) -> bool:
+    def fits(self, rank: int, numbers: Sequence[int] | None) -> bool:
         """Whether the stages of `rank` fit. numbers: recomputed layers of each stage; None: the plan's."""
         plan = self.plan
         if numbers is not None:
-            plan = replace(plan, recompute=recompute_of(numbers, [self.blocks(cut) for cut in cuts]))
-        run = PlannedStages(self.config, self.world_size, self.program, list(cuts), plan, self.on_cpu)
-        return rank_memory(run, rank).total <= self.usable_bytes
+            plan = replace(plan, recompute=recompute_of(numbers, self.blocks))
+        return rank_memory(replace(self, plan=plan), rank).total <= self.usable_bytes
 
 
-def smallest_numbers(room: MemoryHeadroom, cuts: Sequence[range]) -> tuple[int, ...] | None:
+def smallest_numbers(room: MemoryHeadroom) -> list[int] | None:
     """The fewest recomputed layers of each stage with which every rank fits; None: not even all are enough."""
-    blocks = [room.blocks(cut) for cut in cuts]
-    numbers = [0] * len(cuts)
-    for rank in range(room.program.num_ranks):
-        stages = room.stages_of(rank)
-        found = _fewest(room, rank, cuts, numbers, _deals(stages, blocks))
+    numbers, ranks = [0] * len(room.cuts), range(room.program.num_ranks)
+    for rank in ranks:
+        found = _fewest(room, rank, numbers, _deals(sorted(room.stages_of(rank)), room.blocks))
         if found is None:
             return None
         numbers = found
     if room.program.placement.num_replicas > 1:  # a later rank may have changed a stage that an earlier one holds too
-        return tuple(numbers) if all(room.fits(r, cuts, numbers) for r in range(room.program.num_ranks)) else None
-    return tuple(numbers)
+        return numbers if all(room.fits(rank, numbers) for rank in ranks) else None
+    return numbers
 
 
 def _deals(stages: Sequence[int], blocks: Sequence[int]) -> list[dict[int, int]]:
@@ -109,7 +98,7 @@ def _deals(stages: Sequence[int], blocks: Sequence[int]) -> list[dict[int, int]]
 
 
 def _fewest(
-    room: MemoryHeadroom, rank: int, cuts: Sequence[range], numbers: Sequence[int], deals: Sequence[Mapping[int, int]]
+    room: MemoryHeadroom, rank: int, numbers: Sequence[int], deals: Sequence[Mapping[int, int]]
 ) -> list[int] | None:
     """`numbers`, raised to the first of `deals` with which `rank` fits."""
 
@@ -117,11 +106,9 @@ def _fewest(
         return [max(number, deals[index].get(stage, 0)) for stage, number in enumerate(numbers)]
 
     def fits(index: int) -> bool:
-        return room.fits(rank, cuts, raised(index))
+        return room.fits(rank, raised(index))
 
-    if fits(0):
-        return raised(0)
-    index = bisect_left(range(len(deals)), True, lo=1, key=fits)
+    index = 0 if fits(0) else bisect_left(range(len(deals)), True, lo=1, key=fits)
     return raised(index) if index < len(deals) else None
 
 
@@ -158,7 +145,7 @@ def recut(room: MemoryHeadroom, times: Sequence[LayerTimes], *, flexible: bool) 
     )
     config = replace(room.config, parallel=parallel)
     if flexible:
-        numbers = smallest_numbers(room, cuts)
+        numbers = smallest_numbers(replace(room, cuts=cuts))
         if numbers is None:
             return None
         config = recomputing(config, numbers, counts)
@@ -176,16 +163,17 @@ def _seconds(
         head = range(last - blocks, last + 1)
         return range(0, blocks + 1) if index == 0 else head if index == stages - 1 else range(1, blocks + 1)
 
-    own = room.stages_of(rank)
     cuts = [items(index, max(1, count)) for index in range(stages)]
     cuts[stage] = range(begin + (stage > 0), begin + count + 1 + (stage == stages - 1))
+    room = replace(room, cuts=cuts)
     if flexible:
-        deals = [{index: min(number, room.blocks(cuts[index])) for index in own} for number in range(count + 1)]
-        found = _fewest(room, rank, cuts, [0] * stages, deals)
+        own = [(index, room.blocks[index]) for index in room.stages_of(rank)]
+        deals = [{index: min(number, blocks) for index, blocks in own} for number in range(count + 1)]
+        found = _fewest(room, rank, [0] * stages, deals)
         if found is None:
             return None
         again = range(begin + 1, begin + 1 + found[stage])
-    elif not room.fits(rank, cuts, None):
+    elif not room.fits(rank, None):
         return None
     else:
         again = recomputed(room.config, cuts[stage], room.plan.recompute_of(stage))

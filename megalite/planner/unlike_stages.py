@@ -19,7 +19,7 @@ from megalite.errors import ScheduleError
 from megalite.inventory import ElementBytes, boundary_bytes, given_plan, given_recompute
 from megalite.planner.activations import stage_activations
 from megalite.planner.communication import CommGroup, stage_elements
-from megalite.planner.cost import TimeSource
+from megalite.planner.cost import Roofline
 from megalite.planner.hardware import Hardware
 from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import PlannedStages, pipeline_memory
@@ -41,7 +41,7 @@ class DeviceClass(NamedTuple):
 
     devices: int
     hardware: Hardware
-    source: TimeSource
+    source: Roofline
 
 
 class UnlikePlan(NamedTuple):

@@ -8,7 +8,7 @@ from megalite.config import parse
 from megalite.models import build_stack, layer_specs
 from megalite.parallel.tensor import LayerContext
 from megalite.parallel.tensor.float8 import Float8Products
-from megalite.planner import Roofline, load_hardware, predict
+from megalite.planner import PlannedStages, Roofline, load_hardware, predict
 from megalite.planner.data_parallel import DataParallel
 from megalite.planner.float8 import gathered_bytes, kept_bytes, rounded_elements
 
@@ -71,7 +71,8 @@ def test_gathers_in_float8_take_half_the_time_and_a_slice_more() -> None:
         parse([*LLAMA_8B, "--zero-stage", "3", "--fp8-format", "hybrid", *more], world_size=64)
         for more in ((), ("--fp8-param-gather",))
     )
-    gathers = [DataParallel(config, 64, hardware, [range(34)]).of_pass(0).gather for config in (plain, rounded)]
+    runs = [PlannedStages.of(config, 64, on_cpu=False) for config in (plain, rounded)]
+    gathers = [DataParallel(run, hardware).of_pass(0).gather for run in runs]
     # the word embedding and the head, 1 of 8 billion, travel as they are, and a message takes its time at any length
     assert 0.5 < gathers[1] / gathers[0] < 0.7
     layer = rounded_elements(rounded, range(1, 2))

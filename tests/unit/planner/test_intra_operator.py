@@ -18,7 +18,7 @@ from megalite.inventory import (
 )
 from megalite.planner import unlike_stages
 from megalite.planner.communication import CommGroup
-from megalite.planner.cost import LayerTimes
+from megalite.planner.cost import LayerTimes, Roofline
 from megalite.planner.hardware import Hardware, load_hardware
 from megalite.planner.intra_operator import (
     TOKENS,
@@ -119,11 +119,8 @@ def test_a_plan_says_it_in_a_line() -> None:
     assert block_text(of("--num-experts 4"), 4, A100) == ""
 
 
-class BlockTimes:
+class BlockTimes(Roofline):
     """Blocks as long as this module has them, for the search: with the one chain that a configuration runs."""
-
-    def __init__(self, hardware: Hardware) -> None:
-        self.hardware = hardware
 
     def layers(self, config: Config) -> Sequence[LayerTimes]:
         layers, group = model_layers(config.model), CommGroup(self.hardware, config.parallel.tensor_model_parallel_size)

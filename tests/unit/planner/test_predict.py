@@ -135,7 +135,10 @@ def test_a_profile_knows_that_ranks_share_a_sequence() -> None:
     hardware = load_hardware("cpu-2core")
     kinds = ("embedding", "block", "head")
     profile = Profile(
-        Roofline(hardware), {(1, False, 1): dict.fromkeys(kinds, LayerTimes(1.0, 1.0, 1.0))}, (0.0, 0.0), (0.0, 0.0)
+        hardware,
+        points={(1, False, 1): dict.fromkeys(kinds, LayerTimes(1.0, 1.0, 1.0))},
+        optimizer=(0.0, 0.0),
+        step=(0.0, 0.0),
     )
     flags = "--micro-batch-size 1 --seq-length 8192"
     whole = _gpt(2, 512, 8, 1, 1, 1, flags, 1)

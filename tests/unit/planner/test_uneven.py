@@ -48,8 +48,9 @@ def _room(config: Config, usable: float) -> tuple[MemoryHeadroom, list[range]]:
     program = program_of(config, config.parallel.pipeline_model_parallel_size)
     ranks = config.parallel.pipeline_model_parallel_size
     hardware = _hardware(usable)
-    room = MemoryHeadroom(config, ranks, program, given_plan(config), hardware.usable_bytes, hardware.on_cpu)
-    return room, stage_layer_ranges(config, program)
+    cuts = stage_layer_ranges(config, program)
+    room = MemoryHeadroom(config, ranks, program, cuts, given_plan(config), hardware.on_cpu, hardware.usable_bytes)
+    return room, cuts
 
 
 def _totals(config: Config, cuts: list[range]) -> list[float]:
@@ -67,30 +68,30 @@ def test_the_numbers_are_the_smallest_that_fit(schedule: str) -> None:
     chunks = " --virtual-pipeline-model-parallel-size 2" if schedule == "interleaved" else ""
     config = _config(f"--vocab-size 512 --pipeline-model-parallel-size 2 --pipeline-schedule {schedule}{chunks}")
     room, cuts = _room(config, 1.0)
-    blocks = [room.blocks(cut) for cut in cuts]
+    blocks = room.blocks
     choices = list(itertools.product(*(range(count + 1) for count in blocks)))
     needs = {choice: max(_totals(recomputing(config, choice, blocks), cuts)) for choice in choices}
     plain, lean = needs[(0,) * len(blocks)], min(needs.values())
     assert lean < plain
     for share in (0.3, 0.7):
         room, _ = _room(config, lean + share * (plain - lean))
-        numbers = smallest_numbers(room, cuts)
+        numbers = smallest_numbers(room)
         assert numbers is not None and any(numbers)
         usable = room.usable_bytes
-        assert needs[numbers] <= usable
+        assert needs[tuple(numbers)] <= usable
         # every other choice that fits recomputes as many layers or more
         fewest = min(sum(choice) for choice in choices if needs[choice] <= usable)
         slack = 2 if schedule == "chimera" else 1  # stages of a rank share its number; two ranks share a stage
         assert sum(numbers) <= fewest + slack * (schedule not in ("1f1b", "eager-1f1b"))
-    assert smallest_numbers(_room(config, 0.5 * lean)[0], cuts) is None
-    assert smallest_numbers(_room(config, 1.1 * plain)[0], cuts) == (0,) * len(cuts)
+    assert smallest_numbers(_room(config, 0.5 * lean)[0]) is None
+    assert smallest_numbers(_room(config, 1.1 * plain)[0]) == [0] * len(cuts)
 
 
 def test_early_ranks_recompute_more() -> None:
     config = _config("--vocab-size 512 --pipeline-model-parallel-size 4")
     room, cuts = _room(config, 1.0)
     plain, lean = max(_totals(config, cuts)), max(_totals(_full(config), cuts))
-    numbers = smallest_numbers(_room(config, (plain + lean) / 2)[0], cuts)
+    numbers = smallest_numbers(_room(config, (plain + lean) / 2)[0])
     assert numbers is not None and list(numbers) == sorted(numbers, reverse=True) and numbers[0] > numbers[-1]
 
 
@@ -248,7 +249,7 @@ def test_no_other_cut_would_be_much_faster(vocabulary: int) -> None:
     for counts in _ways(8, 3):
         cut = partition_of(8, counts)
         stages = [cut.items(stage) for stage in range(3)]
-        numbers = smallest_numbers(room, stages)
+        numbers = smallest_numbers(replace(room, cuts=stages))
         if numbers is not None:
             tried = recomputing(config, numbers, counts)
             times.append(predict(tried, 3, hardware, Roofline(hardware), stages).step_time)
