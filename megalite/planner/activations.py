@@ -94,19 +94,13 @@ def stage_activations(
     found = StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
     if config.parallel.hardware.cuda_graph_impl == "none" or not blocks:
         return found
-    lane = _lane_bytes(config, items, how)
+    # What the CUDA graphs of a micro-batch hold (`nn.graphs`): of each block what its products' weight gradients are
+    # made of, its result and its input's gradient, or what it keeps from forward to backward where that is more; copies
+    # of the stage's input and of its result's gradient; what comes and goes in a backward, which is of each pool anew.
+    held = add_up(blocks, lambda layer: max(kept_bytes(config, layer), waiting[layer] + 2 * entrance))
+    lane = held + 2 * entrance + _block_workspace(config, blocks, how)
     late = found.weight_only - add_up(blocks, waiting.__getitem__)
     return replace(found, full=lane, weight_only=lane + late, weight_only_block=0.0)
-
-
-def _lane_bytes(config: Config, items: range, how: Recompute) -> float:
-    """What a micro-batch's CUDA graphs hold (`nn.graphs`): of each block what its products' weight gradients are made
-    of, its result and its input's gradient, or what it keeps from forward to backward where that is more; copies of the
-    stage's input and of its result's gradient; what comes and goes in a backward, which is of each pool anew."""
-    blocks = [layer for layer in model_layers(config.model)[items.start : items.stop] if layer.is_block]
-    entrance = boundary_bytes(config)
-    held = add_up(blocks, lambda layer: max(kept_bytes(config, layer), weight_only_bytes(config, layer) + 2 * entrance))
-    return held + 2 * entrance + _block_workspace(config, blocks, how)
 
 
 #: What cuBLAS takes of a Hopper GPU: 32 MiB for each thread that multiplies, that of forwards and autograd's.

@@ -148,36 +148,25 @@ class FastEstimator:
         number = self.config.model.num_layers
         dp = alike // layout.context_parallel_size
         m = (self.config.training.global_batch_size or 1) // dp // layout.micro_batch_size
-        again += find_schedule(layout.pipeline_schedule).recomputes
+        schedule = find_schedule(layout.pipeline_schedule)
+        again += schedule.recomputes
         forward, backward = block.forward, block.backward + again * block.forward
         whole = number * (forward + backward) + shared.ends
         rank = max(-(-number // (p * v)) * v * (forward + backward), whole / p)
         rank += 2 * v * self.hardware.action_overhead
-        hop = self._hop(layout, alike)
-        step = m * rank + self._bubble(layout, rank, block, p, v, m) + 2 * (p - 1) * hop
-        step += self._data_parallel(layout, alike, rank, m)
+        hop = CommGroup(self.hardware, p, layout.tensor_model_parallel_size * alike).send(shared.boundary)
+        # idle time per rank, by the closed forms of the schedules' papers
+        total = block.forward + block.backward_input + block.backward_weight
+        f, i, w = (each * (rank / total if total else 0.0) for each in block[:3])
+        step = m * rank + (p - 1) * schedule.idle(f, i, w, v) + 2 * (p - 1) * hop
         owned = sum(number / each.owners(layout.zero_stage) for number, each in self.families(layout))
+        pair = 0.0
+        if schedule.paired:  # every rank holds two stages, each with another rank
+            group = CommGroup(self.hardware, 2, layout.tensor_model_parallel_size * alike)
+            pair = group.all_reduce(2 * owned * self.size.gradient)
+        step += pair + self._reduction(layout, 2 if schedule.paired else 1, rank, m)
         step += self.source.optimizer_step(shared.config, owned)
         return step, self._bytes(layout, shared.block_bytes, m)
-
-    def _hop(self, layout: Layout, dp: int) -> float:
-        p, tp = layout.pipeline_model_parallel_size, layout.tensor_model_parallel_size
-        return CommGroup(self.hardware, p, tp * dp).send(self._shared(layout).boundary)
-
-    def _bubble(self, layout: Layout, rank: float, block: LayerTimes, p: int, v: int, m: int) -> float:
-        """Idle time per rank, by the closed forms of the schedules' papers."""
-        total = block.forward + block.backward_input + block.backward_weight
-        third = rank / total if total else 0.0
-        f, i, w = block.forward * third, block.backward_input * third, block.backward_weight * third
-        return (p - 1) * find_schedule(layout.pipeline_schedule).idle(f, i, w, v)
-
-    def _data_parallel(self, layout: Layout, dp: int, rank: float, m: int) -> float:
-        size = self.size
-        if find_schedule(layout.pipeline_schedule).paired:  # every rank holds two stages, each with another rank
-            pair = CommGroup(self.hardware, 2, layout.tensor_model_parallel_size * dp)
-            owned = sum(number / each.owners(layout.zero_stage) for number, each in self.families(layout))
-            return pair.all_reduce(2 * owned * size.gradient) + self._reduction(layout, 2, rank, m)
-        return self._reduction(layout, 1, rank, m)
 
     def _reduction(self, layout: Layout, stages: int, rank: float, m: int) -> float:
         """Seconds that sums of gradients, and gathers of weights, of so many stages add to a step."""
@@ -192,10 +181,9 @@ class FastEstimator:
         if layout.zero_stage == 0:
             reduced = sum(group.all_reduce(number * size.gradient, messages) for number, group, messages in held)
             return max(0.0, reduced - overlap * rank / 2)
-        if layout.zero_stage == 1:
-            return max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
-        if layout.zero_stage == 2:
-            return m * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
+        if layout.zero_stage < 3:
+            scatters = m if layout.zero_stage == 2 else 1
+            return scatters * max(0.0, scatter - overlap * rank / 2) + max(0.0, gather - overlap * rank / 3)
         times = 1 if find_schedule(layout.pipeline_schedule).gathers_once else m
         return m * max(0.0, scatter - overlap * rank / 3) + times * 2 * max(0.0, gather - overlap * rank / 3)
 

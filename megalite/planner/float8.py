@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from megalite.config import Config
 from megalite.inventory import (
@@ -29,14 +28,6 @@ LOOK, ROUND, ACROSS, TURN = 2.6, 3.5, 5.3, 3.5
 """Bytes an element of a pass that takes as long; across: rounded and transposed at once."""
 
 
-class Passes(NamedTuple):
-    """Bytes that a micro-batch of a layer reads and writes to round operands."""
-
-    forward: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
-
-
 def rounded_products(layer: Layer) -> Iterator[Product]:
     """The products of a layer that are computed in float8."""
     if layer.kind == "block":
@@ -45,14 +36,16 @@ def rounded_products(layer: Layer) -> Iterator[Product]:
                 yield product
 
 
-def rounding_passes(config: Config, layer: Layer) -> Passes:
-    """Of a layer. Weights that are kept are rounded once for all micro-batches, which is left out."""
+def rounding_passes(config: Config, layer: Layer) -> tuple[float, float, float]:
+    """Bytes that a micro-batch of a layer reads and writes to round operands, in F, I and W. Weights that are kept are
+    rounded once for all micro-batches, which is left out."""
     given, tokens = config.training.float8, micro_tokens(config)
     if config.model.lora.frozen_weights_int8:
         sizes = (math.prod(p.local(p.shards(config.parallel))) for p in rounded_products(layer))
-        return Passes(*[sum(sizes) * (1.0 + ElementBytes.of(config).compute)] * 2)
+        both = sum(sizes) * (1.0 + ElementBytes.of(config).compute)
+        return both, both, 0.0
     if given.fp8_format is None:
-        return Passes()
+        return 0.0, 0.0, 0.0
     look = 0.0 if given.fp8_recipe == "delayed" else LOOK
     forward = gradient = weight = 0.0
     for product in rounded_products(layer):
@@ -61,7 +54,7 @@ def rounding_passes(config: Config, layer: Layer) -> Passes:
         forward += tokens * k * (look + ROUND) + of_weight
         gradient += tokens * n * (look + ROUND) + of_weight
         weight += tokens * (k * ACROSS + n * TURN) + n * k * 3 * ElementBytes.of(config).gradient
-    return Passes(forward, gradient, weight)
+    return forward, gradient, weight
 
 
 def rounded_elements(config: Config, items: range) -> int:

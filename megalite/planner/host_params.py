@@ -27,24 +27,23 @@ from megalite.planner.model_states import planned_buckets
 from megalite.schedule import WeightChunks
 
 
-def weight_chunks(config: Config, world_size: int, cuts: Sequence[range], plan: MemoryPlan) -> WeightChunks:
-    """cuts: stage -> indices into [embedding, block 0, ..., head]."""
+def with_weight_chunks(config: Config, world_size: int, cuts: Sequence[range], plan: MemoryPlan) -> MemoryPlan:
+    """The plan with what comes and goes in these stages, where weights live on the host. cuts: stage -> indices into
+    [embedding, block 0, ..., head]."""
+    if not plan.hosts_params:
+        return plan
     orders = [_orders(config, cut, plan.recompute_of(stage)) for stage, cut in enumerate(cuts)]
     capacity = None if plan.chunks is None else plan.chunks.capacity
     again = config.num_microbatches(world_size) > 1 and config.parallel.zero_stage < 2
     sent = [_gradient_bytes(config, world_size, cut) for cut in cuts]
-    return WeightChunks(
+    chunks = WeightChunks(
         tuple(_layer_bytes(config, world_size, cut, len(cuts)) for cut in cuts),
         tuple(forward for forward, _ in orders),
         tuple(backward for _, backward in orders),
         tuple((nbytes, nbytes if again else 0) for nbytes in sent),
         capacity,
     )
-
-
-def with_weight_chunks(config: Config, world_size: int, cuts: Sequence[range], plan: MemoryPlan) -> MemoryPlan:
-    """The plan with what comes and goes in these stages, where weights live on the host."""
-    return replace(plan, chunks=weight_chunks(config, world_size, cuts, plan)) if plan.hosts_params else plan
+    return replace(plan, chunks=chunks)
 
 
 def _layer_bytes(config: Config, world_size: int, cut: range, num_stages: int) -> tuple[int, ...]:

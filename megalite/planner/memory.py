@@ -159,8 +159,10 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
     comes = not (program.keeps_gradients or program.chunks is not None or lanes)
     if config.parallel.zero_stage >= 2 and comes:  # as activations go
         gradients = max(0.0, gradients - full - boundary - head)
-    found = replace(
-        _of_states(states),
+    beside = _kept_by_step(program, rank, kept) + lanes + messages + shared_memory_bytes(config, on_cpu)
+    return _planned(
+        states,
+        beside,
         weights=states.weights + coming,
         gradients=gradients,
         activations=full,
@@ -171,18 +173,13 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
         warm_up=max(0.0, warm_up_bytes(config, cuts, again, kept, full) - head - max(logits, transient)),
         host=host,
     )
-    beside = _kept_by_step(program, rank, kept) + lanes + messages + shared_memory_bytes(config, on_cpu)
-    return _with_step(found, states, beside)
 
 
-def _of_states(states: StateBytes) -> RankMemory:
-    held = ("weights", "gradients", "master", "moments", "host", "file")
-    return RankMemory(**{name: getattr(states, name) for name in held})
-
-
-def _with_step(memory: RankMemory, states: StateBytes, beside: float) -> RankMemory:
-    """With what more the optimizer's step needs than a batch. beside: activations, messages and buffers that are there
-    then."""
+def _planned(states: StateBytes, beside: float, **terms: float) -> RankMemory:
+    """Of these terms and states, with what more the optimizer's step needs than a batch. beside: activations, messages
+    and buffers that are there then."""
+    held = {name: getattr(states, name) for name in ("weights", "gradients", "master", "moments", "host", "file")}
+    memory = RankMemory(**held | terms)
     step = states.held + states.temporary + beside
     return replace(memory, workspace=memory.workspace + max(0.0, step - memory.total))
 
@@ -232,15 +229,15 @@ def foreign_memory(
     message: between stages. logits: what comes and goes in the loss.
     """
     full, boundary, head, _ = _peak(program, rank, kept, logits)
-    found = replace(
-        _of_states(states),
+    messages, shared = _messages(program, rank, on_cpu=on_cpu) * message, shared_memory_bytes(config, on_cpu)
+    return _planned(
+        states,
+        _kept_by_step(program, rank, kept) + messages + shared,
         activations=full,
-        boundary=boundary + _messages(program, rank, on_cpu=on_cpu) * message,
+        boundary=boundary + messages,
         logits=head + logits,
-        buffers=states.scratch + states.gathered + shared_memory_bytes(config, on_cpu),
+        buffers=states.scratch + states.gathered + shared,
     )
-    beside = _kept_by_step(program, rank, kept) + (found.boundary - boundary) + shared_memory_bytes(config, on_cpu)
-    return _with_step(found, states, beside)
 
 
 @cache

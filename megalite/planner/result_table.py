@@ -55,7 +55,7 @@ def stages_text(prediction: Prediction) -> str:
 def _recomputed(config: Config, plan: MemoryPlan) -> str:
     """`full`, `selective`, or the layers of every stage: `4,2,1,0x5 layers`."""
     if plan.recompute[0].method != "block":
-        return "full" if plan.recompute[0].method else _granularity(config, plan) or ""
+        return _granularity(config, plan) or ""
     numbers = [each.number for each in plan.recompute]
     if len(numbers) == 1:
         return f"{numbers[0]} layer{'s' * (numbers[0] > 1)} a stage"
@@ -159,7 +159,9 @@ def summary(found: SearchResult, world_size: int, hardware: Hardware, top: int, 
     lines.append(f"1: GB on pipeline rank {best.fullest}: {', '.join(terms)}")
     if best.messages:
         lines.append(f"1: {messages_text(best)}")
-    lines.append(f"1: {cost_of_training(best, hardware)}")
+    days, energy = budget(best, hardware)
+    tokens = best.config.total_train_samples(world_size) * best.config.model.seq_length
+    lines.append(f"1: {in_units(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}")
     lines += [f"{n}: {text}" for n, p in enumerate(shown, 1) if (text := stages_text(p))]
     for number, one in enumerate(shown, 1):
         rows = budget_rows(one.config, program_of(one.config, one.world_size, one.plan), one.memory, one.plan)
@@ -175,13 +177,6 @@ def messages_text(prediction: Prediction) -> str:
     if whole - shown < DOUBTFUL * prediction.step_time:
         return text
     return f"{text}: an assumption; a step takes {prediction.step_time + whole - shown:.4g} s if nothing hides them"
-
-
-def cost_of_training(prediction: Prediction, hardware: Hardware) -> str:
-    """Time and energy of the whole training."""
-    days, energy = budget(prediction, hardware)
-    tokens = prediction.config.total_train_samples(prediction.world_size) * prediction.config.model.seq_length
-    return f"{in_units(tokens)} tokens take {time_text(days)} and about {energy_text(energy)}"
 
 
 def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:

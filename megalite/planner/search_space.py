@@ -9,12 +9,13 @@ schedule has its own. Sequences are not cut into parts of less than 4,096 tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megalite.config import Config, all_options, config_problems, divisors, schedule_file
+from megalite.config import SECTIONS, Config, all_options, build_section, config_problems, divisors, flat, schedule_file
 from megalite.schedule import SCHEDULES, default_schedule, resolve_chunks, schedule_problems
 
 #: Tokens of a sequence on one rank, at least, where it is cut.
@@ -71,10 +72,7 @@ class Layout:
 
     def as_dict(self, world_size: int) -> dict[str, Any]:
         """Fields by their flags' names, with the derived data-parallel size."""
-        model_parallel = (
-            self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
-        )
-        return asdict(self) | {"data_parallel_size": world_size // model_parallel}
+        return asdict(self) | {"data_parallel_size": world_size // math.prod(self.sizes[:3])}
 
 
 #: Fields of the configuration that are searched where the user did not give them.
@@ -83,32 +81,14 @@ SEARCHED = tuple(field.name for field in fields(Layout))
 
 def apply(config: Config, layout: Layout) -> Config:
     """The configuration with this layout."""
-    parallel = replace(
-        config.parallel,
-        tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        context=replace(config.parallel.context, context_parallel_size=layout.context_parallel_size),
-        experts=replace(
-            config.parallel.experts,
-            expert_model_parallel_size=layout.expert_model_parallel_size,
-            expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
-        ),
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-        sequence_parallel=layout.sequence_parallel,
-        pipeline_schedule=None if config.parallel.pipeline_schedule_file else layout.pipeline_schedule,
-        zero_stage=layout.zero_stage,
-    )
-    model = config.model
-    if layout.recompute_granularity != model.recompute_granularity:
+    changed = asdict(layout)
+    if config.parallel.pipeline_schedule_file:
+        changed["pipeline_schedule"] = None
+    if layout.recompute_granularity != config.model.recompute_granularity:
         full = layout.recompute_granularity == "full"
-        model = replace(
-            model,
-            recompute_granularity=layout.recompute_granularity,
-            recompute_method="uniform" if full else None,
-            recompute_num_layers=(1,) if full else None,
-        )
-    training = replace(config.training, micro_batch_size=layout.micro_batch_size)
-    return replace(config, model=model, parallel=parallel, training=training)
+        changed |= {"recompute_method": "uniform" if full else None, "recompute_num_layers": (1,) if full else None}
+    sections = {name: flat(getattr(config, name)) | changed for name in ("model", "parallel", "training")}
+    return replace(config, **{name: build_section(SECTIONS[name], values) for name, values in sections.items()})
 
 
 def layout_of(config: Config) -> Layout:
@@ -129,6 +109,11 @@ def layout_of(config: Config) -> Layout:
     )
 
 
+def _kept(here: Layout, given: frozenset[str], name: str, others: Sequence[Any]) -> Sequence[Any]:
+    """The value that a given field keeps, or all others that it might have."""
+    return [getattr(here, name)] if name in given else others
+
+
 def layouts(config: Config, world_size: int, given: frozenset[str], *, stale: bool = False) -> Iterator[Layout]:
     """Every layout that might be legal. given: fields that keep the value they have; stale: asynchronous schedules
     too."""
@@ -143,18 +128,17 @@ def shapes(config: Config, world_size: int, given: frozenset[str]) -> Iterator[S
     assert batch is not None, "a plan needs the global batch size"
     sizes, length = divisors(world_size), config.model.seq_length
     cuts = [cp for cp in sizes if cp == 1 or (length // cp >= LEAST_TOKENS and length % cp == 0)]
-    cuts = [here.context_parallel_size] if "context_parallel_size" in given else cuts
-    for tp in [here.tensor_model_parallel_size] if "tensor_model_parallel_size" in given else sizes:
+    for tp in _kept(here, given, "tensor_model_parallel_size", sizes):
         if config.model.num_attention_heads % tp or config.model.ffn_size % tp:
             continue
-        for pp in [here.pipeline_model_parallel_size] if "pipeline_model_parallel_size" in given else sizes:
+        for pp in _kept(here, given, "pipeline_model_parallel_size", sizes):
             if world_size % (tp * pp) or (pp > config.model.num_layers and pp > 1):
                 continue
-            for cp in cuts:
+            for cp in _kept(here, given, "context_parallel_size", cuts):
                 dp, rest = divmod(world_size, tp * cp * pp)
                 if rest or batch % dp:
                     continue
-                micro = [here.micro_batch_size] if "micro_batch_size" in given else divisors(batch // dp)
+                micro = _kept(here, given, "micro_batch_size", divisors(batch // dp))
                 dealt = list(_expert_axes(config, given, tp, world_size // pp))
                 yield from (
                     Sizes(tp, cp, pp, dp, size, *axes) for size in micro if (batch // dp) % size == 0 for axes in dealt
@@ -167,9 +151,8 @@ def _expert_axes(config: Config, given: frozenset[str], tp: int, stage_ranks: in
     if number is None:
         yield 1, None
         return
-    shares: list[int | None] = [None, 1] if tp > 1 else [None]
-    for etp in [here.expert_tensor_parallel_size] if "expert_tensor_parallel_size" in given else shares:
-        for ep in [here.expert_model_parallel_size] if "expert_model_parallel_size" in given else divisors(number):
+    for etp in _kept(here, given, "expert_tensor_parallel_size", [None, 1] if tp > 1 else [None]):
+        for ep in _kept(here, given, "expert_model_parallel_size", divisors(number)):
             if stage_ranks % ((etp or tp) * ep) == 0:
                 yield ep, etp
 
@@ -180,20 +163,18 @@ def of_shape(config: Config, given: frozenset[str], sizes: Sizes, *, stale: bool
     tp, cp, pp, dp, micro, ep, etp = sizes
     assert config.training.global_batch_size is not None
     m = config.training.global_batch_size // dp // micro
-    splits = [here.sequence_parallel] if "sequence_parallel" in given else [False, True] if tp > 1 else [False]
+    splits = _kept(here, given, "sequence_parallel", [False, True] if tp > 1 else [False])
     if etp is not None and etp < tp:  # each rank has tokens of its own
         splits = [split for split in splits if split]
     copies = tp * cp * dp // (ep * (etp or tp)) if config.model.experts.num_experts is not None else 1
-    zeros = [here.zero_stage] if "zero_stage" in given else [0, 1, 2, 3] if dp * cp > 1 or copies > 1 else [0]
+    zeros = _kept(here, given, "zero_stage", [0, 1, 2, 3] if dp * cp > 1 or copies > 1 else [0])
     kinds: list[str | None] = [None, "full"]
     if here.recompute_granularity not in kinds:
-        kinds = [here.recompute_granularity, *kinds]
-    if "recompute_granularity" in given:
-        kinds = [here.recompute_granularity]
+        kinds.insert(0, here.recompute_granularity)
     for name, chunks in _schedules(config, given, here, pp, m, stale):
         for split in splits:
             for zero in zeros:
-                for kind in kinds:
+                for kind in _kept(here, given, "recompute_granularity", kinds):
                     yield Layout(tp, cp, pp, chunks, split, name, zero, micro, kind, ep, etp)
 
 

@@ -41,6 +41,8 @@ def startup_rows(run: PlannedStages, device: str = "CPU") -> list[tuple[str, str
     ]
     ranks = pipeline_memory(replace(run, on_cpu=device.lower() == "cpu"))
     heaviest = max(range(len(ranks)), key=lambda r: ranks[r].total)
+    held = sum(kept_bytes(config, cuts[stage]) for stage in run.stages_of(heaviest))
+    in_float8 = float(program.weight_versions[heaviest] * held)
     by = "given" if parallel.stage_layout != StageLayout() else "divided by the FLOPs of their forwards"
     groups = f", {model.query_groups} key/value heads" if model.query_groups != model.num_attention_heads else ""
     return [
@@ -57,7 +59,7 @@ def startup_rows(run: PlannedStages, device: str = "CPU") -> list[tuple[str, str
         *([("lengths", _lengths(config, world_size))] if training.seq_length_schedule is not None else []),
         ("FLOPs", f"{', then '.join(in_units(each, 'FLOP') for each in flops)} per step ({FLOPS_CONVENTION})"),
         *embedding_rows(config),
-        *_memory_rows(ranks, heaviest, device, _kept(config, program, cuts, heaviest)),
+        *_memory_rows(ranks, heaviest, device, in_float8),
         *budget_rows(config, program, ranks, run.plan),
     ]
 
@@ -239,12 +241,6 @@ LARGEST = 3
 """Terms that are named beside devices that are too small."""
 
 
-def _kept(config: Config, program: Program, cuts: Sequence[range], rank: int) -> float:
-    """Bytes of weights that a rank keeps in float8, beside their own dtype."""
-    stages = [stage for stage, _ in program.placement.stages_of(rank)]
-    return float(program.weight_versions[rank] * sum(kept_bytes(config, cuts[stage]) for stage in stages))
-
-
 def _memory_rows(
     ranks: Sequence[RankMemory], heaviest: int, device: str, in_float8: float = 0.0
 ) -> list[tuple[str, str]]:
@@ -306,9 +302,8 @@ def budget_rows(
 def _weights_moved(program: Program) -> str:
     """What comes to the device of weights that live on the host, on the rank that holds most."""
     assert program.chunks is not None
-    rank, moves = max(
-        ((rank, weights_moved(program, rank)) for rank in range(program.num_ranks)), key=lambda item: item[1].peak
-    )
+    found = [weights_moved(program, rank) for rank in range(program.num_ranks)]
+    rank, moves = max(enumerate(found), key=lambda item: item[1].peak)
     stages = {stage for stage, _ in program.placement.stages_of(rank)}
     whole = sum(sum(program.chunks.sizes[stage]) for stage in stages)
     back = sum(program.chunks.gradients[stage][0] for stage in stages)

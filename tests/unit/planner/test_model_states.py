@@ -27,7 +27,7 @@ from megalite.parallel.tensor.context import LayerContext
 from megalite.parallel.zero import ParameterBuffers, StageOptions
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.communication import stage_elements
-from megalite.planner.host_params import weight_chunks
+from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.model_states import state_bytes
 from megalite.train.build import WORD_EMBEDDINGS, parameter_dtype, zero_options
 
@@ -222,7 +222,9 @@ def test_weights_and_gradients_on_the_host_take_what_is_predicted(flags: str, it
     assert found.host == sum(home.nbytes for home in homes) + optimizer.memory()["offloaded"] - masters
     cuts = [items if number == 0 else range(0) for number in range(stages)]
     coming = [weights.nbytes for weights in buffers.weights.coming]  # type: ignore[attr-defined]  # the hosted ones
-    sizes = weight_chunks(config, 1, cuts, given_plan(config)).sizes[0]
+    chunks = with_weight_chunks(config, 1, cuts, given_plan(config)).chunks
+    assert chunks is not None
+    sizes = chunks.sizes[0]
     assert sum(coming) == sum(sizes) and (len(coming) > len(sizes) or sorted(coming) == sorted(sizes))
 
 
