@@ -29,15 +29,7 @@ from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
-from megalite.planner.hardware import (
-    Hardware,
-    Link,
-    available,
-    hardware_of,
-    load_cluster,
-    load_hardware,
-    peak_flops,
-)
+from megalite.planner.hardware import Hardware, Link, available, hardware_of, load_cluster, load_hardware, peak_flops
 from megalite.planner.host_states import chunk_capacity, efficiency, host_traffic
 from megalite.planner.inter_operator import StageCost, plan_stages
 from megalite.planner.intra_operator import block_text
@@ -53,16 +45,7 @@ from megalite.planner.memory import (
 from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
 from megalite.planner.profile import Profile, load_profile, mean_profile, measured_model
-from megalite.planner.result_table import (
-    as_json,
-    budget,
-    energy_text,
-    gb,
-    layout_text,
-    states_text,
-    summary,
-    time_text,
-)
+from megalite.planner.result_table import as_json, budget, energy_text, gb, layout_text, states_text, summary, time_text
 from megalite.planner.search import OverBudget, SearchResult, pareto, search
 from megalite.planner.search_space import (
     SEARCHED,

@@ -22,14 +22,7 @@ import math
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory import (
-    ElementBytes,
-    context_bytes,
-    expert_rows,
-    micro_tokens,
-    model_layers,
-    stage_layer_ranges,
-)
+from megalite.inventory import ElementBytes, context_bytes, expert_rows, micro_tokens, model_layers, stage_layer_ranges
 from megalite.planner.communication import CommGroup, families_of, stage_elements
 from megalite.planner.hardware import Hardware
 from megalite.planner.predict import program_of

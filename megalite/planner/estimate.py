@@ -7,13 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
-from megalite.inventory import (
-    ElementBytes,
-    MemoryPlan,
-    boundary_bytes,
-    given_plan,
-    given_recompute,
-)
+from megalite.inventory import ElementBytes, MemoryPlan, boundary_bytes, given_plan, given_recompute
 from megalite.planner.activations import recomputed, stage_activations
 from megalite.planner.communication import CommGroup, Copies, families_of, stage_elements
 from megalite.planner.cost import LayerTimes, Roofline, mean_times
@@ -157,7 +151,8 @@ class FastEstimator:
         hop = CommGroup(self.hardware, p, layout.tensor_model_parallel_size * alike).send(shared.boundary)
         # idle time per rank, by the closed forms of the schedules' papers
         total = block.forward + block.backward_input + block.backward_weight
-        f, i, w = (each * (rank / total if total else 0.0) for each in block[:3])
+        part = rank / total if total else 0.0
+        f, i, w = block.forward * part, block.backward_input * part, block.backward_weight * part
         step = m * rank + (p - 1) * schedule.idle(f, i, w, v) + 2 * (p - 1) * hop
         owned = sum(number / each.owners(layout.zero_stage) for number, each in self.families(layout))
         pair = 0.0

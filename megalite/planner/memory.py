@@ -40,13 +40,7 @@ from megalite.planner.float8 import gathered_bytes, kept_bytes
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.model_states import StateBytes, state_bytes
 from megalite.planner.peaks import STEPPED, memory_peaks, walked
-from megalite.schedule import (
-    ChunkTraffic,
-    Program,
-    Residency,
-    chunk_traffic,
-    residency,
-)
+from megalite.schedule import ChunkTraffic, Program, Residency, chunk_traffic, residency
 
 #: A batch with more actions than this is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000

@@ -14,14 +14,7 @@ from operator import add, attrgetter
 from typing import Any
 
 from megalite.config import Config
-from megalite.inventory import (
-    DEFAULT_PLAN,
-    MemoryPlan,
-    boundary_bytes,
-    computations,
-    flops_per_iteration,
-    model_layers,
-)
+from megalite.inventory import DEFAULT_PLAN, MemoryPlan, boundary_bytes, computations, flops_per_iteration, model_layers
 from megalite.planner.activations import recomputed
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, Roofline, add_times
