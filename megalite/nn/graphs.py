@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.gradient import GradSink, Node, Postponed, WeightGradQueue, sink_of
 from megalite.inventory import GRAPH_WARM_UP
@@ -75,6 +75,10 @@ class _Backward(NamedTuple):
     dx: Tensor
     gradients: list[tuple[GradSink, Tensor]]
     postponed: list[Postponed]
+
+
+_Ends = tuple[Tensor, Tensor, list[nn.Parameter]]
+"""Of a block: its input, its result, and the parameters of which its backward has gradients."""
 
 
 class Lane:
@@ -144,24 +148,23 @@ class Lane:
         finally:
             graph.capture_end()
 
-    def _capture_forwards(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[torch.cuda.CUDAGraph, Tensor]]]:
-        """(Inputs and results of the blocks; their graphs, and their results in the memory of these)."""
+    def _capture_forwards(self) -> tuple[list[_Ends], list[tuple[torch.cuda.CUDAGraph, Tensor]]]:
+        """(Ends of the blocks; their graphs, and their results in the memory of these)."""
         ends, forwards, x = [], [], self.x
         for block in self._graphs.blocks:
             x = x.detach().requires_grad_()
-            with self._capture() as graph:
+            with _leaves_of(block) as leaves, self._capture() as graph:
                 y = Block.forward(block, x, self.microbatch)
-            ends.append((x, y))
+            ends.append((x, y, leaves))
             x = y.detach()
             forwards.append((graph, x))
         return ends, forwards
 
-    def _capture_backwards(self, ends: list[tuple[Tensor, Tensor]]) -> list[_Backward]:
+    def _capture_backwards(self, ends: list[_Ends]) -> list[_Backward]:
         backwards: list[_Backward] = []
         dy = torch.empty_like(ends[-1][1])
-        for block in reversed(self._graphs.blocks):
-            x, y = ends.pop()
-            parameters = [p for p in block.parameters() if p.requires_grad]
+        while ends:
+            x, y, parameters = ends.pop()
             with self._capture() as graph, self._graphs.weight_grads.collect() as postponed:
                 dx, *gradients = torch.autograd.grad(y, [x, *parameters], dy, allow_unused=True)
             del y
@@ -180,6 +183,24 @@ class _Replay(Node):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.lane.backward(ctx.index, dy), None, None
+
+
+@contextmanager
+def _leaves_of(block: Block) -> Iterator[list[nn.Parameter]]:
+    """The block's parameters are new leaves of the stream that captures. What autograd has for one of its own was made
+    on another stream and is kept by a hook: that stream would have to wait for a capture, which CUDA refuses."""
+    given = [(module, name, p) for module in block.modules() for name, p in module.named_parameters(recurse=False)]
+    leaves: list[nn.Parameter] = []
+    try:
+        for module, name, parameter in given:
+            leaf = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(leaf).update(vars(parameter))  # where its gradient goes
+            module.register_parameter(name, leaf)
+            leaves += [leaf] if leaf.requires_grad else []
+        yield leaves
+    finally:
+        for module, name, parameter in given:
+            module.register_parameter(name, parameter)
 
 
 def _sink(parameter: Tensor) -> GradSink:

@@ -27,6 +27,7 @@ LLAMA = replace(
     position_embedding_type="rope",
     normalization="RMSNorm",
     activation="swiglu",
+    ffn_hidden_size=24,
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
     num_query_groups=2,

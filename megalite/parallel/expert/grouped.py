@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -136,7 +137,7 @@ def by_one_kernel(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
     if x.device.type == "cpu" or len(x) == 0:
         return False
     narrow = x.dtype == weight.dtype == dtype == torch.bfloat16
-    whole = weight.shape[-1] % 8 == weight[0, ..., 0].numel() % 8 == 0
+    whole = weight.shape[-1] % 8 == math.prod(weight.shape[1:-1]) % 8 == 0
     return narrow and whole and grouped_works(x.device)
 
 
