@@ -74,7 +74,7 @@ from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.stage_meshes import StageMesh, parse_meshes, stage_sizes
 from megalite.config.staleness import Correction, StalenessCorrection, completed, correction_of, has_delay
-from megalite.config.training import BatchRamp, Float8, Precision, Spikes, TrainingConfig, TrainingLength
+from megalite.config.training import BatchRamp, Float8, LossScaling, Precision, Spikes, TrainingConfig, TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.usage import accepted_spellings, listing
 from megalite.config.values import bounds_problem, show

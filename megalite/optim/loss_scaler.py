@@ -6,7 +6,7 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from megalite.config import TrainingConfig
+from megalite.config import LossScaling, TrainingConfig
 
 
 class LossScaler:
@@ -44,31 +44,22 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """Doubles after `window` good steps in a row, halves after `hysteresis` overflows (Micikevicius et al., arXiv
-    1710.03740).
+    """Doubles after `loss_scale_window` good steps in a row, halves after `hysteresis` overflows (Micikevicius et al.,
+    arXiv 1710.03740).
 
     `hysteresis` overflows are tolerated between two growths before every further one halves the scale (Megatron's rule:
     the tolerance is given back only when the scale grows).
     """
 
-    def __init__(
-        self,
-        *,
-        initial_scale: float = 2.0**32,
-        min_scale: float = 1.0,
-        window: int = 1000,
-        hysteresis: int = 2,
-    ) -> None:
-        super().__init__(initial_scale, skips_non_finite=True)
-        self.min_scale = float(min_scale)
-        self.window = window
-        self.hysteresis = hysteresis
+    def __init__(self, settings: LossScaling) -> None:
+        super().__init__(settings.initial_loss_scale, skips_non_finite=True)
+        self._settings = settings
         self._good_steps = 0
-        self._tolerance = hysteresis
+        self._tolerance = settings.hysteresis
 
     @property
     def at_minimum(self) -> bool:
-        return self.scale <= self.min_scale
+        return self.scale <= self._settings.min_loss_scale
 
     def update(self, *, found_non_finite: bool) -> None:
         self.previous = self.scale
@@ -76,21 +67,17 @@ class DynamicLossScaler(LossScaler):
             self._good_steps = 0
             self._tolerance -= 1
             if self._tolerance <= 0:
-                self.scale = max(self.scale / 2, self.min_scale)
+                self.scale = max(self.scale / 2, self._settings.min_loss_scale)
             return
         self._good_steps += 1
-        if self._good_steps == self.window:
+        if self._good_steps == self._settings.loss_scale_window:
             self._good_steps = 0
-            self._tolerance = self.hysteresis
+            self._tolerance = self._settings.hysteresis
             self.scale *= 2
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "previous": self.previous,
-            "good_steps": self._good_steps,
-            "tolerance": self._tolerance,
-        }
+        scales = {"scale": self.scale, "previous": self.previous}
+        return scales | {"good_steps": self._good_steps, "tolerance": self._tolerance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state:
@@ -108,9 +95,4 @@ def build_scaler(training: TrainingConfig) -> LossScaler:
         return LossScaler()
     if settings.loss_scale is not None:
         return LossScaler(settings.loss_scale, skips_non_finite=True)
-    return DynamicLossScaler(
-        initial_scale=settings.initial_loss_scale,
-        min_scale=settings.min_loss_scale,
-        window=settings.loss_scale_window,
-        hysteresis=settings.hysteresis,
-    )
+    return DynamicLossScaler(settings)

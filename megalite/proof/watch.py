@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megalite.comm import TensorShard, World
-from megalite.config import TrainingConfig, parse
+from megalite.config import LossScaling, TrainingConfig, parse
 from megalite.inventory import ParameterPlacement, layer_of, placement_of
 from megalite.microbatch import Microbatch
 from megalite.nn import LayerStack
@@ -122,7 +122,7 @@ def scaled(reference: Reference) -> Iterator[None]:
         return
 
     def scaler(_: TrainingConfig) -> LossScaler:
-        return DynamicLossScaler(initial_scale=FIRST_SCALE, window=1, hysteresis=1)
+        return DynamicLossScaler(LossScaling(initial_loss_scale=FIRST_SCALE, loss_scale_window=1, hysteresis=1))
 
     with patch("megalite.train.run.build_scaler", scaler):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalite.config import LossScaling
 from megalite.optim import DynamicLossScaler, LossScaler
 
 
@@ -15,7 +16,8 @@ def run(scaler: DynamicLossScaler, overflows: str) -> list[float]:
 
 
 def small(hysteresis: int = 2) -> DynamicLossScaler:
-    return DynamicLossScaler(initial_scale=16, min_scale=2, window=3, hysteresis=hysteresis)
+    settings = LossScaling(initial_loss_scale=16, min_loss_scale=2, loss_scale_window=3, hysteresis=hysteresis)
+    return DynamicLossScaler(settings)
 
 
 def test_scale_doubles_after_a_window_of_good_steps() -> None:
