@@ -61,14 +61,17 @@ class Delay:
 
 
 class Corrected(UpdateRule):
-    """An update rule inside another one, which shares its groups and its state. last_steps: of the tensors whose last
-    step is kept; a part of their state."""
+    """An update rule inside another one, which shares its groups and its state. lookahead: of `Predict`. last_steps: of
+    the tensors whose last step is kept; a part of their state."""
 
-    def __init__(self, rule: UpdateRule, delay: Delay, keeps_step: Callable[[ParamGroup], bool]) -> None:
-        self.rule, self.delay = rule, delay
+    def __init__(self, rule: UpdateRule, delay: Delay, lookahead: tuple[float, float]) -> None:
+        self.rule, self.delay, self.lookahead = rule, delay, lookahead
         self.param_groups, self.state, self.talks = rule.param_groups, rule.state, rule.talks
-        kept = [p for group in rule.param_groups for p in group["params"] if keeps_step(group)]
+        kept = [p for group in rule.param_groups for p in group["params"] if self.keeps_step(group)]
         self.last_steps = {p: torch.zeros_like(p) for p in kept}
+
+    def keeps_step(self, group: ParamGroup) -> bool:
+        return False
 
     def statistics(self) -> Iterator[Any]:
         """The statistics of the rule inside."""
@@ -108,9 +111,11 @@ class Predict(Corrected):
     further."""
 
     def __init__(self, rule: UpdateRule, delay: Delay, lookahead: tuple[float, float]) -> None:
-        super().__init__(rule, delay, lambda group: not rule.foresees(group))
-        self.lookahead = lookahead
+        super().__init__(rule, delay, lookahead)
         self._group = {p: group for group in rule.param_groups for p in group["params"]}
+
+    def keeps_step(self, group: ParamGroup) -> bool:
+        return not self.rule.foresees(group)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -140,8 +145,8 @@ class Predict(Corrected):
 class ErrorFeedback(Corrected):
     """The master moves on by the difference between a step and the one before it, times the delay."""
 
-    def __init__(self, rule: UpdateRule, delay: Delay) -> None:
-        super().__init__(rule, delay, lambda group: True)
+    def keeps_step(self, group: ParamGroup) -> bool:
+        return True
 
     @torch.no_grad()
     def step(self) -> None:
@@ -156,9 +161,6 @@ class ErrorFeedback(Corrected):
 class Nesterov(Corrected):
     """Switches a rule with momentum to Nesterov momentum where the gradient is delayed."""
 
-    def __init__(self, rule: UpdateRule, delay: Delay) -> None:
-        super().__init__(rule, delay, lambda group: False)
-
     def step(self) -> None:
         for group in self.param_groups:
             group["nesterov"] = self.delay.of_gradient > 0
@@ -168,6 +170,6 @@ class Nesterov(Corrected):
 CORRECTIONS: dict[str, Callable[[UpdateRule, Delay, tuple[float, float]], UpdateRule]] = {
     "none": lambda rule, delay, lookahead: rule,
     "predict": Predict,
-    "error-feedback": lambda rule, delay, lookahead: ErrorFeedback(rule, delay),
-    "nesterov": lambda rule, delay, lookahead: Nesterov(rule, delay),
+    "error-feedback": ErrorFeedback,
+    "nesterov": Nesterov,
 }
