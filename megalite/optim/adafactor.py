@@ -26,14 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm import (
-    Axis,
-    FlatPiece,
-    Statistic,
-    all_reduce_,
-    device_of,
-    range_to_rectangles,
-)
+from megalite.comm import Axis, FlatPiece, Statistic, all_reduce_, device_of, range_to_rectangles
 from megalite.config import OptimizerConfig
 from megalite.gradient import sum_of_squares
 from megalite.inventory import DEALT, Box, BufferParameter
@@ -68,10 +61,6 @@ class _Mean:
     def place(self, rectangle: Box) -> tuple[slice, ...]:
         """Slices of `values` for a rectangle of the parameter."""
         return tuple(slice(rectangle.offset[d], rectangle.offset[d] + rectangle.shape[d]) for d in self.kept)
-
-    def after(self, decay: float) -> Tensor:
-        """decay * values + (1 - decay) * mean of what has been summed up."""
-        return self.values.mul(decay).add_(self.sums.div_(self.count).add_(EPSILON), alpha=1.0 - decay)
 
 
 class _Tracked:
@@ -164,10 +153,13 @@ class Adafactor(UpdateRule):
         decay = 1.0 - max(1.0, self.steps + 1.0) ** -DECAY_EXPONENT
         self._sums.zero_()
         sizes = self._add_up(self._square)
-        self._reduce(self._sums, self._partial)
+        all_reduce_on_axis(self._sums, self.shard_axis)
+        if self._partial:
+            all_reduce_on_axis(self._sums[: self._partial], self.cut_axis)
         for tracked in self.tracked:
             for mean in tracked.means:
-                self.write(mean.values, mean.after(decay))
+                squares = mean.sums.div_(mean.count).add_(EPSILON)
+                self.write(mean.values, mean.values.mul(decay).add_(squares, alpha=1.0 - decay))
         self._factors = [tracked.factors() for tracked in self.tracked]
         updates = self._add_up(self._divide)
         for group in self.param_groups:
@@ -223,11 +215,6 @@ class Adafactor(UpdateRule):
                 part = factor[mean.place(rectangle)]
                 values.mul_(part if mean.over is None else part.unsqueeze(mean.over))
         return sum_of_squares([_own(p.grad, piece)])
-
-    def _reduce(self, sums: Tensor, partial: int) -> None:
-        all_reduce_on_axis(sums, self.shard_axis)
-        if partial:
-            all_reduce_on_axis(sums[:partial], self.cut_axis)
 
 
 def cut_dimension(parameter: BufferParameter, axis: Axis) -> int | None:

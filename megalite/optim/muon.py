@@ -33,21 +33,13 @@ class Muon(MatrixRule):
         whole, dim, axis = gather_matrix(update, placement, group.get("cut_axes", ()))
         update = own_part(orthogonalise(whole), dim, axis)
         rows, columns = placement.global_shape[-2:]
-        scale = args.muon_extra_scale_factor * matrix_scale(rows, columns, args.muon_scale_mode)
+        squares = {
+            "spectral": max(rows, columns),  # times 0.2 it has AdamW's usual size (Liu et al., arXiv 2502.16982)
+            "shape_scaling": max(1.0, rows / columns),  # Jordan's
+            "unit_rms_norm": rows / columns,  # Bernstein's
+        }
+        scale = args.muon_extra_scale_factor * squares[args.muon_scale_mode] ** 0.5
         self.descend(p, update.to(p.dtype), group, scale)
-
-
-def matrix_scale(rows: int, columns: int, mode: str) -> float:
-    """Factor that the orthogonal update of a matrix `[rows, columns]` is multiplied by.
-
-    spectral: `sqrt(max(rows, columns))`, which with an extra factor of 0.2 has AdamW's usual size, so that AdamW's
-    learning rate and weight decay carry over (Liu et al., arXiv 2502.16982); shape_scaling: `sqrt(max(1, rows /
-    columns))` (Jordan); unit_rms_norm: `sqrt(rows / columns)` (Bernstein).
-    """
-    if mode == "spectral":
-        return float(max(rows, columns) ** 0.5)
-    ratio = rows / columns
-    return float(max(1.0, ratio) ** 0.5 if mode == "shape_scaling" else ratio**0.5)
 
 
 def orthogonalise(x: Tensor, steps: int = 5) -> Tensor:
