@@ -8,7 +8,7 @@ Who makes the stages does not matter here: `megalite.train` makes them of our la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import Axis, Handle, ParallelMesh
+from megalite.comm import Axis, Handle, ParallelMesh, TensorShard
 from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import EMA, Delay, pieces
@@ -33,6 +33,9 @@ from megalite.parallel.zero import (
     stage_buffers,
 )
 from megalite.schedule import ChunkUse, Program, StageKey, StagePlacement
+
+OLDER = "previous/"
+"""What names of older weight versions begin with in checkpoints."""
 
 
 class StageLayers(Protocol):
@@ -104,6 +107,47 @@ class Weights:
         """Starts the sums of tied gradients over the stages that hold a copy."""
         stages = [[t for made in stage for t in made.gradients.tied()] for _, stage in sorted(self.buffers.items())]
         return [self.sum_copies(copies) for copies in zip(*(tied for tied in stages if tied), strict=True)]
+
+    def older_shards(self, version: int) -> list[TensorShard]:
+        """The weight versions before `version` that this rank keeps (2BW, PipeDream), the newest first (views).
+        `previous/<name>`: compute weights of one update ago; `previous/N/<name>`: of N updates ago."""
+        return [shard for _, shards in self._older_versions(version) for shard in shards]
+
+    def after_load(self, version: int, older: Collection[str]) -> bool:
+        """Values of `version` were written through shards. Older versions of which nothing was loaded, as a layout that
+        keeps fewer has saved fewer, become copies of the next newer one; where none was, of the masters. Collective.
+
+        older: names of the shards of older versions that were loaded. Returns whether any of them was missing.
+        """
+        self.optimizer.after_load(version)
+        for state in self.states:
+            state.after_load(version)
+        missing, newer = False, self._compute_weights(version)
+        for old, shards in self._older_versions(version):
+            missing = missing or any(shard.name not in older for shard in shards)
+            if not older:
+                self.optimizer.write_weights(old, as_masters=True)
+                for state in self.states:
+                    state.copy(version, old)
+                continue
+            for shard, next_newer in zip(shards, newer, strict=True):
+                if shard.name not in older:
+                    shard.local.copy_(next_newer.local)
+            for family in (family for family in self.optimizer.buffers if not family.frozen):
+                family.weights.gather(old)
+            for state in self.states:
+                state.after_load(old)
+            newer = shards
+        return missing
+
+    def _older_versions(self, version: int) -> Iterator[tuple[int, list[TensorShard]]]:
+        for ago in range(1, self.num_versions):
+            prefix = OLDER if ago == 1 else f"{OLDER}{ago}/"
+            yield version - ago, self._compute_weights(version - ago, prefix)
+
+    def _compute_weights(self, version: int, prefix: str = "") -> list[TensorShard]:
+        states = [shard for state in self.states for shard in state.shards(version, prefix)]
+        return [*self.optimizer.version_shards(version, prefix), *states]
 
     @torch.no_grad()
     def begin_averages(self) -> None:

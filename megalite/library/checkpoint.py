@@ -13,13 +13,14 @@ from torch import Tensor
 
 from megalite.checkpoint import CheckpointReader, resolve_checkpoint
 from megalite.comm import Axis, ParallelMesh, TensorShard, all_gather_json, all_reduce_, shards_of_range
+from megalite.engine import OLDER
 from megalite.errors import CheckpointError, ConfigError
 from megalite.inventory import placement_of
 from megalite.library.names import stored_tensors
 from megalite.library.parts import Parts
 from megalite.stores import Place
 
-STATE, OLDER = "optimizer/", "previous/"
+STATE = "optimizer/"
 STATE_KEYS = "state_keys"
 """Where a checkpoint's meta has, by the keys of the module's state dict, the names of its tensors."""
 

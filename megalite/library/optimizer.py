@@ -26,14 +26,7 @@ from megalite.config import (
     options_of,
     readers_of,
 )
-from megalite.engine import (
-    Hyperparameters,
-    Updater,
-    build_weights,
-    complete_older,
-    older_shards,
-    sharded_maker,
-)
+from megalite.engine import Hyperparameters, Updater, build_weights, sharded_maker
 from megalite.errors import CheckpointError, ConfigError
 from megalite.library.checkpoint import STATE, collected, lacking_states, still_shards, write_weights
 from megalite.library.given import in_arguments
@@ -199,7 +192,7 @@ class ShardedOptimizer:
         """
         self._between_steps("save")
         pipe = self._pipeline
-        shards = [*self._state.shards(), *self._still(), *older_shards(self._weights, self.events.newest_version())]
+        shards = [*self._state.shards(), *self._still(), *self._weights.older_shards(self.events.newest_version())]
         progress = {
             "batches": pipe.batches,
             "microbatches": pipe.microbatches,
@@ -233,7 +226,7 @@ class ShardedOptimizer:
         if state:
             batches, microbatches = progress.integer("batches", 0), progress.integer("microbatches", 0)
             version = microbatches if pipe.base_program.update_per_microbatch else batches
-        older = [shard for shard in older_shards(self._weights, version) if state and shard.name in manifest.tensors]
+        older = [shard for shard in self._weights.older_shards(version) if state and shard.name in manifest.tensors]
         shards += [*self._still(), *older]
         try:
             meta = checkpointer.load(found, shards, cast=not state)
@@ -246,8 +239,7 @@ class ShardedOptimizer:
             delay.learning_rate = progress.number("learning_rate", 0.0)
             delay.weight_decay = progress.number("weight_decay", 0.0)
             self.events.restart(version)
-        self._state.after_load(version)
-        complete_older(self._weights, version, {shard.name for shard in older})
+        self._weights.after_load(version, {shard.name for shard in older})
         meta.pop(PROGRESS, None)
         return meta
 
@@ -258,9 +250,7 @@ class ShardedOptimizer:
         self._between_steps("load_weights")
         shards = [shard for shard in self._state.shards() if not shard.name.startswith(STATE)]
         write_weights([*shards, *self._still()], weights, self._pipeline.names.aliases)
-        version = self.events.newest_version()
-        self._state.after_load(version)
-        complete_older(self._weights, version, set())
+        self._weights.after_load(self.events.newest_version(), set())
 
     def _still(self) -> list[TensorShard]:
         return list(still_shards(self._pipeline.parts, self._pipeline.mesh))

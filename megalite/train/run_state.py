@@ -29,7 +29,7 @@ from megalite.comm import TensorShard
 from megalite.config import Config, dump_yaml, to_dict
 from megalite.convert import BASE_META, ORIGIN_META, BaseModel, Origin
 from megalite.data import Datasets, Tokenizer, surveys_to_meta, tokenizer_files
-from megalite.engine import SpikeGuard, complete_older, older_shards, quantize_base
+from megalite.engine import SpikeGuard, quantize_base
 from megalite.library import STATE_KEYS
 from megalite.optim import LAST_STEP, LossScaler
 from megalite.parallel.zero import frozen_shards
@@ -144,7 +144,7 @@ class RunState:
             self.model.passed.take_up(meta, PASSED_OVER)
         self._take_up_delay(progress, meta if with_state else None)
         # A layout with fewer stages has saved fewer older versions.
-        older = older_shards(model, version) if with_state and model.num_versions > 1 else []
+        older = model.older_shards(version) if with_state and model.num_versions > 1 else []
         stored = [shard for shard in older if shard.name in start.tensors]
         shards += stored
         if self.base is not None and self.base.path is not None:
@@ -161,10 +161,7 @@ class RunState:
         if anew:
             logger.info("`ema_decay`: the average of the weights begins with those that were loaded")
             model.begin_averages()
-        model.optimizer.after_load(version)
-        for state in model.states:
-            state.after_load(version)
-        if complete_older(model, version, {shard.name for shard in stored}) and version > 0:
+        if model.after_load(version, {shard.name for shard in stored}) and version > 0:
             schedule = self.config.parallel.schedule
             logger.warning(
                 "the checkpoint lacks older weights: the first batch of %s runs on newer ones, once", schedule
@@ -196,7 +193,7 @@ class RunState:
         return self.model.foreign.still if self.model.foreign is not None else []
 
     def _shards(self, version: int) -> list[TensorShard]:
-        optimizer, older = self.model.optimizer.shards(), older_shards(self.model, version)
+        optimizer, older = self.model.optimizer.shards(), self.model.older_shards(version)
         return [*optimizer, *self._states(version), *self._still, *older]
 
     def _states(self, version: int) -> list[TensorShard]:
