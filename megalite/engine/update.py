@@ -77,8 +77,7 @@ class _PendingUpdate:
     its gradient norm, and of the limit above which that is a spike, if spikes are looked for."""
 
     update: int
-    iteration: int
-    samples: int
+    numbers: Hyperparameters
     overflow: Tensor
     reading: LateReading
 
@@ -194,7 +193,7 @@ class Updater(Events):
             if self._spikes.withholds:
                 found_inf = torch.maximum(found_inf, (norm > limit).float())
         reading = LateReading(read)
-        self._pending = _PendingUpdate(update, numbers.iteration, numbers.samples, overflow, reading)
+        self._pending = _PendingUpdate(update, numbers, overflow, reading)
         self._weights.optimizer.finish_step()  # it may still read what comes now
         self._weights.follow(None)
         delay = self._weights.delay
@@ -271,12 +270,12 @@ class Updater(Events):
         overflow = not math.isfinite(norm)
         spikes = self._spikes
         skipped = overflow
-        if spikes is not None and spikes.resolve(latest.update, norm, *limit, iteration=latest.iteration):
+        if spikes is not None and spikes.resolve(latest.update, norm, *limit, iteration=latest.numbers.iteration):
             skipped |= spikes.withholds
         self._weights.optimizer.count_step(skipped=skipped)
         self._skipped_here |= skipped
-        if latest.samples:
-            self._count_iteration(latest.samples, self._skipped_here)
+        if latest.numbers.samples:
+            self._count_iteration(latest.numbers.samples, self._skipped_here)
             self._skipped_here = False
         self.stuck = self.stuck + self._scaler.at_minimum if overflow else 0
         self._scaler.update(found_non_finite=overflow)
