@@ -66,14 +66,14 @@ from megalite.config.parallel import (
     ZeroPlusPlus,
 )
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size
-from megalite.config.rules.offload import cache_problem
+from megalite.config.rules.beside import cache_problem
 from megalite.config.rules.shape import model_shape
 from megalite.config.rules.text import divisors
 from megalite.config.sampling import Sampling
 from megalite.config.saved import dump_yaml, from_dict, to_dict
 from megalite.config.schema import Option, build_section, flat, options_of
 from megalite.config.stage_meshes import StageMesh, parse_meshes, stage_sizes
-from megalite.config.staleness import Correction, StalenessCorrection, completed, correction_of, has_delay
+from megalite.config.staleness import Correction, StalenessCorrection, completed, has_delay
 from megalite.config.training import BatchRamp, Float8, LossScaling, Precision, Spikes, TrainingConfig, TrainingLength
 from megalite.config.update_rules import OPTIMIZER_SPECS
 from megalite.config.usage import accepted_spellings, listing

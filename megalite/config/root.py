@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.batch_size import BatchSizeSchedule, LengthSchedule
@@ -18,20 +17,19 @@ from megalite.config.model import ModelConfig
 from megalite.config.optimizer import OptimizerConfig
 from megalite.config.parallel import ParallelConfig
 from megalite.config.schema import Option, flat, options_of
-from megalite.config.staleness import Correction, correction_of
+from megalite.config.staleness import Correction, completed, has_delay
 from megalite.config.training import BatchRamp, TrainingConfig
+from megalite.schedule import find_schedule
 
-SECTIONS: Mapping[str, type] = MappingProxyType(
-    {
-        "model": ModelConfig,
-        "parallel": ParallelConfig,
-        "training": TrainingConfig,
-        "optimizer": OptimizerConfig,
-        "data": DataConfig,
-        "checkpoint": CheckpointConfig,
-        "logging": LoggingConfig,
-    }
-)
+SECTIONS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "training": TrainingConfig,
+    "optimizer": OptimizerConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "logging": LoggingConfig,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +172,8 @@ class Config:
     @property
     def staleness(self) -> Correction:
         """What is done about delayed gradients, the defaults filled in."""
-        return correction_of(self)
+        each = find_schedule(self.parallel.schedule).update_per_microbatch
+        return completed(self.optimizer, each_microbatch=each) if has_delay(self) else Correction()
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding in memory, over all tensor-parallel ranks."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StalenessCorrection(Spelled):
-    """Corrections of gradients that are late. As the user gives it; `correction_of` fills in what is left open."""
+    """Corrections of gradients that are late. As the user gives it; `completed` fills in what is left open."""
 
     staleness_correction: str | None = option(
         None,
@@ -69,13 +69,6 @@ def flushed_start(config: Config, world_size: int) -> int:
     iterations, parallel = config.train_iterations(world_size), config.parallel
     waits = parallel.pipeline_schedule_file is None and find_schedule(parallel.schedule).flush_schedule is not None
     return min(iterations // 5, 200) if waits and iterations >= 100 else 0
-
-
-def correction_of(config: Config) -> Correction:
-    """The correction of a run, the defaults filled in."""
-    if not has_delay(config):
-        return Correction()
-    return completed(config.optimizer, each_microbatch=find_schedule(config.parallel.schedule).update_per_microbatch)
 
 
 def completed(optimizer: OptimizerConfig, *, each_microbatch: bool) -> Correction:

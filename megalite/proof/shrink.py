@@ -28,7 +28,6 @@ from megalite.config import (
     StageLayout,
     TrainingLength,
     config_problems,
-    correction_of,
     has_delay,
     show,
 )
@@ -300,7 +299,7 @@ def _optimizer(config: Config, smaller: float, changes: _Changes) -> OptimizerCo
     """Numbers at which a mistake shows and rounding does not. smaller: small / own hidden size."""
     settings, staleness = config.optimizer, config.optimizer.staleness
     if has_delay(config):  # what is unset follows from fields that are made smaller here
-        staleness = replace(staleness, staleness_correction=correction_of(config).method)
+        staleness = replace(staleness, staleness_correction=config.staleness.method)
     final = settings.lr_wsd_decay
     if settings.lr_decay_style == "WSD":
         final = replace(final, lr_wsd_decay_iters=1, lr_wsd_decay_samples=None)

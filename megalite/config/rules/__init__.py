@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config
-from megalite.config.rules import beside, context, experts, foreign, inputs, layout, lora, meshes, offload, run, shape
+from megalite.config.rules import beside, context, experts, foreign, inputs, layout, lora, meshes, run, shape
 
 Rule = Callable[[Config, int], Iterator[str]]
 
@@ -57,8 +57,8 @@ RULES: tuple[Rule, ...] = (
     run.weight_decay,
     run.update_rule,
     beside.tapped_products,
-    offload.embedding_offload,
-    offload.param_offload,
+    beside.embedding_offload,
+    beside.param_offload,
     beside.zero_plus_plus,
     beside.partial_backprop,
     meshes.tensor_grid,
