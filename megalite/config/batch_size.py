@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import ClassVar, Self
@@ -88,31 +89,28 @@ class BatchSizeSchedule(Steps):
         """Samples consumed when `iterations` more iterations have run."""
         consumed = consumed_samples
         for size, count in self._runs(consumed_samples):
-            if count is None or count >= iterations:
-                return consumed + iterations * size
-            consumed += count * size
-            iterations -= count
-        raise AssertionError("the last size holds forever")
+            run = min(count, iterations)
+            consumed += run * size
+            iterations -= run
+        return consumed
 
     def iterations_for(self, samples: int, consumed_samples: int = 0) -> int:
         """Iterations that consume at least `samples` samples in all (the last one may pass the mark)."""
         consumed, iterations = consumed_samples, 0
         for size, count in self._runs(consumed_samples):
-            needed = max(0, -(-(samples - consumed) // size))
-            if count is None or count >= needed:
-                return iterations + needed
-            consumed += count * size
-            iterations += count
-        raise AssertionError("the last size holds forever")
+            run = min(count, max(0, -(-(samples - consumed) // size)))
+            consumed += run * size
+            iterations += run
+        return iterations
 
-    def _runs(self, consumed: int) -> list[tuple[int, int | None]]:
-        """Split the future into (size, iterations at that size); the last count is None."""
-        runs: list[tuple[int, int | None]] = []
+    def _runs(self, consumed: int) -> list[tuple[int, int]]:
+        """Split the future into (size, iterations at that size); the last size holds forever."""
+        runs = []
         for (_, size), (stop, _) in itertools.pairwise(self.steps):
             count = max(0, -(-(stop - consumed) // size))
             runs.append((size, count))
             consumed += count * size
-        return [*runs, (self.final, None)]
+        return [*runs, (self.final, sys.maxsize)]
 
 
 class LengthSchedule(Steps):

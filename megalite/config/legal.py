@@ -75,22 +75,17 @@ def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: st
             yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: {idle}"
 
 
-def _of_another_optimizer(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers that this optimizer does not read."""
-    for option in options:
-        readers = readers_of(option)
-        if readers is not None and values[option.name] != option.default and values["optimizer"] not in readers:
-            typed = as_typed(option.marked, values[option.name])
-            yield f"{typed}: has no effect with `optimizer`={values['optimizer']}; drop it"
-
-
 def config_warnings(config: Config, world_size: int) -> list[str]:
     """List what is legal but doubtful, one line each; `config` has no problems."""
     lines: list[str] = []
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
         lines += _unaccompanied(options_of(section, cls), values, "only_with")
-        lines += _of_another_optimizer(options_of(section, cls), values)
+        for option in options_of(section, cls):
+            readers = readers_of(option)
+            if readers is not None and values[option.name] != option.default and values["optimizer"] not in readers:
+                typed = as_typed(option.marked, values[option.name])
+                lines.append(f"{typed}: has no effect with `optimizer`={values['optimizer']}; drop it")
     return lines + rules.layout.warnings(config, world_size)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -27,10 +26,6 @@ def _blocks_matrix(name: str, dims: int) -> bool:
 def _square_enough(name: str, dims: int) -> bool:
     """A router has few rows, and these add up to nearly nothing: its eigenvectors are those that rounding makes."""
     return _blocks_matrix(name, dims) and not name.endswith("router.weight")
-
-
-def _momentum(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
-    return math.prod(local)
 
 
 def _moments_and_bases(settings: OptimizerConfig, local: Shape, whole: Shape) -> int:
@@ -119,7 +114,7 @@ class OptimizerSpec:
 
     moments: Callable[[OptimizerConfig], tuple[str, ...]] = lambda settings: (_WIDE, _WIDE)
     whole: Callable[[str, int], bool] | None = None
-    of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = _momentum
+    of_whole: Callable[[OptimizerConfig, Shape, Shape], int] = lambda settings, local, whole: math.prod(local)
     whole_moments: int = 1
     step: int = 0
     step_nesterov: int = 0
@@ -146,62 +141,60 @@ class OptimizerSpec:
         return own + (settings.ema_decay is not None)
 
 
-OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = MappingProxyType(
-    {
-        "adam": OptimizerSpec(
-            lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
-            step_nesterov=3,
-            scales=True,
-            settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
-            high_lr=0.1,
-            lookahead=2.0,
-        ),
-        "sgd": OptimizerSpec(
-            lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else (),
-            step=2,
-            step_nesterov=1,
-            only_decays=False,
-        ),
-        "lion": OptimizerSpec(
-            lambda settings: (settings.exp_avg_dtype,),
-            step=2,
-            scales=True,
-            settings=("exp_avg_dtype",),
-            nesterov="its update weighs the newest gradient by itself",
-        ),
-        "muon": OptimizerSpec(
-            scales=True,
-            whole=_blocks_matrix,
-            lookahead_of_rest=2.0,
-            nesterov="its momentum is Nesterov's already",
-        ),
-        "soap": OptimizerSpec(
-            whole=_square_enough,
-            of_whole=_moments_and_bases,
-            whole_moments=2,
-            of_step=_both_sides,
-            lookahead_of_rest=2.0,
-            nesterov="no such step is known in a basis that turns",
-        ),
-        "shampoo": OptimizerSpec(
-            whole=_blocks_matrix,
-            of_whole=_moments_and_roots,
-            whole_moments=2,
-            of_step=_roots,
-            lookahead_of_rest=2.0,
-            nesterov="no such step is known between two roots",
-        ),
-        "kfac": OptimizerSpec(
-            whole=_square_enough,
-            of_whole=lambda settings, local, whole: math.prod(local) + 2 * _factors(settings, whole),
-            of_step=_inverses,
-            of_tap=_factors,
-            correction="none",
-            nesterov="no such step is known between two inverses",
-        ),
-        "adafactor": OptimizerSpec(
-            lambda settings: (), statistics=True, only_decays=False, correction="none", nesterov="it has no momentum"
-        ),
-    }
-)
+OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = {
+    "adam": OptimizerSpec(
+        lambda settings: (settings.exp_avg_dtype, settings.exp_avg_sq_dtype),
+        step_nesterov=3,
+        scales=True,
+        settings=("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_impl"),
+        high_lr=0.1,
+        lookahead=2.0,
+    ),
+    "sgd": OptimizerSpec(
+        lambda settings: (_WIDE,) if settings.args.sgd_momentum > 0 else (),
+        step=2,
+        step_nesterov=1,
+        only_decays=False,
+    ),
+    "lion": OptimizerSpec(
+        lambda settings: (settings.exp_avg_dtype,),
+        step=2,
+        scales=True,
+        settings=("exp_avg_dtype",),
+        nesterov="its update weighs the newest gradient by itself",
+    ),
+    "muon": OptimizerSpec(
+        scales=True,
+        whole=_blocks_matrix,
+        lookahead_of_rest=2.0,
+        nesterov="its momentum is Nesterov's already",
+    ),
+    "soap": OptimizerSpec(
+        whole=_square_enough,
+        of_whole=_moments_and_bases,
+        whole_moments=2,
+        of_step=_both_sides,
+        lookahead_of_rest=2.0,
+        nesterov="no such step is known in a basis that turns",
+    ),
+    "shampoo": OptimizerSpec(
+        whole=_blocks_matrix,
+        of_whole=_moments_and_roots,
+        whole_moments=2,
+        of_step=_roots,
+        lookahead_of_rest=2.0,
+        nesterov="no such step is known between two roots",
+    ),
+    "kfac": OptimizerSpec(
+        whole=_square_enough,
+        of_whole=lambda settings, local, whole: math.prod(local) + 2 * _factors(settings, whole),
+        of_step=_inverses,
+        of_tap=_factors,
+        correction="none",
+        nesterov="no such step is known between two inverses",
+    ),
+    "adafactor": OptimizerSpec(
+        lambda settings: (), statistics=True, only_decays=False, correction="none", nesterov="it has no momentum"
+    ),
+}
 """Name -> OptimizerSpec. Muon, SOAP and Shampoo leave to AdamW, with wide moments, what is no matrix of a block."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
@@ -58,7 +59,10 @@ def listing(options: Mapping[str, Option]) -> Iterator[Listed]:
         if made is not None and option is next(options[name] for name in made.fields.values() if name in places()):
             yield Listed("flag", flag_of(flag), "NAME=VALUE ...", spelled(made.help, shown_flag))
             for argument, name in made.fields.items():
-                yield _argument(argument, options[name], alone="alone" in options[name].facts)
+                part = options[name]
+                value = "" if part.kind is bool else f"={value_text(part).removesuffix(' ...')}"
+                value = f"[{value}]" if "alone" in part.facts else value  # it has a value where none is written
+                yield Listed("argument", argument, value, _meaning(part), part)
         if flag:
             continue
         if option.field != field:
@@ -66,14 +70,15 @@ def listing(options: Mapping[str, Option]) -> Iterator[Listed]:
                 yield Listed("end", "")
             headed = sum(each.field == option.field for each in shown) > 1
             if headed:
-                yield Listed("heading", _title(option))
+                words = (option.spells.__doc__ or "").partition(".")[0] if option.spells else ""
+                yield Listed("heading", f"{words} (one of)" if issubclass(option.spells or object, OneOf) else words)
         field = option.field
         yield Listed("flag", option.flag, value_text(option), _meaning(option), option)
 
 
-def usage(options: Mapping[str, Option], width: int = 102) -> str:
+def usage(options: Mapping[str, Option]) -> str:
     """Render the help of all options, section by section. Accepted spellings are in docs/flags.md."""
-    lines = [_HEAD]
+    lines, wrapped = [_HEAD], functools.partial(textwrap.wrap, width=102, break_on_hyphens=False)
     for kind, name, value, text, option in listing(options):
         text += "" if option is None else default_text(option)
         if kind == "section":
@@ -84,31 +89,14 @@ def usage(options: Mapping[str, Option], width: int = 102) -> str:
             lines.append("")
         elif kind == "flag":
             lines.append(f"  {name} {value}".rstrip())
-            lines += _wrapped(text, width, 8, 8)
+            lines += wrapped(text, initial_indent=" " * 8, subsequent_indent=" " * 8)
         else:
-            text = f"{name}{value}: {text}"
-            lines += _wrapped(text, width, 12, 16)
+            lines += wrapped(f"{name}{value}: {text}", initial_indent=" " * 12, subsequent_indent=" " * 16)
     return "\n".join(lines)
-
-
-def _wrapped(text: str, width: int, first: int, rest: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=" " * first, subsequent_indent=" " * rest, break_on_hyphens=False)
-
-
-def _argument(argument: str, option: Option, alone: bool) -> Listed:
-    """alone: it has a value where none is written."""
-    value = "" if option.kind is bool else f"={value_text(option).removesuffix(' ...')}"
-    return Listed("argument", argument, f"[{value}]" if alone else value, _meaning(option), option)
 
 
 def _meaning(option: Option) -> str:
     return spelled(str(option.facts["help"]), shown_flag)
-
-
-def _title(option: Option) -> str:
-    """What stands above the spellings of one field."""
-    words = (option.spells.__doc__ or "").partition(".")[0] if option.spells else ""
-    return f"{words} (one of)" if issubclass(option.spells or object, OneOf) else words
 
 
 def value_text(option: Option) -> str:

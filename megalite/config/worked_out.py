@@ -8,8 +8,10 @@ from typing import Any
 
 from megalite.config.megatron_flags import megatron_flags
 from megalite.config.optimizer import readers_of
+from megalite.config.parallel import StageLayout
 from megalite.config.reader import GivenOption
 from megalite.config.root import Config, all_options
+from megalite.config.schema import flat
 from megalite.config.stage_meshes import stage_sizes
 from megalite.config.values import show
 from megalite.config.yaml_file import COMMAND_LINE
@@ -18,13 +20,6 @@ from megalite.schedule import expand_layout
 
 #: Megatron-LM's words for what is sharded -> ZeRO stage.
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-
-#: Fields that say themselves how many layers a stage has.
-ENDS = (
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "pipeline_model_parallel_layout",
-)
 
 
 def work_out_level(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> list[str]:
@@ -38,13 +33,8 @@ def work_out_level(here: dict[str, GivenOption], below: Mapping[str, GivenOption
 
 def work_out(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
     """The same for names that need other fields than those of their level. Returns what is wrong."""
-    return (
-        _meshes(merged, broken)
-        + _chunks(merged, broken)
-        + _layout_chunks(merged, broken)
-        + _positions(merged)
-        + _yarn(merged)
-    )
+    sizes = [*_meshes(merged, broken), *_chunks(merged, broken), *_layout_chunks(merged, broken)]
+    return [*sizes, *_positions(merged), *_yarn(merged)]
 
 
 def _meshes(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str]:
@@ -113,7 +103,9 @@ def _chunks(merged: dict[str, GivenOption], broken: Collection[str]) -> list[str
     stages = layers // per_chunk
     name = "virtual_pipeline_model_parallel_size"
     merged[name] = replace(given, name=name, value=stages // pipeline)
-    if stages > pipeline > 1 and not any(merged[end].value is not None for end in ENDS if end in merged):
+    if stages > pipeline > 1 and not any(
+        name in merged and merged[name].value is not None for name in flat(StageLayout())
+    ):
         # As many for each, whatever a head costs.
         layout = f"Et*{per_chunk}|(t*{per_chunk}|)*{stages - 2}t*{per_chunk}L"
         merged["pipeline_model_parallel_layout"] = replace(given, name="pipeline_model_parallel_layout", value=layout)
@@ -142,9 +134,8 @@ def _positions(merged: dict[str, GivenOption]) -> list[str]:
     if given is None or not given.value:
         return []
     family, kind = merged.get("model_type"), merged.get("position_embedding_type")
-    if kind is None and family is not None and family.value == "llama":
-        return []
-    if kind is None or kind.value == "learned_absolute":
+    rotary = kind is None and family is not None and family.value == "llama"
+    if not rotary and (kind is None or kind.value == "learned_absolute"):
         return ["`no_position_embedding`: say which instead: `position_embedding_type` rope, or none"]
     return []
 

@@ -36,7 +36,13 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
         both = [part for part in members if part in parts]
         if whole in parts and both:
             yield f"{flag}: one adapter for all of {whole}, or one each ({', '.join(both)})? Name one kind"
-    yield from _rank(model)
+    sides = {part: min(size) for part, size in adapted_sizes(model).items()}
+    if sides and given.lora_rank > max(sides.values()):  # then the product is a whole matrix, in more numbers
+        largest = max(sides, key=lambda part: sides[part])
+        yield (
+            f"`lora_rank`={given.lora_rank}: above the smaller side of every adapted matrix, {sides[largest]} at most "
+            f"({largest}); use less, or train the model whole"
+        )
     if not model.gated and {"gate", "up"} & set(parts) and model.experts.num_experts is None:
         yield f"{flag}: `activation`={model.activation} has no gate; use linear_fc1 (c_fc)"
 
@@ -105,17 +111,6 @@ def _in_int8(config: Config) -> Iterator[str]:
     for name, (value, why) in others.items():
         if value:
             yield f"`frozen_weights_int8`: not with `{name}`={value}, {why}"
-
-
-def _rank(model: ModelConfig) -> Iterator[str]:
-    """A product of rank R beside a matrix whose smaller side is below R is a whole matrix, written in more numbers."""
-    rank, sides = model.lora.lora_rank or 0, {part: min(size) for part, size in adapted_sizes(model).items()}
-    if sides and rank > max(sides.values()):
-        largest = max(sides, key=lambda part: sides[part])
-        yield (
-            f"`lora_rank`={rank}: above the smaller side of every adapted matrix, {sides[largest]} at most "
-            f"({largest}); use less, or train the model whole"
-        )
 
 
 def lora_warnings(model: ModelConfig) -> Iterator[str]:
