@@ -143,19 +143,14 @@ def shown_flag(name: str) -> str:
 def argument_words(flag: str, texts: list[str]) -> Iterator[tuple[str, str | None]]:
     """(Argument, text of its value or None) of `a=1,b c=2`; what begins with no argument belongs to the value before
     it, as the `2` of `ranks=0,2` does."""
-    known, word = argument_flags()[flag].fields, ""
-    for text in texts:
-        for separator, part in re.findall(r"([,\s]*)([^,\s]+)", text):
-            name = part.partition("=")[0].replace("-", "_")
-            begins = name in known or (name != part and name.isidentifier())
-            if word and (begins or "=" not in word):
-                yield _argument(word)
-                word = ""
-            word += (separator or " ") + part if word else part
-    if word:
-        yield _argument(word)
-
-
-def _argument(word: str) -> tuple[str, str | None]:
-    name, equals, text = word.partition("=")
-    return name.replace("-", "_"), text if equals else None
+    known, words = argument_flags()[flag].fields, list[str]()
+    for separator, part in (found for text in texts for found in re.findall(r"([,\s]*)([^,\s]+)", text)):
+        name = part.partition("=")[0].replace("-", "_")
+        begins = name in known or (name != part and name.isidentifier())
+        if not words or begins or "=" not in words[-1]:
+            words.append(part)
+        else:
+            words[-1] += (separator or " ") + part
+    for word in words:
+        argument, equals, value = word.partition("=")
+        yield argument.replace("-", "_"), value if equals else None

@@ -29,9 +29,7 @@ class LocalSaveConfig(Spelled, only_with="non_persistent_save_interval"):
         needs="save",
     )
     non_persistent_local_ckpt_dir: str | None = option(
-        None,
-        "folder of each host's own for these saves; unset: /dev/shm/megalite for in_memory",
-        metavar="DIR",
+        None, "folder of each host's own for these saves; unset: /dev/shm/megalite for in_memory", metavar="DIR"
     )
     replication: bool = option(False, "keep each of their files on several hosts")
     replication_jump: int | None = option(

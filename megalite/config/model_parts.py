@@ -15,9 +15,7 @@ class RopeScaling(Spelled, flag="rope_scaling", only_with="use_rope_scaling"):
     )
     use_rope_scaling: bool = option(False, "scale the rotary frequencies", switch="rope_scaling")
     rope_scaling_type: str = option(
-        "llama3",
-        "llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)",
-        choices=("llama3", "yarn"),
+        "llama3", "llama3 (Llama 3.1) or yarn (YaRN, with its logits' temperature)", choices=("llama3", "yarn")
     )
     rope_scaling_factor: float = option(8.0, "factor for the low frequencies", ge=1)
     rope_scaling_original_length: int = option(8192, "sequence length of the training before it", ge=1)

@@ -39,10 +39,7 @@ class FinalDecay(OneOf, flag="lr_wsd_decay"):
     lr_wsd_decay_iters: int | None = option(None, "in iterations", ge=1)
     lr_wsd_decay_samples: int | None = option(None, "in samples", ge=1)
     lr_wsd_decay_style: str = option(
-        "exponential",
-        "with each: its shape",
-        choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        way=None,
+        "exponential", "with each: its shape", choices=("exponential", "linear", "cosine", "minus_sqrt"), way=None
     )
 
     def samples(self, batch_size: int) -> int:

@@ -110,21 +110,13 @@ def _checked(option: Option, value: Any) -> tuple[Any, str | None]:
             value = [value]  # one number is a list of one, as for flags and in files
         if not isinstance(value, (list, tuple)):
             return value, "expected a list"
-        items = [_one(option, item) for item in value]
-        bad = any(not good for _, good in items)
-        result: Any = tuple(item for item, _ in items)
-    else:
-        result, good = _one(option, value)
-        bad = not good
-    if bad:
+    items = [*value] if option.many else [value]
+    if option.kind is float:
+        items = [float(item) if type(item) is int and abs(item) < 10**300 else item for item in items]
+    if any(type(item) is not option.kind for item in items):
         return value, f"expected {option.kind.__name__}"
+    result = tuple(items) if option.many else items[0]
     return result, bounds_problem(option, result)
-
-
-def _one(option: Option, value: Any) -> tuple[Any, bool]:
-    if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return (float(value), True) if abs(value) < 10**300 else (value, False)
-    return value, type(value) is option.kind
 
 
 def _is_default(option: Option, value: Any) -> bool:

@@ -164,10 +164,7 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = {
         nesterov="its update weighs the newest gradient by itself",
     ),
     "muon": OptimizerSpec(
-        scales=True,
-        whole=_blocks_matrix,
-        lookahead_of_rest=2.0,
-        nesterov="its momentum is Nesterov's already",
+        scales=True, whole=_blocks_matrix, lookahead_of_rest=2.0, nesterov="its momentum is Nesterov's already"
     ),
     "soap": OptimizerSpec(
         whole=_square_enough,

@@ -56,15 +56,6 @@ def _groups(config: Config) -> Iterator[str]:
             yield f"`moe_router_topk`={k}: `moe_router_group_topk`={chosen} groups have {have} experts"
 
 
-def _carried(config: Config) -> Iterator[str]:
-    """What DeepEP must find. On a CPU there is no such package, but a stand-in of tests, which takes any dtype."""
-    flag, precision = f"{DISPATCHER}=flex", config.training.precision.name
-    if config.parallel.experts.expert_model_parallel_size == 1:
-        yield f"{flag}: carries tokens to other ranks, and {EP} is 1; give that, or drop this"
-    if precision != "bf16" and config.parallel.hardware.device != "cpu":
-        yield f"{flag}: DeepEP carries bf16, and the run is in {precision}; add `bf16`, or drop it"
-
-
 def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
     """What the axes of experts must divide."""
     given, parallel = config.model.experts, config.parallel
@@ -76,8 +67,11 @@ def expert_parallel(config: Config, world_size: int) -> Iterator[str]:
             if value not in (None, 1, "alltoall"):
                 yield f"{flag}={value}: needs `num_experts`"
         return
-    if axes.moe_token_dispatcher_type == "flex":
-        yield from _carried(config)
+    flex, precision = axes.moe_token_dispatcher_type == "flex", config.training.precision.name
+    if flex and ep == 1:
+        yield f"{DISPATCHER}=flex: carries tokens to other ranks, and {EP} is 1; give that, or drop this"
+    if flex and precision != "bf16" and parallel.hardware.device != "cpu":  # there a stand-in of tests takes any dtype
+        yield f"{DISPATCHER}=flex: DeepEP carries bf16, and the run is in {precision}; add `bf16`, or drop it"
     stage = world_size // parallel.pipeline_model_parallel_size
     if number % ep:
         legal = [size for size in divisors(number) if stage % (etp * size) == 0]

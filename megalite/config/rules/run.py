@@ -208,10 +208,7 @@ def _in_samples(config: Config, world_size: int) -> Iterator[str]:
 
 def _wsd(config: Config) -> Iterator[str]:
     style, decay = config.optimizer.lr_decay_style, config.optimizer.lr_wsd_decay
-    lengths = {
-        "`lr_wsd_decay_iters`": decay.lr_wsd_decay_iters,
-        "`lr_wsd_decay_samples`": decay.lr_wsd_decay_samples,
-    }
+    lengths = {"`lr_wsd_decay_iters`": decay.lr_wsd_decay_iters, "`lr_wsd_decay_samples`": decay.lr_wsd_decay_samples}
     given = [flag for flag, value in lengths.items() if value is not None]
     if style == "WSD" and not given:
         yield "`lr_decay_style`=WSD: needs `lr_wsd_decay_iters` (or `lr_wsd_decay_samples`)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megalite.config.layer_pattern import layer_pattern
 from megalite.config.model import LAYER_PATTERNS, SKIPPED, ModelConfig
@@ -118,34 +118,24 @@ def _further(config: Config) -> Iterator[str]:
 
 def _layer_patterns(model: ModelConfig) -> Iterator[str]:
     """Lists of layers that are none, or that leave nothing of what they speak of."""
-    for field in LAYER_PATTERNS:
-        text, flag = flat(model)[field], f"`{field}`"
-        if text is not None:
-            try:
-                pattern = layer_pattern(flag, text, model.num_layers)
-            except ConfigError as error:
-                yield error.text
-            else:
-                yield from _no_rope(model, pattern) if field == "no_rope_freq" else _skips(model, field, pattern)
-
-
-def _no_rope(model: ModelConfig, pattern: Sequence[int] | int) -> Iterator[str]:
-    if isinstance(pattern, int) and model.num_layers % pattern:
-        near = multiples_around(model.num_layers, pattern)
-        yield (
-            f"`no_rope_freq`={pattern}: does not divide `num_layers`={model.num_layers}; give a list, or {near} layers"
-        )
-    if model.position_embedding_type != "rope":
-        yield f"`no_rope_freq`={model.no_rope_freq}: needs `position_embedding_type`=rope"
-
-
-def _skips(model: ModelConfig, field: str, pattern: Sequence[int] | int) -> Iterator[str]:
-    skipped, flag = SKIPPED[field], f"`{field}`={flat(model)[field]}"
-    value = flat(model)[skipped]
-    if value == "vanilla":
-        yield f"{flag}: needs `softmax_type`=off-by-one or learnable"
-    elif value is not None and (pattern == 1 or not any(pattern if isinstance(pattern, tuple) else (1,))):
-        yield f"{flag}: leaves no layer with `{skipped}`={show(value)}; drop both"
+    values, layers = flat(model), model.num_layers
+    for field in (field for field in LAYER_PATTERNS if values[field] is not None):
+        flag = f"`{field}`={values[field]}"
+        try:
+            pattern = layer_pattern(f"`{field}`", values[field], layers)
+        except ConfigError as error:
+            yield error.text
+            continue
+        if field == "no_rope_freq":
+            if isinstance(pattern, int) and layers % pattern:
+                near = multiples_around(layers, pattern)
+                yield f"`{field}`={pattern}: does not divide `num_layers`={layers}; give a list, or {near} layers"
+            if model.position_embedding_type != "rope":
+                yield f"{flag}: needs `position_embedding_type`=rope"
+        elif (value := values[SKIPPED[field]]) == "vanilla":
+            yield f"{flag}: needs `softmax_type`=off-by-one or learnable"
+        elif value is not None and (pattern == 1 or not any(pattern if isinstance(pattern, tuple) else (1,))):
+            yield f"{flag}: leaves no layer with `{SKIPPED[field]}`={show(value)}; drop both"
 
 
 def recompute(config: Config, world_size: int) -> Iterator[str]:
