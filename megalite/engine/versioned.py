@@ -6,9 +6,7 @@ in the list `Weights.states`. A model without them has an empty list.
 Adding one: a file in this room with such a class, and its place in `_states` of `megalite/train/build.py`, where it is
 given its stages. One that also changes what the optimizer keeps is given it afterwards (`QueryKeyClip.attach`).
 
-Other state lies elsewhere: numbers for each element of a parameter are of the update rule (`megalite/optim/`); numbers
-that the host decides by, like the window of `SpikeGuard`, are in a checkpoint's meta (`train/run_state.py`); averages
-of the weights are `UpdateRule.average`. A pipeline of a user's module has no state of this kind.
+Where other state lies: CONTRIBUTING, "Adding state that an update changes".
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ Public names: `OPTIMIZERS` (table), `LearningRateSchedule`, `WeightDecaySchedule
 `LossScaler`, `DynamicLossScaler`, `build_scaler`, `CORRECTIONS` (table of corrections for the `Delay` of gradients:
 `staleness.py`). Rules for whole matrices derive from `MatrixRule` (`matrix_rule.py`).
 
-To add one: a class beside these, a line of the table in `optimizers.py`, and what it keeps in `config/update_rules.py`
-(CONTRIBUTING, "Adding an optimizer").
-
+To add one: CONTRIBUTING, "Adding an optimizer".
 Nothing here knows about ranks: `parallel/zero` shards, and gives an update rule flat pieces of the parameters.
 Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness.py`.
 """

@@ -73,13 +73,12 @@ class _Tracked:
     def __init__(self, parameter: BufferParameter, cut: int | None, first: int) -> None:
         place = parameter.placement
         dims = len(parameter.shape)
-        factored = place.decay  # a bias of two rows is not a matrix
         stacked = place.family == "expert"
         self.parameter = parameter
         self.partial = cut is not None
         self.first, self.number = first, parameter.shape[0] if stacked else 1
         self.numel = math.prod(place.global_shape[stacked:])
-        if dims < 2 or not factored:
+        if dims < 2 or not place.decay:  # a bias of two rows is not a matrix
             self.means = [_Mean("exp_avg_sq", parameter, None, cut)]
         else:
             self.means = [

@@ -33,7 +33,8 @@ class AdamW(UpdateRule):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            self.update([p for p in group["params"] if p.grad is not None], group)
+            if not group.get("whole"):  # those are of a `MatrixRule`
+                self.update([p for p in group["params"] if p.grad is not None], group)
 
     def update(self, tensors: list[Tensor], group: ParamGroup) -> None:
         """One step of tensors of a group, by one call of the kernel for all of them where nothing is rounded."""

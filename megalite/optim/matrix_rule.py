@@ -31,9 +31,7 @@ class MatrixRule(AdamW):
 
     @torch.no_grad()
     def step(self) -> None:
-        for group in self.param_groups:
-            if not group["whole"]:
-                self.update([p for p in group["params"] if p.grad is not None], group)
+        super().step()
         for p, grad, group, index in self.with_gradients():
             if not group["whole"]:
                 continue
