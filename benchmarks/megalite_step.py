@@ -29,7 +29,7 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.engine import Hyperparameters, Updater
-from megalite.inventory import stage_layer_ranges
+from megalite.inventory import given_plan, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.optim import LossScaler
 from megalite.parallel.context import SequenceCut
@@ -95,7 +95,7 @@ class TrainingStep:
         self.program = ProgramCache(config).program(self.size, 1)
         ranges = stage_layer_ranges(config, self.program)
         with weights_drawn_on(device):
-            built = build_model(config, mesh, self.program, ranges, device)
+            built = build_model(config, mesh, self.program, ranges, device, None, given_plan(config))
         numbers = Hyperparameters(update.lr, update.weight_decay, update.clip_grad, 1.0, iteration=1, samples=0)
         self.updater = Updater(
             built,

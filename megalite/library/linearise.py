@@ -37,17 +37,9 @@ class Part:
     leaves: list[fx.Node]
 
 
-@dataclass(frozen=True)
-class Line:
-    """parts: in order. everywhere: the operations that every part may repeat, in order."""
-
-    parts: list[Part]
-    everywhere: set[fx.Node]
-
-
-def linearise(traced: Traced, cut: TensorCut) -> Line:
-    """Cuts the graph where the fewest tensors cross; finer only where a part would hold too much of the model. Never
-    where ranks hold parts of a tensor."""
+def linearise(traced: Traced, cut: TensorCut) -> tuple[list[Part], set[fx.Node]]:
+    """(Parts in order, the operations that each of them may repeat.) Cuts the graph where the fewest tensors cross;
+    finer only where a part would hold too much of the model. Never where ranks hold parts of a tensor."""
     roots, written = _storages(traced)
     # Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most.
     states = {node for node, (_, t) in traced.states.items() if not isinstance(t, torch.nn.Parameter)}
@@ -88,7 +80,7 @@ def linearise(traced: Traced, cut: TensorCut) -> Line:
         leaves = crossing[end - 1] if end < len(chain) else [traced.result]
         parts.append(Part(chain[start:end], arrives, leaves))
         arrives, start = leaves, end
-    return Line(parts, everywhere)
+    return parts, everywhere
 
 
 def _with_parameters(ends: Sequence[int], total: Sequence[int]) -> list[int]:

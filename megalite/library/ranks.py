@@ -60,8 +60,13 @@ def run(
     """
     try:
         place = read_environment()
+        parallel = ParallelConfig(
+            nprocs=None if place.launcher else nprocs,
+            hardware=DeviceOptions(device=device),
+            distributed_timeout_minutes=timeout_minutes,
+        )
         with scratch_folder() as folder:
-            status, value = _run(function, place, nprocs, device, timeout_minutes, folder)
+            status, value = _run(function, place, parallel, folder)
     except MegaliteError as error:
         print_error(error)
         status, value = 2, []
@@ -71,20 +76,10 @@ def run(
 
 
 def _run(
-    function: Callable[[World], Value],
-    place: LaunchEnvironment,
-    nprocs: int | None,
-    device: str,
-    timeout_minutes: float,
-    folder: Path,
+    function: Callable[[World], Value], place: LaunchEnvironment, parallel: ParallelConfig, folder: Path
 ) -> tuple[int, list[Value]]:
     """The launcher's status, and, if that is 0, what `run` returns. place: who has started this process. folder: where
     rank 0 leaves what it returns."""
-    parallel = ParallelConfig(
-        nprocs=None if place.launcher else nprocs,
-        hardware=DeviceOptions(device=device),
-        distributed_timeout_minutes=timeout_minutes,
-    )
     name = getattr(function, "__name__", "your function")
     here: list[Value] = []
     waiting: list[threading.Timer] = []

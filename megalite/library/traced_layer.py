@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from megalite.comm import Axis, ContextAxes, ParallelMesh
 from megalite.errors import ConfigError
-from megalite.library.linearise import Line, Part, linearise
+from megalite.library.linearise import Part, linearise
 from megalite.library.sequences import Sequences, follow_sequences, without_masks
 from megalite.library.tables import check_tables, lookups
 from megalite.library.tensor_check import check_parts
@@ -85,7 +85,7 @@ def layers_over(
     if sequences:
         traced = follow_sequences(trace(module, sequences.part(example), cuts), traced, sequences)
     cut = TensorCut(axis, {node: cuts[name].kind for node, (name, _) in traced.states.items() if name in cuts})
-    line = linearise(traced, cut)
+    parts, everywhere = linearise(traced, cut)
     if cuts:
         whole = trace(module, own, {})
         if traced.attention:
@@ -100,8 +100,8 @@ def layers_over(
     tables = frozenset(id(stored[name]) for name, _ in lookups(traced) if name in stored)
     wants_device = {name for name, child in traced.root.named_children() if _takes_device(child)}
     layers: list[nn.Module] = []
-    for number, part in enumerate(line.parts):
-        layer = TracedLayer(part, line, traced, keys, wants_device, cut, first=number == 0)
+    for number, part in enumerate(parts):
+        layer = TracedLayer(part, everywhere, traced, keys, wants_device, cut, first=number == 0)
         layer.sequences, layer.tables = sequences or Sequences(), tables
         layers.append(layer.train(module.training))
     used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
@@ -128,7 +128,7 @@ class TracedLayer(nn.Module):
     def __init__(
         self,
         part: Part,
-        line: Line,
+        everywhere: set[fx.Node],
         traced: Traced,
         keys: dict[int, tuple[str, ...]],
         wants_device: set[str],
@@ -139,7 +139,7 @@ class TracedLayer(nn.Module):
         super().__init__()
         self.ranks = cut.axis.size if cut.kinds else 1
         # the operations of the part and what it repeats, with all that they read
-        through = line.everywhere | set(part.chain)
+        through = everywhere | set(part.chain)
         needed = needed_by([*part.chain, *part.leaves], given=part.arrives, through=through)
         inputs = [] if first else [node for node in traced.inputs if node in needed]
         self.reads = [traced.inputs.index(node) for node in inputs]

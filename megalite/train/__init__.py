@@ -14,9 +14,8 @@
     run_data, validation    the run's data; evaluation through the same pipeline
     starting_point, run_state, run_directory    what a run begins with; what its checkpoints hold; its directory, and
                     starts in vain
-    announcement    the table at the start, advice, and the check of memory
+    announcement    the table at the start, advice, predicted memory against what hosts and GPUs have free
     planned         a run before anything large is made; the memory of a user's module
-    memory_check    predicted memory against what hosts and GPUs have free
     param_schedules, matmul_precision   learning rate and weight decay over a run; how fp32 products are computed, and
                     what else last bits depend on
     programs        the pipeline programs of a run, each validated once

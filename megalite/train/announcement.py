@@ -1,26 +1,46 @@
-"""What a run says and checks before anything of the model's size is allocated: the table, advice, memory."""
+"""What a run says and checks before anything of the model's size is allocated: the table, advice, memory.
+
+A refusal must be sure: a run that would fit is never refused. So what is compared with what is free (and with swap) is
+what the ranks that share a pool need at least: their predictions less the error of the estimate, with what comes and
+goes inside a layer counted once, since no two ranks need be there at one time. The warning takes the prediction as it
+is.
+"""
 
 from __future__ import annotations
 
 import logging
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megalite.comm import Axis, ParallelMesh, World, all_gather_json
-from megalite.config import Config
-from megalite.errors import ConfigError
-from megalite.inventory import stage_layer_ranges
+from megalite.config import Config, config_problems
+from megalite.errors import ConfigError, ScheduleError
+from megalite.host_memory import Pool, host_pools, machine_id
+from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.nn import NARROWEST_HEAD, use_newer_kernel
 from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.parallel.tensor import check_float8
-from megalite.planner import foreign_rows, format_table, startup_rows
+from megalite.planner import RankMemory, foreign_rows, format_table, shared_memory_bytes, startup_rows
+from megalite.progress import in_units
 from megalite.schedule import Program, division_text
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
-from megalite.train.memory_check import check_memory
 from megalite.train.planned import PlannedRun
 
 logger = logging.getLogger(__name__)
+
+ESTIMATE_ERROR = 0.05
+"""The estimate may be so much too high (`tools/check_plan.py`)."""
+DOUBTFUL = 0.9
+PRICED_MICROBATCHES = 1_000
+"""A remedy that needs another program is priced for batches up to this long."""
+
+Pools = Sequence[tuple[Pool, bool]]
+"""Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host)."""
 
 
 def open_module(config: Config, mesh: ParallelMesh, program: Program, world: World) -> ForeignModel:
@@ -92,3 +112,166 @@ def device_advice(config: Config, device: torch.device) -> list[str]:
             given += "attention is computed twice, with and without the weights that are dropped"
         advice.append(given)
     return advice
+
+
+def check_memory(run: PlannedRun, world: World, axis: Axis) -> None:
+    """Raises ConfigError, on all ranks, where a run cannot fit; warns where it hardly does. Collective over `axis`, all
+    ranks."""
+    world.report_phase("start-up: memory")
+    mine = [[vars(pool), on_device] for pool, on_device in pools_of(world.device, world.rank)]
+    rows = all_gather_json(mine, axis)
+    problem = None
+    if axis.is_first:
+        pools = [[(Pool(**values), bool(on_device)) for values, on_device in row] for row in rows]
+        problem = judge(run, pools)
+    problem = all_gather_json(problem, axis)[0]
+    if problem:
+        raise ConfigError(problem)
+
+
+def pools_of(device: torch.device, rank: int) -> Pools:
+    """What a rank on that device draws from."""
+    on_cpu = device.type == "cpu"
+    pools = [(pool, on_cpu) for pool in host_pools(rank if on_cpu else None)]
+    if not on_cpu:  # asking makes a context on it
+        free, total = torch.cuda.mem_get_info(device)
+        name = f"{torch.cuda.get_device_name(device)} {device.index} of host {socket.gethostname()}"
+        uuid = torch.cuda.get_device_properties(device).uuid
+        pools.append((Pool(f"{machine_id()} GPU {uuid}", name, free, total), True))
+    return pools
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Bytes that the ranks of one pool need together: as predicted, and surely."""
+
+    predicted: float
+    least: float
+
+
+def judge(run: PlannedRun, ranks: Sequence[Pools]) -> str | None:
+    """The refusal of a run whose rank r draws from `ranks[r]`, None where it may fit; logs the warning. Of a model that
+    is not ours, what surely lasts are its states."""
+    pools: dict[str, Pool] = {}
+    for row in ranks:
+        for pool, _ in row:
+            known = pools.get(pool.key)
+            pools[pool.key] = pool if known is None or pool.free > known.free else known
+    demands = demands_of(run, ranks)
+    ratio = {key: demand.least / max(1.0, pools[key].free + pools[key].swap) for key, demand in demands.items()}
+    doubt = {key: demand.predicted / max(1.0, pools[key].free) for key, demand in demands.items()}
+    tightest = max(demands, key=lambda key: (ratio[key], doubt[key]), default=None)
+    if tightest is None or run.config.parallel.hardware.ignore_memory_estimate:
+        return None
+    if ratio[tightest] <= 1:
+        tightest = max(doubt, key=lambda key: doubt[key])
+        if doubt[tightest] > DOUBTFUL:
+            logger.warning("%s; it may not fit", _need(demands[tightest], pools[tightest], ranks))
+        return None
+    remedies = [
+        f"{flag} ({in_units(demand, 'B')})"
+        for flag, demand in (_remedies(run, ranks, tightest) if run.foreign is None else ())
+        if demand < 0.95 * demands[tightest].predicted
+    ]
+    helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
+    if run.config.training.skip_train:
+        helps = "use more ranks of `tensor_model_parallel_size` or `pipeline_model_parallel_size` on more hosts, or"
+    return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} continue by `ignore_memory_estimate`"
+
+
+def demands_of(run: PlannedRun, ranks: Sequence[Pools]) -> dict[str, Demand]:
+    """Pool -> what its ranks need."""
+    config, world, on_cpu = run.config, run.world_size, run.on_cpu
+    # What ranks of a host exchange messages through is one for all, and counted in each.
+    again = shared_memory_bytes(config, on_cpu, of_others=True)
+    drawn: dict[str, list[tuple[float, float, float]]] = {}
+    for rank, row in enumerate(ranks):
+        mine = run.memory[rank * run.program.num_ranks // world]
+        for pool, on_device in row:
+            amounts = _amounts(config, mine, again, on_cpu=on_cpu) if on_device else (mine.host, mine.host, 0.0)
+            if on_device and on_cpu:
+                amounts = amounts[0] + mine.host, amounts[1] + mine.host, amounts[2]
+            drawn.setdefault(pool.key, []).append(amounts)
+    return {
+        key: Demand(
+            sum(predicted for predicted, _, _ in rows),
+            (1 - ESTIMATE_ERROR) * (sum(lasting for _, lasting, _ in rows) + max(passing for _, _, passing in rows)),
+        )
+        for key, rows in drawn.items()
+    }
+
+
+def _amounts(config: Config, memory: RankMemory, again: float, *, on_cpu: bool) -> tuple[float, float, float]:
+    """(Predicted, what surely lasts while others compute, what comes and goes) of a rank, in bytes on its device."""
+    if config.training.skip_train:
+        return memory.weights, memory.weights, 0.0
+    model = config.model  # these keep less than the estimate says, or by how much it errs is not known
+    if model.is_foreign or config.training.compile or model.cpu_offloading_num_layers:
+        return memory.total - again, memory.model_states, 0.0
+    if on_cpu and config.training.precision.half:  # a processor with 16-bit products keeps half of what is assumed
+        kept = memory.activations + memory.boundary + memory.logits
+        return memory.total - again, memory.model_states + kept / 2, 0.0
+    passing = memory.workspace + memory.logits
+    return memory.total - again, memory.total - again - passing, passing
+
+
+def _need(demand: Demand, pool: Pool, ranks: Sequence[Pools]) -> str:
+    """`memory: 2 ranks need 12 GB (predicted), 8 GB of ... are free`."""
+    count = sum(any(pool.key == other.key for other, _ in row) for row in ranks)
+    who = f"{count} ranks need" if count > 1 else "1 rank needs"
+    swap = f" and {in_units(pool.swap, 'B')} of swap" if pool.swap else ""
+    return (
+        f"predicted memory: {who} {in_units(demand.predicted, 'B')}, "
+        f"{pool.name} has {in_units(pool.free, 'B')}{swap} free of {in_units(pool.total, 'B')}"
+    )
+
+
+def _remedies(run: PlannedRun, ranks: Sequence[Pools], key: str) -> Iterator[tuple[str, float]]:
+    """Legal changes of one flag, and what the ranks of that pool would need with it."""
+    world = run.world_size
+    for flag, changed in _changes(run.config, run.plan, world):
+        long = changed.num_microbatches(world) > PRICED_MICROBATCHES and changed.parallel != run.config.parallel
+        if long or config_problems(changed, world):
+            continue
+        try:
+            tried = PlannedRun.of(changed, world, on_cpu=run.on_cpu)
+        except ScheduleError:
+            continue
+        yield flag, demands_of(tried, ranks)[key].predicted
+
+
+def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str, Config]]:
+    """What one would try, the least intrusive first."""
+    parallel, training, model = config.parallel, config.training, config.model
+
+    def with_parallel(**changes: Any) -> Config:
+        return replace(config, parallel=replace(parallel, **changes))
+
+    if training.micro_batch_size > 1:
+        smaller = replace(
+            training, micro_batch_size=1, global_batch_size=training.batch_size(config.data_parallel_size(world))
+        )
+        yield "`micro_batch_size`=1", replace(config, training=smaller)
+    if not plan.recompute[0].method:
+        again = replace(model, recompute_granularity="full", recompute_method=None, recompute_num_layers=None)
+        yield "`recompute_granularity`=full", replace(config, model=again)
+    if config.data_parallel_size(world) > 1:
+        stages = ((stage, with_parallel(zero_stage=stage)) for stage in range(3, parallel.zero_stage, -1))
+        yield from [(f"`zero_stage`={stage}", made) for stage, made in stages if not config_problems(made, world)][:1]
+        sizes: Mapping[str, int] = {
+            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        }
+        for name, size in sizes.items():
+            yield f"`{name}`={2 * size}", with_parallel(**{name: 2 * size})
+    offload = config.optimizer.offload
+    for is_there, flag, offloads in (
+        (bool(plan.fraction), "`optimizer_cpu_offload`", replace(offload, optimizer_cpu_offload=True)),
+        (plan.hosts_params, "`param_offload`=cpu", replace(offload, param_offload="cpu")),
+        (offload.embedding_offload is not None, "`embedding_offload`=cpu", replace(offload, embedding_offload="cpu")),
+    ):
+        if not is_there:
+            yield flag, replace(config, optimizer=replace(config.optimizer, offload=offloads))
+    if training.precision.name in ("fp32", "fp64"):
+        half = replace(training.precision, bf16=True, fp64=False)
+        yield "`bf16`", replace(config, training=replace(training, precision=half))

@@ -83,12 +83,10 @@ def build_model(
     program: Program,
     cuts: list[range],
     device: torch.device,
-    foreign: ForeignModel | None = None,
-    plan: MemoryPlan | None = None,
+    foreign: ForeignModel | None,
+    plan: MemoryPlan,
 ) -> Model:
-    """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s.
-    plan: None: what flags say."""
-    plan = given_plan(config) if plan is None else plan
+    """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s."""
     more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
     families = ["dense", *(name for name, has in more.items() if has)]
     passed, rule = PassedOver(config.training.iterations_to_skip), config.optimizer.optimizer

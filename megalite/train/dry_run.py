@@ -42,10 +42,9 @@ from megalite.planner import (
 from megalite.progress import ProgressBar, amount, duration
 from megalite.schedule import Program, render_text, simulate
 from megalite.stores import Place
-from megalite.train.announcement import rows_of
+from megalite.train.announcement import judge, pools_of, rows_of
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
-from megalite.train.memory_check import judge, pools_of
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache

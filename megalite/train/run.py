@@ -32,7 +32,7 @@ from megalite.train.announcement import announce, make_tracer, open_module
 from megalite.train.batch_reader import BatchReader
 from megalite.train.build import Model, build_model
 from megalite.train.exits import COMPLETED, ExitPolicy
-from megalite.train.expert_report import ExpertReport
+from megalite.train.expert_report import expert_report
 from megalite.train.host_embedding import TrafficHook, watch_of
 from megalite.train.matmul_precision import arithmetic_of, set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
@@ -212,7 +212,7 @@ def assemble_trainer(
         tracer=make_tracer(config, programs.full(world.size), executor, mesh),
         hooks=make_hooks(config, world.rank, start_facts, flops, [*traffic, uploads], model.plan, executor),
         exits=exits,
-        experts=ExpertReport(config, model, mesh, world.device) if config.model.experts.num_experts else None,
+        experts=expert_report(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         sample=SampleWriter(model_in_use()) if config.logging.samples.sample_interval is not None else None,
         measure=measures and measures(model_in_use()),
         evaluate=Validator(data, model, executor.channel, updater.newest_version, progress, exits),

@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalite.comm import Axis
 from megalite.config import parse
 from megalite.inventory import DEFAULT_PLAN, given_plan
+from megalite.train.announcement import demands_of, judge
 from megalite.train.foreign import ForeignModel
-from megalite.train.memory_check import demands_of, judge
 from megalite.train.planned import PlannedRun, saved_bytes
 from megalite.train.programs import ProgramCache
 

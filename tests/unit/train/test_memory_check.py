@@ -18,8 +18,8 @@ from megalite.planner import (
     PlannedStages,
     pipeline_memory,
 )
-from megalite.train import memory_check
-from megalite.train.memory_check import judge
+from megalite.train import announcement
+from megalite.train.announcement import judge
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 from pretrain_gpt import main
@@ -161,7 +161,7 @@ def test_only_what_helps_is_named_with_what_is_then_needed() -> None:
 
 
 def tiny(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
-    monkeypatch.setattr(memory_check, "host_pools", lambda rank: [Pool("m", "host n", free, 2e9)])
+    monkeypatch.setattr(announcement, "host_pools", lambda rank: [Pool("m", "host n", free, 2e9)])
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"], ["--nprocs", "2"]], ids=["one", "dry-run", "two"])
