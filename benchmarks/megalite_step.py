@@ -29,13 +29,13 @@ from megalite.config import (
     TrainingConfig,
 )
 from megalite.engine import Hyperparameters, Updater
-from megalite.inventory import given_plan, stage_layer_ranges
+from megalite.inventory import given_plan
 from megalite.microbatch import Microbatch
 from megalite.optim import LossScaler
 from megalite.parallel.context import SequenceCut
 from megalite.parallel.pipeline import executor_of
 from megalite.schedule import BatchRange, resolve_chunks
-from megalite.train import ProgramCache, build_model
+from megalite.train import PlannedRun, ProgramCache, build_model
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,11 @@ class TrainingStep:
         if device.type == "cpu":
             mesh.adopt(share_axis(mesh["tp"]))
         self.program = ProgramCache(config).program(self.size, 1)
-        ranges = stage_layer_ranges(config, self.program)
+        planned = PlannedRun.before(
+            config, place.ranks, self.program, given_plan(config), None, on_cpu=device.type == "cpu"
+        )
         with weights_drawn_on(device):
-            built = build_model(config, mesh, self.program, ranges, device, None, given_plan(config))
+            built = build_model(config, planned, mesh, device)
         numbers = Hyperparameters(update.lr, update.weight_decay, update.clip_grad, 1.0, iteration=1, samples=0)
         self.updater = Updater(
             built,

@@ -50,7 +50,7 @@ def layers_from_module(
     """
     axis = mesh["tp"] if mesh is not None else Axis.single("tp")
     sequences = Sequences(documents, mesh.context(gathers=False) if mesh is not None else ContextAxes())
-    return layers_over(axis, module, together(example), tensor_parallel or {}, sequences=sequences)
+    return layers_over(axis, module, together(example), tensor_parallel or {}, sequences, ids=None)
 
 
 def together(inputs: Any) -> tuple[Tensor, ...]:
@@ -66,19 +66,13 @@ def together(inputs: Any) -> tuple[Tensor, ...]:
 
 
 def layers_over(
-    axis: Axis,
-    module: nn.Module,
-    example: tuple[Tensor, ...],
-    table: Table,
-    *,
-    ids: int | None = None,
-    sequences: Sequences | None = None,
+    axis: Axis, module: nn.Module, example: tuple[Tensor, ...], table: Table, sequences: Sequences, *, ids: int | None
 ) -> list[nn.Module]:
     """The same over an axis, which to look at the cut may be without ranks to talk to. ids: those of the input are
     below it, which the module's tables must have rows for. sequences: what attention has to know; the layers are those
     of a rank's share of the example."""
     cuts = cut_parameters(module, table, axis) if axis.size > 1 else {}
-    own = sequences.share(example) if sequences else example
+    own = sequences.share(example)
     traced = trace(module, example, cuts)
     if ids is not None:
         check_tables(traced, {name: len(p) for name, p in module.named_parameters() if p.dim()}, ids)
@@ -102,7 +96,7 @@ def layers_over(
     layers: list[nn.Module] = []
     for number, part in enumerate(parts):
         layer = TracedLayer(part, everywhere, traced, keys, wants_device, cut, first=number == 0)
-        layer.sequences, layer.tables = sequences or Sequences(), tables
+        layer.sequences, layer.tables = sequences, tables
         layers.append(layer.train(module.training))
     used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
     for name, tensor in stored.items():

@@ -35,6 +35,7 @@ same bits (`tests/faults`).
 from megalite.train.build import build_model, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
 from megalite.train.matmul_precision import MODES
+from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import changes
 from megalite.train.run import OpenRun, make_mesh, open_run, run_training

@@ -43,6 +43,7 @@ from megalite.schedule import Program, StageKey, StagePlacement
 from megalite.train.foreign import ForeignModel
 from megalite.train.host_embedding import RowsOptimizer, layer_of, make_rows
 from megalite.train.partial_backprop import attach_depths
+from megalite.train.planned import PlannedRun
 from megalite.train.rollback import PassedOver
 
 logger = logging.getLogger(__name__)
@@ -77,16 +78,9 @@ class Model(Weights):
     passed: PassedOver = field(default_factory=PassedOver)
 
 
-def build_model(
-    config: Config,
-    mesh: ParallelMesh,
-    program: Program,
-    cuts: list[range],
-    device: torch.device,
-    foreign: ForeignModel | None,
-    plan: MemoryPlan,
-) -> Model:
-    """Builds, initialises and shards this rank's stages, of our layers or `foreign`. `cuts[s]`: indices of stage s."""
+def build_model(config: Config, run: PlannedRun, mesh: ParallelMesh, device: torch.device) -> Model:
+    """Builds, initialises and shards this rank's stages of a run. config: as checkpoints and flags have settled it."""
+    program, foreign, plan = run.program, run.foreign, run.plan
     more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
     families = ["dense", *(name for name, has in more.items() if has)]
     passed, rule = PassedOver(config.training.iterations_to_skip), config.optimizer.optimizer
@@ -94,7 +88,7 @@ def build_model(
     if config.optimizer.offload.embedding_offload is not None:
         axis = norm_axis(mesh, program, families, sharded=config.parallel.zero_stage > 0)
         rows = make_rows(config, mesh, program.placement, parameter_dtype(config), axis, mover)
-    built = foreign.build(mesh, program) if foreign else _build_stages(config, mesh, program, cuts, mover, rows, plan)
+    built = foreign.build(mesh, program) if foreign else _build_stages(config, run, mesh, mover, rows)
     options = zero_options(config, plan)
     alike = StageOptions(
         whole=OPTIMIZER_SPECS[rule].whole if foreign is None else foreign.parts.names.updated_whole(rule),
@@ -109,7 +103,7 @@ def build_model(
         mesh,
         program,
         families=families,
-        ties=_ties(config, mesh, program.placement, cuts) if foreign is None else foreign.parts.ties,
+        ties=_ties(config, mesh, program.placement) if foreign is None else foreign.parts.ties,
         options=options,
         alike=alike,
         memory=RankMemory(device, options, mover),
@@ -152,9 +146,9 @@ def _states(
     return found
 
 
-def _ties(config: Config, mesh: ParallelMesh, placement: StagePlacement, cuts: list[range]) -> Ties:
+def _ties(config: Config, mesh: ParallelMesh, placement: StagePlacement) -> Ties:
     model = config.model
-    apart = model.shares_embedding and not model.adapted_parts and len(cuts) > 1
+    apart = model.shares_embedding and not model.adapted_parts and placement.num_stages > 1
     if apart and mesh.takes_turns:
         shape = model.vocab_size, model.hidden_size
         unlike = partial(SharedRows, mesh, placement, shape, model.padded_vocab_size)
@@ -163,20 +157,14 @@ def _ties(config: Config, mesh: ParallelMesh, placement: StagePlacement, cuts: l
 
 
 def _build_stages(
-    config: Config,
-    mesh: ParallelMesh,
-    program: Program,
-    cuts: list[range],
-    mover: Mover,
-    rows: CachedRows | None,
-    plan: MemoryPlan,
+    config: Config, run: PlannedRun, mesh: ParallelMesh, mover: Mover, rows: CachedRows | None
 ) -> BuiltStages:
     """This rank's stages and their modules, one for each weight version; what they note is the stage's."""
-    specs, built = layer_specs(config.model), BuiltStages()
+    program, specs, built = run.program, layer_specs(config.model), BuiltStages()
     if len(specs) > MANY_LAYERS and mesh.world.is_first:
         logger.info("building a model of %s layers, which takes a while", f"{len(specs):,}")
     # Where a layer's weights go when the next begins (ZeRO-3, --param-offload), turns of two layers cannot mix.
-    halves = "layer" if config.parallel.zero_stage == 3 or plan.hosts_params else "stage"
+    halves = "layer" if config.parallel.zero_stage == 3 or run.plan.hosts_params else "stage"
     context = layer_context(
         config,
         mesh,
@@ -196,7 +184,7 @@ def _build_stages(
     spec = boundary_spec(own, mover.device)
     for key in program.placement.stages_of(rank):
         notes = replace(context, weight_grads=WeightGradQueue(), loads=ExpertLoads(), magnitudes=Magnitudes())
-        items, again = [specs[i] for i in cuts[key[0]]], plan.recompute_of(key[0])
+        items, again = [specs[i] for i in run.cuts[key[0]]], run.plan.recompute_of(key[0])
         modules = [_build_module(config, items, notes, again) for _ in range(program.weight_versions[rank])]
         built[key] = (
             stage_type(program, key, [stage for stage, _ in built.values()], mover)(

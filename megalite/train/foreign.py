@@ -127,7 +127,7 @@ class ForeignModel:
         try:
             table = config.model.module.table if size > 1 else {}
             sequences = Sequences(config.data.reset_attention_mask, cp or ContextAxes())
-            layers = layers_over(axis, module, (tokens,), table, ids=config.model.vocab_size, sequences=sequences)
+            layers = layers_over(axis, module, (tokens,), table, sequences, ids=config.model.vocab_size)
             self.parts = Parts(layers, sequences.share((tokens,)), program.placement, device)
         except ConfigError as error:
             raise ConfigError(f"`model_module`={self.name}: {_in_flags(str(error))}") from None

@@ -42,17 +42,10 @@ class PlannedRun(PlannedStages):
 
     @classmethod
     def before(
-        cls,
-        config: Config,
-        world_size: int,
-        program: Program,
-        plan: MemoryPlan,
-        foreign: ForeignModel | None,
-        *,
-        on_cpu: bool,
+        cls, config: Config, size: int, program: Program, plan: MemoryPlan, foreign: ForeignModel | None, on_cpu: bool
     ) -> PlannedRun:
         cuts = stage_layer_ranges(config, program) if foreign is None else foreign.cuts
-        return cls(config, world_size, program, cuts, plan, on_cpu, foreign)
+        return cls(config, size, program, cuts, plan, on_cpu, foreign)
 
     @cached_property
     def memory(self) -> Sequence[RankMemory]:

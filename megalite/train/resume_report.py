@@ -8,13 +8,14 @@ changed       layout: pp2, schedule 1f1b -> tp2, ZeRO stage 1; --lr 0.001 -> 0.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megalite.config import SECTIONS, Config, effective, flat, options_of, show
 from megalite.errors import flag_of
 from megalite.observe import Record
 from megalite.planner import describe_layout
+from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import ResolvedSchedules
 from megalite.train.starting_point import StartingPoint
 
@@ -52,25 +53,23 @@ LAYOUT = (
 
 def resume_report(
     start: StartingPoint,
-    config: Config,
-    world_size: int,
-    *,
     settled: ResolvedSchedules,
-    loaded: Sequence[str],
-    matmul: str | None,
-    data: Sequence[str],
+    size: int,
+    loaded: list[str],
+    matmul: MatmulChoice,
+    data: list[str],
 ) -> tuple[list[tuple[str, str]], Record]:
     """(Name and text of each line, what the start line of metrics.jsonl carries of it) for a run that begins with
     `start`.
 
-    config: as the run continues, seed and schedules settled. loaded: what the tensors and scalars gave. matmul: mode of
-    fp32 products that was kept from the checkpoint. data: how they have changed, what a longer training adds to their
-    order.
+    settled: the configuration as the run continues. size: of its world. loaded: what the tensors and scalars gave.
+    matmul: how fp32 products are computed. data: how they have changed, what a longer training adds to their order.
     """
+    config = settled.config
     own_tokenizer = config.data.tokenizer_model == str(start.path)
     kept = ["architecture"] if config.checkpoint.use_checkpoint_args else []
     kept += ["tokenizer"] if own_tokenizer else []
-    kept += [f"products of fp32 in mode '{matmul}', as measured then"] if matmul else []
+    kept += [f"products of fp32 in mode '{matmul.mode}', as measured then"] if matmul.kept else []
     head = ("resumed from", f"{start.path} (saved by {start.world_size} rank{'s' * (start.world_size > 1)})")
     if start.source is not None:
         head = ("begins with" if start.weights_only else "continues", f"{start.path} ({start.kind})")
@@ -89,7 +88,7 @@ def resume_report(
         from_flags = [*anew, by_schedule.replace(": flags", "")]
     found: dict[str, tuple[str, str]] = {}
     if start.saved is not None:
-        found |= changes(start.saved, start.world_size, config, world_size, told=start.told)
+        found |= changes(start.saved, start.world_size, config, size, told=start.told)
         if start.told is not None:  # its schedules are known, and not the flags that gave them
             found = {**settled.other, **found}
     if own_tokenizer:

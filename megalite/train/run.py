@@ -107,12 +107,15 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
         world.report_phase("start-up: data (rank 0 tokenises and indexes what is not cached)")
         asked += [phase.requests for phase in begun_phases(earlier)[1:]]
         data = open_data(config, mesh, tokenizer, world, earlier_requests=asked)
-        changed = changed_data(earlier, data.datasets, config)
+        changed = tokens + changed_data(earlier, data.datasets, config)
         world.report_phase("start-up: model")
-        model = build_model(config, mesh, program, planned.cuts, world.device, foreign, plan)
+        model = build_model(config, planned, mesh, world.device)
         scaler, saver, base = build_scaler(config.training), directory.checkpointer, directory.base
         origin = start.origin if start is not None else Origin()
-        guard = make_spike_guard(config, world)
+        spikes, guard = config.training.spikes, None
+        if spikes.on_spike is not None:  # somebody asks for what looks for spikes of the gradient norm
+            most = config.training.loss_scaling.max_skipped_updates
+            guard = SpikeGuard(spikes, world.device, max_skipped=most, speaks=world.is_first)
         state = RunState(
             config, model, scaler, tokenizer, data.datasets, saver, settled.schedules, matmul, base, origin, guard
         )
@@ -121,15 +124,8 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
         if start is not None:
             world.report_phase(f"start-up: loading {start.path}")
             progress, loaded = state.load(start)
-            rows, record = resume_report(
-                start,
-                config,
-                world.size,
-                settled=settled,
-                loaded=loaded,
-                matmul=matmul.mode if matmul.kept else None,
-                data=[*tokens, *changed, *appended_data(asked, data.datasets)],
-            )
+            changed += appended_data(asked, data.datasets)
+            rows, record = resume_report(start, settled, world.size, loaded, matmul, changed)
             facts = {**arithmetic, **record}
             if world.is_first:
                 logger.info("\n%s", format_table(rows))
@@ -261,14 +257,6 @@ def make_updater(state: RunState, reader: BatchReader, progress: TrainingProgres
         late=late,
         spikes=state.spikes,
     )
-
-
-def make_spike_guard(config: Config, world: World) -> SpikeGuard | None:
-    """What looks for spikes of the gradient norm, if somebody asks for it."""
-    settings, most = config.training.spikes, config.training.loss_scaling.max_skipped_updates
-    if settings.on_spike is None:
-        return None
-    return SpikeGuard(settings, world.device, max_skipped=most, speaks=world.is_first)
 
 
 def make_rollback(

@@ -132,7 +132,7 @@ def open_data(
     tokenizer: Tokenizer,
     world: World,
     *,
-    earlier_requests: Sequence[tuple[int, ...]] = (),
+    earlier_requests: Sequence[tuple[int, ...]],
 ) -> RunData:
     """Opens the splits. Rank 0 builds what is not cached yet, as long as it takes, then the others map it (or build it,
     where they do not see rank 0's disk). Raises DataError."""

@@ -235,5 +235,5 @@ def test_what_has_no_such_form_is_refused(kind: str, what: str, text: str) -> No
     module = nn.Sequential(nn.Embedding(5, 8), Changed(kind), nn.Linear(8, 5))
     tokens = torch.empty(2, LENGTH, dtype=torch.int64, device="meta")
     with pytest.raises(ConfigError) as caught:
-        layers_over(Axis.single("tp"), module, (tokens,), {}, sequences=Sequences(what == "documents", cp))
+        layers_over(Axis.single("tp"), module, (tokens,), {}, Sequences(what == "documents", cp), ids=None)
     assert text in str(caught.value) and "\n" not in str(caught.value)

@@ -22,6 +22,7 @@ from megalite.convert import HuggingFaceSource, MegatronDistSource, open_megatro
 from megalite.convert.source import stored_shapes
 from megalite.errors import CheckpointError
 from megalite.testing import run_ranks
+from megalite.train.matmul_precision import MatmulChoice
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.resume_report import changes, resume_report
 from megalite.train.starting_point import offer_of, open_start
@@ -109,7 +110,7 @@ def test_schedules_that_the_flags_override_have_changed(tmp_path: Path) -> None:
     ):
         config = parse([*same, *words.split()], world_size=1, read_offer=offer_of)
         settled = resolve_schedules(config, 1, start)
-        rows, _ = resume_report(start, config, 1, settled=settled, loaded=[], matmul=None, data=[])
+        rows, _ = resume_report(start, settled, 1, [], MatmulChoice("highest", "cpu"), [])
         changed = dict(rows)["changed"].split("; ")
         assert sorted(changed) == sorted(expected.split("; ")), words
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis
 from megalite.errors import ConfigError
-from megalite.library import layers_over
+from megalite.library import Sequences, layers_over
 
 WIDTH, HEAD = 16, 4
 TABLE = {"col": ["up"], "row": ["down"]}
@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Between, str]] = {
 
 def cut(between: Between) -> None:
     tokens = torch.empty(2, 4, dtype=torch.int64, device="meta")
-    layers_over(Axis("tp", 2, 0, (0, 1)), Model(between), (tokens,), TABLE)
+    layers_over(Axis("tp", 2, 0, (0, 1)), Model(between), (tokens,), TABLE, Sequences(), ids=None)
 
 
 @pytest.mark.parametrize("name", RIGHT)
