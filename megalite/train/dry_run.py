@@ -25,7 +25,7 @@ from megalite.config import (
     missing_tokenizer,
     missing_trackers,
 )
-from megalite.data import Dataset, Datasets, Tokenizer, build_datasets, is_indexed
+from megalite.data import Dataset, Datasets, Tokenizer, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.launch import check_devices
 from megalite.observe import RUN_FILES
@@ -48,7 +48,7 @@ from megalite.train.foreign import ForeignModel
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
-from megalite.train.run_data import cache_of, changed_data, resolve_tokenizer, warn_of_talks
+from megalite.train.run_data import cache_of, changed_data, open_datasets, resolve_tokenizer, warn_of_talks
 from megalite.train.run_directory import CONFIG_FILE, RunDirectory
 from megalite.train.starting_point import other_ids
 
@@ -250,7 +250,7 @@ def check_start(config: Config, world_size: int, tokenizer: Tokenizer) -> tuple[
             notes.append(f" warning: {error}")
     if any(path.stat().st_size > LONGEST_TEXT for path in raw_texts(config)):
         return config, [*notes, " not checked: raw text, which is tokenised at the start"]
-    datasets = open_splits(config, tokenizer)
+    datasets = open_splits(config, world_size, tokenizer)
     goes_on = start.meta if start is not None and not start.weights_only else {}
     changed_data(goes_on, datasets, config)
     warn_of_talks(config, datasets)
@@ -282,25 +282,15 @@ def check_whole(path: Place, *, with_state: bool) -> list[str]:
     return [] if read else [f" not checked: the contents of {path} ({amount(size, 'B')}), which are read at the start"]
 
 
-def open_splits(config: Config, tokenizer: Tokenizer) -> Datasets:
+def open_splits(config: Config, world_size: int, tokenizer: Tokenizer) -> Datasets:
     """The data of the run, with the order of one sample each. Nothing is kept but the tokens of a text, where the run
     looks for them."""
-    training = config.training
-    one, data = int(training.evaluates), config.data
+    data = config.data
     # A start turns a text into tokens: a file, or the standard library's where nothing is named.
     named = data_words(config) or data.data_args_path or data.data_schedule or data.mock_data
     with tempfile.TemporaryDirectory(prefix="megalite-") as passing:
-        return build_datasets(
-            data,
-            seq_length=config.model.seq_length,
-            train_samples=0 if training.skip_train else 1,
-            valid_samples=one,
-            test_samples=one,
-            seed=training.seed,
-            tokenizer=tokenizer,
-            cache_dir=cache_of(config) if any(raw_texts(config)) or not named else Path(passing),
-            vocab_size=config.model.vocab_size,
-        )
+        cache = cache_of(config) if any(raw_texts(config)) or not named else Path(passing)
+        return open_datasets(config, world_size, tokenizer, look=cache)
 
 
 def data_words(config: Config) -> list[str]:

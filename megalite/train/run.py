@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -194,7 +194,7 @@ def assemble_trainer(
     )
     uploads = UploadsHook(state.checkpointer)
     traffic = [] if config.optimizer.offload.embedding_offload is None else [TrafficHook(model.rows)]
-    model_in_use = partial(ModelInUse, state, mesh, executor.channel, updater.newest_version, world.device)
+    model_in_use = partial(ModelInUse, state, mesh, executor, updater, world.device)
     flops = None if model.foreign is None else model.foreign.flops_per_sample
     return Trainer(
         state=state,
@@ -211,7 +211,7 @@ def assemble_trainer(
         experts=expert_report(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         sample=SampleWriter(model_in_use()) if config.logging.samples.sample_interval is not None else None,
         measure=measures and measures(model_in_use()),
-        evaluate=Validator(data, model, executor.channel, updater.newest_version, progress, exits),
+        evaluate=Validator(data, model, executor, updater, progress, exits),
         roll_back=make_rollback(world, data, state, progress, updater, reader),
         report_phase=world.report_phase,
     )
@@ -270,7 +270,8 @@ def make_rollback(
     def load(path: Path) -> tuple[int, int]:
         model.optimizer.finish_step()
         model.optimizer.wait_for_weights()
-        loaded, _ = state.load(open_start(path, finetune=False), own=True)
+        own = replace(state.config, checkpoint=replace(state.config.checkpoint, finetune=False))
+        loaded, _ = state.load(open_start(path, own, world.size), own=True)
         vars(progress).update(vars(loaded))
         updater.restart(state.version(progress))
         reader.restart(data.train_loader(progress.consumed_samples))

@@ -172,28 +172,31 @@ def open_datasets(
     earlier_requests: Sequence[tuple[int, ...]] = (),
     ranks_here: int = 1,
     warns: bool = True,
+    look: Path | None = None,
 ) -> Datasets:
-    """The splits of a run of `world` ranks, each with the samples that it needs. warns: see `build_datasets`. Raises
-    DataError."""
-    training = config.training
-    sizes = config.batch_size_schedule(world)
-    evaluates = training.evaluates
-    per_evaluation = None if training.full_validation else training.most_eval_iters * sizes.final
+    """The splits of a run of `world` ranks, each with the samples that it needs. warns: see `build_datasets`. look: one
+    sample of each, kept there. Raises DataError."""
+    training, sizes = config.training, config.batch_size_schedule(world)
+    samples, evaluates, per_evaluation = 1, training.evaluates, 1 if look is not None else None
+    if look is None and not training.skip_train:
+        samples = sizes.samples_after(config.train_iterations(world))
+    if look is None and not training.full_validation:
+        per_evaluation = training.most_eval_iters * sizes.final
     datasets = build_datasets(
         config.data,
         seq_length=config.model.seq_length,
-        train_samples=0 if training.skip_train else sizes.samples_after(config.train_iterations(world)),
+        train_samples=0 if training.skip_train else samples,
         valid_samples=per_evaluation if evaluates else 0,
         test_samples=per_evaluation if evaluates else 0,
         seed=training.seed,
         tokenizer=tokenizer,
-        cache_dir=cache_of(config),
+        cache_dir=look or cache_of(config),
         earlier_requests=earlier_requests,
         vocab_size=config.model.vocab_size,
         ranks_here=ranks_here,
         warns=warns,
     )
-    if warns:
+    if warns and look is None:
         warn_of_talks(config, datasets)
     return datasets
 

@@ -156,15 +156,7 @@ class RunDirectory:
         if own or (of_save and checkpoint.auto_resume and checkpoint.load is not None and not self._loads_itself):
             checkpoint = dataclasses.replace(checkpoint, finetune=False, load_optim=True, load_rng=True)
             self.config = dataclasses.replace(self.config, checkpoint=checkpoint)
-        adapters = self.config.model.lora.lora_rank is not None
-        start = open_start(
-            path,
-            finetune=checkpoint.finetune,
-            adapters=adapters,
-            ckpt_step=checkpoint.ckpt_step,
-            vocab_size=self.config.model.vocab_size or None,
-            samples_after=self.config.batch_size_schedule(self._world.size).samples_after,
-        )
+        start = open_start(path, self.config, self._world.size)
         check_model(start.model, self.config.model, f"`load`={path}")
         if start.saved is not None and not start.weights_only and self.config.checkpoint.load_optim:
             check_state(start.saved, self.config, f"`load`={path}")

@@ -13,33 +13,28 @@ from typing import cast
 
 import torch
 
-from megalite.comm import Channel, ParallelMesh, all_gather_json, patiently
+from megalite.comm import ParallelMesh, all_gather_json, patiently
 from megalite.convert import stop_tokens
+from megalite.engine import Updater
 from megalite.generation import Generator, ModelParts, Request, Sampling, prompt_ids, read_prompts
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import LayerStack
 from megalite.observe import Record
+from megalite.parallel.pipeline import Executor
 from megalite.parallel.tensor import LayerContext
 from megalite.train.build import boundary_spec, layer_context
 from megalite.train.run_state import RunState
 
 
 class ModelInUse:
-    """The model of a run for what generates with it or scores by it, between two iterations.
-
-    newest_version: which weight version to use; its values are the masters', which a checkpoint would hold.
-    """
+    """The model of a run for what generates with it or scores by it, between two iterations: its newest weight version,
+    with the values of the masters, which a checkpoint would hold."""
 
     def __init__(
-        self,
-        state: RunState,
-        mesh: ParallelMesh,
-        channel: Channel,
-        newest_version: Callable[[], int],
-        device: torch.device,
+        self, state: RunState, mesh: ParallelMesh, executor: Executor, updater: Updater, device: torch.device
     ) -> None:
-        self.state, self.mesh, self.channel = state, mesh, channel
-        self._newest_version, self._device = newest_version, device
+        self.state, self.mesh, self.channel = state, mesh, executor.channel
+        self._newest_version, self._device = updater.newest_version, device
         self._specs = {spec.name: spec for spec in layer_specs(state.config.model)}
         self._context = layer_context(state.config, mesh, device, state.model.rows)
 

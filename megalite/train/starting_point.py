@@ -96,23 +96,14 @@ class StartingPoint:
         return read_manifest(self.path).tensors if self.run is None else self.run.names
 
 
-def open_start(
-    path: Place,
-    *,
-    finetune: bool,
-    adapters: bool = False,
-    ckpt_step: int | None = None,
-    vocab_size: int | None = None,
-    samples_after: Callable[[int], int] = lambda iterations: iterations,
-) -> StartingPoint:
-    """Reads what is there besides the tensors. adapters: the run has them, so of a model without it takes the weights.
-    ckpt_step, vocab_size, samples_after: of a checkpoint in torch's distributed format, which users have said they
-    trust: which, its tokens without padding, and the samples of so many iterations of this run, where it does not say.
-
-    Raises CheckpointError; ConfigError for a model that we do not have.
-    """
+def open_start(path: Place, config: Config, world_size: int) -> StartingPoint:
+    """Reads what is there besides the tensors, for a run of this configuration: one with adapters takes the weights of
+    a model without them. Of a checkpoint in torch's distributed format, which users have said they trust, flags say the
+    step, and where it does not the tokens without padding and the samples."""
+    finetune, adapters = config.checkpoint.finetune, config.model.lora.lora_rank is not None
+    samples_after = config.batch_size_schedule(world_size).samples_after
     if is_distributed(path):
-        found = open_distributed(Path(str(path)), ckpt_step, vocab_size)
+        found = open_distributed(Path(str(path)), config.checkpoint.ckpt_step, config.model.vocab_size or None)
         if adapters:
             raise CheckpointError(
                 f"`load`={path}: adapters need a model whose content they can record; make one of this by "

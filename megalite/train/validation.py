@@ -4,17 +4,16 @@ weights."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megalite.comm import Channel, all_reduce_
+from megalite.comm import all_reduce_
 from megalite.data import Dataset
-from megalite.engine import run_forwards
+from megalite.engine import Updater, run_forwards
 from megalite.microbatch import Microbatch
 from megalite.observe import Record, evaluation_record
-from megalite.parallel.pipeline import ForwardOnly
+from megalite.parallel.pipeline import Executor, ForwardOnly
 from megalite.progress import LINES, ProgressBar
 from megalite.schedule import forward_program
 from megalite.train.build import Model
@@ -29,19 +28,19 @@ LOSSES = ("lm_loss", "ppl", "bits_per_byte")
 
 
 class Validator:
-    """Evaluates splits. newest_version: which weight version to use."""
+    """Evaluates splits, with the newest weight version."""
 
     def __init__(
         self,
         data: RunData,
         model: Model,
-        channel: Channel,
-        newest_version: Callable[[], int],
+        executor: Executor,
+        updater: Updater,
         progress: TrainingProgress,
         exits: ExitPolicy,
     ) -> None:
-        self._data, self._model, self._channel, self._newest_version = data, model, channel, newest_version
-        self._progress, self._exits = progress, exits
+        self._data, self._model, self._progress, self._exits = data, model, progress, exits
+        self._channel, self._newest_version = executor.channel, updater.newest_version
         self._mesh, self._device = data.mesh, data.device
         spelled = data.token_bytes()
         self._token_bytes = None if spelled is None else spelled.to(data.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megalite import strangers
 from megalite.checkpoint import CheckpointReader
+from megalite.config import parse
 from megalite.convert import (
     CheckpointSource,
     DcpSource,
@@ -22,7 +24,7 @@ from megalite.convert import (
     write_huggingface,
 )
 from megalite.errors import CheckpointError
-from megalite.train.starting_point import open_start
+from megalite.train.starting_point import offer_of, open_start
 from tests.unit.convert.dcp_layout import random_cuts, titan_name
 from tests.unit.convert.dcp_layout import write_dcp as written_by_torch
 from tests.unit.convert.megatron_layout import HereInstead
@@ -165,8 +167,12 @@ def test_moments_are_converted(tmp_path: Path) -> None:
         assert torch.equal(reader.read(name), plain.read(name).float())
         for kind, by in kinds.items():
             assert torch.equal(reader.read(f"optimizer/{kind}/{name}"), plain.read(name).float() * by), name
-    start = open_start(reader.path, finetune=False, samples_after=lambda iterations: 4 * iterations)
+    flags = f"--load {reader.path} --use-checkpoint-args --mock-data --micro-batch-size 4 --lr 1e-3 --train-iters 9"
+    config = parse(flags.split(), world_size=1, read_offer=offer_of)
+    start = open_start(reader.path, config, 1)
     assert start.saved is None and not start.weights_only
     found = start.meta["progress"]
     assert (found["iteration"], found["consumed_samples"], found["schedule_samples"]) == (7, 28, 28)
-    assert open_start(reader.path, finetune=True).weights_only
+    assert open_start(
+        reader.path, replace(config, checkpoint=replace(config.checkpoint, finetune=True)), 1
+    ).weights_only

@@ -70,8 +70,6 @@ def test_a_run_continues_from_where_it_lies(tmp_path: Path) -> None:
 def test_what_the_format_does_not_hold_has_not_changed(tmp_path: Path) -> None:
     """Data, device, layout, warm-up and validation are in no torch_dist; what its args say is compared."""
     root = written_with_state(tmp_path / "megatron", hidden_dropout=0.1, clip_grad=2.0).parent
-    start = open_start(root, finetune=False, vocab_size=V)
-    assert start.saved is not None and start.told is not None
     same = (
         f"--use-checkpoint-args --load {root} --trust-pickle --vocab-size {V} --mock-data --bf16 --lr 1e-3 "
         "--min-lr 1e-4 --micro-batch-size 2 --global-batch-size 8 --seed 5 --train-iters 1000 "
@@ -79,6 +77,8 @@ def test_what_the_format_does_not_hold_has_not_changed(tmp_path: Path) -> None:
         "--lr-decay-style cosine --weight-decay 0.1 --clip-grad 2 "
         "--weight-decay-ramp start=0.01 end=0.1 style=linear --hidden-dropout 0.1 --tensor-model-parallel-size 2"
     ).split()
+    start = open_start(root, parse(same, world_size=2, read_offer=offer_of), 2)
+    assert start.saved is not None and start.told is not None
     for words, expected in (
         ("", {}),
         ("--hidden-dropout 0", {"--hidden-dropout": ("0.1", "0")}),
@@ -95,13 +95,13 @@ def test_what_the_format_does_not_hold_has_not_changed(tmp_path: Path) -> None:
 def test_schedules_that_the_flags_override_have_changed(tmp_path: Path) -> None:
     """Its scheduler's state says 8,000 samples of decay after 64 of warm-up: 1,000 and 8 iterations of 8."""
     root = written_with_state(tmp_path / "megatron").parent
-    start = open_start(root, finetune=False, vocab_size=V)
     same = (
         f"--use-checkpoint-args --load {root} --trust-pickle --vocab-size {V} --mock-data --bf16 --lr 1e-3 "
         "--min-lr 1e-4 --micro-batch-size 2 --global-batch-size 8 --seed 5 --train-iters 1000 --lr-warmup iters=8 "
         "--lr-decay-style cosine --weight-decay 0.1 --weight-decay-ramp start=0.01 end=0.1 style=linear --device cpu "
         "--override-opt-param-scheduler"
     ).split()
+    start = open_start(root, parse(same, world_size=1, read_offer=offer_of), 1)
     for words, expected in (
         ("", "nothing"),
         ("--lr-decay-iters 1500", "--lr-decay-iters 8,000 samples -> 12,000 samples"),

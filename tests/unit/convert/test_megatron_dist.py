@@ -166,8 +166,6 @@ def test_masters_and_moments_come_along(tmp_path: Path) -> None:
         "iteration": 100, "consumed_samples": 800, "updates": 100, "microbatches": 100, "skipped_iterations": 3,
         "schedule_samples": 776,
     }  # fmt: skip
-    start = open_start(path, finetune=False)
-    assert start.saved is not None and start.saved.training.precision.bf16
     theirs = ParamSchedules.from_meta(meta["opt_param_scheduler"], "x")
     assert theirs.learning_rate(64) == 1e-3 and theirs.learning_rate(8000) == 1e-4
     assert theirs.weight_decay(4000) == pytest.approx(0.055)
@@ -176,9 +174,10 @@ def test_masters_and_moments_come_along(tmp_path: Path) -> None:
         "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 8 --start-weight-decay 0.01 "
         "--weight-decay 0.1 --end-weight-decay 0.1 --weight-decay-incr-style linear --train-iters 1000"
     )
-    settled = resolve_schedules(
-        parse(flags.split(), world_size=1, read_offer=offer_of), 1, start
-    )  # the same, said in iterations
+    config = parse(flags.split(), world_size=1, read_offer=offer_of)
+    start = open_start(path, config, 1)
+    assert start.saved is not None and start.saved.training.precision.bf16
+    settled = resolve_schedules(config, 1, start)  # the same, said in iterations
     assert settled.origin == "checkpoint" and settled.schedules.learning_rate == theirs.learning_rate
 
 
