@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,7 @@ def test_older_checkpoints_tell_their_schedules_by_their_flags(stopped: Path, mo
     def older(path: Path) -> Any:
         manifest = real(path)
         meta = {name: value for name, value in manifest.meta.items() if name != META}
-        return type(manifest)(**(vars(manifest) | {"meta": meta}))
+        return replace(manifest, meta=meta)
 
     monkeypatch.setattr(starting_point, "read_manifest", older)
     assert main(go_on(stopped, "--lr", "2e-2")) == 2
