@@ -37,7 +37,7 @@ ENGINE: tuple[tuple[str, str, str], ...] = (
     ("where gradients go, and who owns which part of them", "megalite", "microbatch gradient late_reading"),
     ("", "megalite/parallel/zero",
      "parameter_buffers flat_weights bucket reducer "
-     "param_groups master_shards sub_optimizers sharded_optimizer"),
+     "master_shards sub_optimizers sharded_optimizer"),
     ("the update", "megalite/optim", "rule adamw optimizers"),
 )  # fmt: skip
 
@@ -57,7 +57,7 @@ LATER: tuple[tuple[str, str, str], ...] = (
     ("when weights are gathered: ahead of their use, or layer by layer (ZeRO-3); gradients of which a slice is kept",
      "megalite/parallel/zero", "options unshard streamed_gradient"),
     ("what stages of a rank share, which optimizer holds a part of the state, which stage runs a part of the layers",
-     "megalite/parallel", "zero/rank_memory zero/host_optimizer pipeline/offloaded tiers/mover"),
+     "megalite/parallel", "zero/rank_memory zero/host_optimizer pipeline/stage_types tiers/mover"),
     ("messages that wait at once, or behind other work; layers of one axis or of a grid", "megalite/parallel/tensor",
      "late_messages"),
     ("what routers and products in float8 note, and where tests make a run fail", "megalite",

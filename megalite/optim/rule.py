@@ -22,7 +22,7 @@ from megalite.inventory import STEP_PIECE
 EMA = "ema"
 """The state that holds the average of a tensor (`--ema-decay`), in the master's dtype."""
 ParamGroup = dict[str, Any]
-"""Tensors and their metadata (`parallel.zero.param_groups`), with `lr` and `weight_decay` of the next step."""
+"""Tensors and their metadata (`parallel.zero.ParamGroup`), with `lr` and `weight_decay` of the next step."""
 
 
 def pieces(p: Tensor) -> Iterator[slice]:

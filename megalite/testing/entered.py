@@ -39,4 +39,4 @@ def calls_entered() -> Iterator[Entered]:
         for code, number in counts.items():
             path = Path(code.co_filename)
             if code.co_flags & CO_NEWLOCALS and path.is_relative_to(PRODUCT):
-                entered[str(path.relative_to(PRODUCT)), code.co_name] += number
+                entered[str(path.relative_to(PRODUCT)), code.co_qualname] += number

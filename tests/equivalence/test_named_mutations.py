@@ -20,7 +20,7 @@ from megalite.comm.arrivals import Arrivals
 from megalite.comm.world import World
 from megalite.nn.adapters import ExpertAdapters, Prefix
 from megalite.optim import kfac, shampoo
-from megalite.parallel.grid import product
+from megalite.parallel.grid import layers
 from megalite.parallel.pipeline.message_driven import MessageDriven
 from megalite.parallel.tensor import int8
 from megalite.parallel.zero import plus_plus
@@ -59,13 +59,13 @@ def kfac_of_all_is_of_the_own_tokens() -> Any:
 
 def rows_of_a_grid_keep_their_own_sums() -> Any:
     """A weight's gradient is of the samples of one row of ranks."""
-    right = product._weight_gradient
+    right = layers._weight_gradient
 
     def alone(*given: Any) -> Tensor:
-        with patch.object(product, "summed", lambda x, axis, dim: x.chunk(axis.size, dim)[axis.rank]):
+        with patch.object(layers, "summed", lambda x, axis, dim: x.chunk(axis.size, dim)[axis.rank]):
             return right(*given)
 
-    return patch.object(product, "_weight_gradient", alone)
+    return patch.object(layers, "_weight_gradient", alone)
 
 
 def norms_of_a_grid_are_of_the_own_features() -> Any:

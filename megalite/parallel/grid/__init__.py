@@ -19,5 +19,4 @@ counted: `tests/distributed/parallel/grid/`.
 """
 
 from megalite.parallel.grid.exchange import Grid, features_to_tokens, gather_parameter, sum_to_features
-from megalite.parallel.grid.norm import grid_norm
-from megalite.parallel.grid.product import Sides, grid_product
+from megalite.parallel.grid.layers import Sides, grid_norm, grid_product

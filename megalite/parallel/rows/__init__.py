@@ -21,7 +21,6 @@ Invariant: what F reads of a row has taken as many steps as there were updates. 
 `tests/equivalence/test_embedding_offload.py` (every step's loss, weights and moments equal those of a run without it).
 """
 
-from megalite.parallel.rows.cached_rows import CachedRows, Traffic
+from megalite.parallel.rows.cached_rows import CachedRows, HostEmbedding, Traffic
 from megalite.parallel.rows.future import Access
 from megalite.parallel.rows.host_rows import HostRows, RowRule
-from megalite.parallel.rows.layer import HostEmbedding

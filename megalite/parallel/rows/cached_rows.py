@@ -1,20 +1,30 @@
-"""`CachedRows`: rows on the host, a cache of them on the device, and what an update does to both."""
+"""`CachedRows`: rows on the host, a cache of them on the device, what an update does to both, and the layer over it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from megalite.comm import Axis, TensorShard, all_gather, all_reduce_, shards_of_range
-from megalite.gradient import sum_of_squares
+from megalite.comm import (
+    Axis,
+    TensorShard,
+    all_gather,
+    all_reduce_,
+    reduce_from_axis,
+    scatter_sum_sequence,
+    shards_of_range,
+)
+from megalite.gradient import Node, WeightGradQueue, sum_of_squares
 from megalite.inventory import ParameterPlacement
+from megalite.microbatch import Microbatch
 from megalite.parallel.rows.future import Access, Future
 from megalite.parallel.rows.host_rows import HostRows, Rows, Step
 from megalite.parallel.rows.slots import Moves, Slots
@@ -315,3 +325,32 @@ def _rows(ids: NDArray[np.int64]) -> Rows:
     rows = np.unique(ids)
     own: Rows = rows[rows != ELSEWHERE]
     return own
+
+
+class HostEmbedding(nn.Module):
+    """Token ids -> vectors. Each rank of the tensor axis has the rows of its part of the vocabulary; the sum over the
+    axis completes the rest. It has no parameter: `CachedRows` holds, updates and saves them."""
+
+    def __init__(self, rows: CachedRows, tp: Axis, queue: WeightGradQueue, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.rows, self.tp, self.queue, self.sequence_parallel = rows, tp, queue, sequence_parallel
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        """-> `[s, b, h]` (`[s/t, b, h]` under sequence parallelism)."""
+        host = microbatch.host_tokens
+        ids = self.rows.own((microbatch.tokens.to("cpu") if host is None else host).t().numpy())
+        x = _Read.apply(self.rows.weight, self.rows, ids, self.queue) if self.training else self.rows.read(ids)
+        return scatter_sum_sequence(x, self.tp) if self.sequence_parallel else reduce_from_axis(x, self.tp)
+
+
+class _Read(Node):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: CachedRows, ids: NDArray[np.int64], queue: WeightGradQueue) -> Tensor:
+        ctx.rows, ctx.ids, ctx.queue = rows, ids, queue
+        return rows.forward(ids)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        rows, ids = ctx.rows, ctx.ids
+        ctx.queue.put(lambda: rows.backward(ids, dy))
+        return None, None, None, None

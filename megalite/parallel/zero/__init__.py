@@ -31,8 +31,8 @@ stage 0 bit for bit at dp=2), `test_zero_optimizers.py` (every rule at every sta
 
 from megalite.parallel.zero.delayed_optimizer import DelayedOptimizer
 from megalite.parallel.zero.frozen import frozen_shards, release_frozen
+from megalite.parallel.zero.master_shards import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
-from megalite.parallel.zero.param_groups import MakeOptimizer, ParamGroup
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers, stage_buffers, where_not_finite
 from megalite.parallel.zero.rank_memory import RankMemory
 from megalite.parallel.zero.sharded_optimizer import PendingNorm, ShardedOptimizer

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from megalite.faults import fault_point
 from megalite.parallel.tiers import Arrival
-from megalite.parallel.zero.master_shards import MasterShard
-from megalite.parallel.zero.param_groups import MakeOptimizer
+from megalite.parallel.zero.master_shards import MakeOptimizer, MasterShard
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 
 

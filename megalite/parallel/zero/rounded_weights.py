@@ -23,14 +23,11 @@ from megalite.parallel.zero.unshard import BucketWeights
 
 
 class RoundsWeight(Protocol):
-    """What a parameter's attribute `float8` can do."""
+    """A parameter's attribute `float8`: `Float8Products` of parallel/tensor, which says what these do."""
 
-    def before_gather(self, weight: Tensor, most: Tensor) -> Tensor:
-        """The scale of a weight with this largest magnitude `[1, 1]`, which its layer keeps; collective over the ranks
-        that hold other parts of it."""
+    def before_gather(self, weight: Tensor, most: Tensor) -> Tensor: ...
 
-    def rounded(self, part: Tensor, scale: Tensor) -> Tensor:
-        """`[1, n]` in float8."""
+    def rounded(self, part: Tensor, scale: Tensor) -> Tensor: ...
 
 
 class RoundedWeights(BucketWeights):

@@ -21,8 +21,7 @@ from megalite.gradient import sum_of_squares
 from megalite.parallel.tiers import StateFile
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.host_optimizer import make_sub_optimizers
-from megalite.parallel.zero.master_shards import MasterShard, cut_master_shards
-from megalite.parallel.zero.param_groups import MakeOptimizer
+from megalite.parallel.zero.master_shards import MakeOptimizer, MasterShard, cut_master_shards
 from megalite.parallel.zero.parameter_buffers import ParameterBuffers
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
 

@@ -13,8 +13,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megalite.comm import Statistic
-from megalite.parallel.zero.master_shards import MasterShard
-from megalite.parallel.zero.param_groups import BucketParameter, MakeOptimizer, bucket_parameters, make_param_groups
+from megalite.parallel.zero.master_shards import (
+    BucketParameter,
+    MakeOptimizer,
+    MasterShard,
+    bucket_parameters,
+    make_param_groups,
+)
 
 
 class SteppedOptimizer(Protocol):

@@ -42,7 +42,7 @@ FENCED = {
     "second order": r"optim/(matrix_rule|soap|shampoo|kfac)|parallel/tensor/products.py TappedProducts",
     "fp8": r"parallel/tensor/(float8|delayed_scaling)|engine/scale_history|microbatch_notes",
     "rows": r"parallel/rows/|train/host_embedding",
-    "tiers": r"parallel/tiers/|parallel/zero/(host_\w+|delayed_optimizer)|parallel/pipeline/offloaded",
+    "tiers": r"parallel/tiers/|parallel/zero/(host_\w+|delayed_optimizer)|parallel/pipeline/\w+.py Offloaded",
     "further tokens": r"nn/mtp|train/further.py Further|parallel/tensor/linear.py ReplicatedLinear",
     "latent attention": r"nn/attention/latent|parallel/tensor/linear.py ReplicatedLinear",
     "linear attention": r"nn/delta",
@@ -91,12 +91,12 @@ def trace(name: str) -> tuple[Entered, Entered, Entered]:
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
     entered = trace(name)[2]
-    assert entered["train/trainer.py", "train_step"] == 2 * STEPS[name][0]  # the trace sees calls
+    assert entered["train/trainer.py", "Trainer.train_step"] == 2 * STEPS[name][0]  # the trace sees calls
     leaks = [
         f"{feature}: {file} {function}, {number} calls"
         for (file, function), number in sorted(entered.items())
         for feature, files in FENCED.items()
-        if re.match(files, file)
+        if re.match(files, f"{file} {function}")
     ]
     assert not leaks, "\n".join(leaks)
 
@@ -123,7 +123,7 @@ def test_a_step_enters_no_file_of_a_feature_that_is_off(name: str) -> None:
 ])  # fmt: skip
 def test_the_fence_sees_a_feature_that_is_on(feature: str, ranks: int, flags: str) -> None:
     *_, entered = run_ranks(body_trace, ranks, flags)[0]
-    assert any(re.match(FENCED[feature], file) for file, _, _ in entered)
+    assert any(re.match(FENCED[feature], f"{file} {function}") for file, function, _ in entered)
 
 
 def test_the_reading_list_has_the_files_that_a_step_enters() -> None:

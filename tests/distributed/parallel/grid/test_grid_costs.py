@@ -15,7 +15,7 @@ from megalite.inventory import grid_exchanges, model_layers, placement_of
 from megalite.microbatch import Microbatch
 from megalite.models import layer_specs
 from megalite.nn import grid_layers, initialize
-from megalite.parallel.grid import Grid, exchange, norm
+from megalite.parallel.grid import Grid, exchange, layers
 from megalite.parallel.tensor import LayerContext
 from megalite.testing import run_ranks
 
@@ -43,8 +43,8 @@ def counted(world: World, shape: tuple[int, int, int], more: list[str]) -> tuple
     for module, name, times in (
         (exchange, "all_gather", 1),
         (exchange, "reduce_scatter", 1),
-        (norm, "all_gather", 1),
-        (norm, "all_reduce_", 2),
+        (layers, "all_gather", 1),
+        (layers, "all_reduce_", 2),
     ):
         setattr(module, name, counting(getattr(module, name), times))
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)

@@ -1,4 +1,7 @@
-"""A stage whose forward keeps its input alone; the action R runs the forward again ahead of the backward.
+"""Stages that keep less than a `Stage`, and which stage of a program is of what type.
+
+The saved activations of an `OffloadedStage` may wait on the host (EVICT, PREFETCH). The forward of a `RecomputedStage`
+keeps its input alone; the action R runs the forward again ahead of the backward:
 
     F    layers, for the output alone       input, micro-batch and version are kept
     R    the same layers once more          autograd's graph; the input goes into it
@@ -11,8 +14,9 @@ torch's generators, says by `repeat` how it is run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
@@ -21,6 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.microbatch import StageInput
 from megalite.parallel.pipeline.stage import Stage
+from megalite.parallel.tiers import Mover, SavedForward, SavedTensors
+from megalite.schedule import Program, StageKey
 
 
 @runtime_checkable
@@ -86,3 +92,44 @@ def _drop(tensor: Tensor) -> None:
 
 def _missing(saved: None) -> NoReturn:
     raise RuntimeError("a stage that recomputes has no backward before its R")
+
+
+class OffloadedStage(Stage):
+    """A `Stage` of a program with `Program.room`. saved: of all stages of the rank; the rest as `Stage`."""
+
+    def __init__(self, *args: Any, saved: SavedTensors, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.saved = saved
+        self._forwards: dict[int, SavedForward] = {}
+
+    def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
+        with self.saved.of(x) as self._forwards[number]:
+            out = super().forward(number, x, microbatch, factor, version=version)
+        self.saved.settle()
+        return out
+
+    def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
+        dx = super().backward(number, dy)
+        del self._forwards[number]
+        self.saved.settle()
+        return dx
+
+    def backward_weight(self, number: int) -> None:
+        super().backward_weight(number)
+        self.saved.settle()
+
+    def evict(self, number: int) -> None:
+        self._forwards[number].evict()
+
+    def prefetch(self, number: int) -> None:
+        self._forwards[number].prefetch()
+
+
+def stage_type(program: Program, key: StageKey, beside: Sequence[Stage], mover: Mover) -> Callable[..., Stage]:
+    """Chooses the class of a stage of a program. beside: the rank's stages so far, whose memory it shares."""
+    if key[0] in program.recomputed:
+        return RecomputedStage
+    if program.room is None:
+        return Stage
+    others = [stage.saved for stage in beside if isinstance(stage, OffloadedStage)]
+    return partial(OffloadedStage, saved=others[0] if others else SavedTensors(mover))
