@@ -10,19 +10,18 @@ by it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalite.config import Experts, ModelConfig, ParallelConfig, hidden_std, residual_std
+from megalite.config import Experts, ModelConfig, ParallelConfig, hidden_std
 from megalite.errors import ConfigError
 from megalite.inventory.adapters import bottlenecks, with_adapters
 from megalite.inventory.mixers import MIXERS
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import Shape
-from megalite.inventory.pieces import Product, column, norm, row
+from megalite.inventory.pieces import Product, experts, mlp, norm, whole
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -125,36 +124,30 @@ def _block(model: ModelConfig) -> Layer:
 
 def _mlp(name: str, model: ModelConfig, f: int) -> tuple[list[Parameter], list[Product]]:
     """Up and down, `name` inside of the block."""
-    h, bias, up = model.hidden_size, model.add_bias_linear, (2, f) if model.gated else (f,)
-    parameters = [*column(f"{name}.fc1", up, h, model, bias), *row(f"{name}.fc2", h, f, model, bias)]
-    inside = name.removeprefix("mlp").lstrip(".")
+    (up, *_), _ = parameters = mlp(name, f, model)
+    inside, h = name.removeprefix("mlp").lstrip("."), model.hidden_size
     label = f"{inside}." if inside else ""
-    return parameters, [Product(f"{label}fc1", math.prod(up), h, "n"), Product(f"{label}fc2", h, f, "k")]
+    products = [Product(f"{label}fc1", up.numel // h, h, "n"), Product(f"{label}fc2", h, f, "k")]
+    return sum(parameters, []), products
 
 
 def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     """The router, all experts in stacked matrices, and the MLP beside them, if there is one."""
     given, h, f = model.experts, model.hidden_size, model.expert_ffn_size
-    number, k, bias = given.num_experts or 1, given.moe_router_topk, model.add_bias_linear
-    up = (2, f) if model.gated else (f,)
+    number, k, up = given.num_experts or 1, given.moe_router_topk, 2 * f if model.gated else f
     router = [Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=hidden_std(model), wide=True)]
     if given.moe_router_bias:
         router.append(Parameter("mlp.router.bias", (number,), partial="sequence", decay=False, wide=True))
-    columns = column("mlp.experts.fc1", (number, *up), h, model, bias)
-    rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=residual_std(model))]
-    rows += [Parameter("mlp.experts.fc2.bias", (number, h), decay=False)] if bias else []
-    experts = [replace(parameter, family="expert", dealt=True) for parameter in (*columns, *rows)]
     products = [
         Product("router", number, h, ""),
-        Product("experts.fc1", k * math.prod(up), h, "n"),
+        Product("experts.fc1", k * up, h, "n"),
         Product("experts.fc2", h, k * f, "k"),
     ]
     shared = given.moe_shared_expert_intermediate_size
     beside = ([], []) if shared is None else _mlp("mlp.shared_experts", model, shared)
     if given.moe_shared_expert_gate:
-        gate = Parameter("mlp.shared_gate.weight", (1, h), partial="sequence", init_std=hidden_std(model))
-        beside = ([*beside[0], gate], beside[1])
-    return [*router, *experts, *beside[0]], [*products, *beside[1]]
+        beside = ([*beside[0], whole("mlp.shared_gate", 1, h, model)], beside[1])
+    return [*router, *sum(experts(model), []), *beside[0]], [*products, *beside[1]]
 
 
 def _head(model: ModelConfig) -> Layer:
@@ -166,11 +159,11 @@ def _head(model: ModelConfig) -> Layer:
     output = Product("output", model.vocab_size, h, "n", model.make_vocab_size_divisible_by)
     products, block = [output], _block(block_models(model)[-1])
     for k in range(further):
-        own, std = f"mtp.layers.{k}", hidden_std(model)
+        own = f"mtp.layers.{k}"
         parameters += [
             *norm(f"{own}.e_norm", h, model),
             *norm(f"{own}.h_norm", h, model),
-            Parameter(f"{own}.proj.weight", (h, 2 * h), partial="sequence", init_std=std),
+            whole(f"{own}.proj", h, 2 * h, model),
             *(replace(p, name=f"{own}.block.{p.name}") for p in block.parameters),
             *norm(f"{own}.norm", h, model),
         ]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from megalite.config import ModelConfig, hidden_std
+from megalite.config import ModelConfig
 from megalite.inventory.adapters import prefixes
 from megalite.inventory.parameter import Parameter
-from megalite.inventory.pieces import Product, column, norm, norm_start, row
+from megalite.inventory.pieces import Product, column, norm, norm_start, row, whole
 
 CHUNK = 64
 """Tokens of linear attention that see each other directly."""
@@ -78,8 +78,7 @@ def _latent(model: ModelConfig) -> Contents:
 
 def _down(name: str, rows: int, normed: int, model: ModelConfig) -> list[Parameter]:
     """A matrix that is not cut, and the norm of the first of what it makes."""
-    shape, std = (rows, model.hidden_size), hidden_std(model)
-    weight = Parameter(f"attention.{name}.weight", shape, partial="sequence", init_std=std)
+    weight = whole(f"attention.{name}", rows, model.hidden_size, model)
     return [weight, *(norm(f"attention.{name}_norm", normed, model) if model.qk_layernorm else [])]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalite.config import ModelConfig, ParallelConfig, hidden_std, residual_std
 from megalite.inventory.parameter import Parameter, share
@@ -66,7 +66,28 @@ def column(name: str, rows: Shape, columns: int, model: ModelConfig, bias: bool)
     return [weight, Parameter(f"{name}.bias", rows, cut, decay=False)] if bias else [weight]
 
 
+def whole(name: str, rows: int, columns: int, model: ModelConfig) -> Parameter:
+    """A matrix that every rank has, for its tokens."""
+    return Parameter(f"{name}.weight", (rows, columns), partial="sequence", init_std=hidden_std(model))
+
+
 def row(name: str, rows: int, columns: int, model: ModelConfig, bias: bool) -> list[Parameter]:
     """Inputs are cut; writes to the residual stream."""
     weight = Parameter(f"{name}.weight", (rows, columns), 1, init_std=residual_std(model))
     return [weight, Parameter(f"{name}.bias", (rows,), partial="sequence", decay=False)] if bias else [weight]
+
+
+def mlp(name: str, width: int, model: ModelConfig) -> tuple[list[Parameter], list[Parameter]]:
+    """Up (gated: with the gate in front) and down, `name` inside of the block."""
+    h, bias, up = model.hidden_size, model.add_bias_linear, (2, width) if model.gated else (width,)
+    return column(f"{name}.fc1", up, h, model, bias), row(f"{name}.fc2", h, width, model, bias)
+
+
+def experts(model: ModelConfig) -> tuple[list[Parameter], list[Parameter]]:
+    """The same of all experts, in stacked matrices, which are cut over `etp` and dealt out over `ep`."""
+    number, h, f, bias = model.experts.num_experts or 1, model.hidden_size, model.expert_ffn_size, model.add_bias_linear
+    columns = column("mlp.experts.fc1", (number, *((2, f) if model.gated else (f,))), h, model, bias)
+    rows = [Parameter("mlp.experts.fc2.weight", (number, h, f), 2, init_std=residual_std(model))]
+    rows += [Parameter("mlp.experts.fc2.bias", (number, h), decay=False)] if bias else []
+    up, down = ([replace(each, family="expert", dealt=True) for each in part] for part in (columns, rows))
+    return up, down

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import gather_sequence
-from megalite.config import ModelConfig, hidden_std, residual_std
+from megalite.config import ModelConfig
 from megalite.gradient import widened
-from megalite.inventory import Parameter
+from megalite.inventory import Parameter, column, row
 from megalite.microbatch import Microbatch
 from megalite.nn.delta_rule import gated_delta
 from megalite.nn.kv_cache import LayerCache
@@ -44,7 +44,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
-        given, h, std, tp = config.delta, config.hidden_size, hidden_std(config), ctx.tp
+        given, h, tp = config.delta, config.hidden_size, ctx.tp
         self.given, self.tp, self.split, self.cp = given, tp, ctx.sequence_split, ctx.cp
         keys, values = given.linear_num_key_heads, given.linear_num_value_heads
         self.heads, self.reach = keys // tp.size, given.linear_conv_kernel_dim - 1
@@ -54,14 +54,13 @@ class GatedDeltaNet(nn.Module):
             parameter_of(Parameter(name, (values,), 0, decay=False, init_value=start), ctx)
             for name, start in (("dt_bias", 1.0), ("a_log", math.log(8.0)))
         )
-        rows = keys * given.mixed + given.value_size
-        self.qkvz = ColumnParallelLinear(h, rows, bias=False, init_std=std, ctx=ctx, enters=False)
-        self.ba = ColumnParallelLinear(h, 2 * values, bias=False, init_std=std, ctx=ctx, enters=False)
+        self.qkvz, self.ba = (
+            ColumnParallelLinear(column(name, (rows,), h, config, bias=False), ctx, enters=False)
+            for name, rows in (("qkvz", keys * given.mixed + given.value_size), ("ba", 2 * values))
+        )
         plain = replace(config, apply_layernorm_1p=False, normalization="RMSNorm")
         self.norm = Norm(given.linear_value_head_dim, plain, ctx, split_input=tp.size > 1)
-        self.out = RowParallelLinear(
-            given.value_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
-        )
+        self.out = RowParallelLinear(row("out", h, given.value_size, config, config.add_bias_linear), ctx)
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:
         """Cut as attention is."""

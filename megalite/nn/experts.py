@@ -9,16 +9,15 @@ parallelism, and are the same anyway without it; the sum over the ranks is that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import all_gather
-from megalite.config import ModelConfig, hidden_std, residual_std
-from megalite.inventory import Parameter
+from megalite.config import ModelConfig
+from megalite.inventory import Parameter, experts, whole
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import ACTIVATIONS, activation_of
 from megalite.nn.mlp import MLP
@@ -32,6 +31,7 @@ from megalite.parallel.tensor import (
     leave_parallel,
     parameter_of,
     product_dtype,
+    weight_and_bias,
 )
 
 
@@ -71,16 +71,13 @@ class Activation:
 class StackedLinear(nn.Module):
     """One linear layer of each of this rank's experts: `[E, ..., out, in]`, and biases `[E, ..., out]`.
 
-    cut: the dimension of the weight that `etp` cuts, its outputs or its inputs; a bias of outputs that are not cut is
-    added by the first rank.
+    parameters: either of `inventory.experts`. A bias of outputs that `etp` does not cut is added by the first rank.
     """
 
-    def __init__(self, shape: tuple[int, ...], *, cut: int, bias: bool, init_std: float, ctx: LayerContext) -> None:
+    def __init__(self, parameters: Sequence[Parameter], ctx: LayerContext) -> None:
         super().__init__()
-        rows, of_experts = cut < len(shape) - 1, partial(Parameter, family="expert", dealt=True)
-        self.weight = parameter_of(of_experts("weight", shape, cut, init_std=init_std), ctx)
-        added = of_experts("bias", shape[:-1], cut if rows else None, decay=False)
-        self.bias = parameter_of(added, ctx) if bias else None
+        self.weight, self.bias = weight_and_bias(parameters, ctx)
+        rows = parameters[0].cut != len(parameters[0].shape) - 1
         dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
         self.own_product = GroupedProduct(ctx.weight_grads, dtype, rows or ctx.experts.etp.is_first)
         self.product: Callable[..., Tensor] = self.own_product
@@ -91,13 +88,8 @@ class StackedExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        number = config.experts.num_experts or 1
-        h, f = config.hidden_size, config.expert_ffn_size
-        bias = config.add_bias_linear
-        up = (2, f) if config.gated else (f,)
-        std = hidden_std(config)
-        self.fc1 = StackedLinear((number, *up, h), cut=len(up), bias=bias, init_std=std, ctx=ctx)
-        self.fc2 = StackedLinear((number, h, f), cut=2, bias=bias, init_std=residual_std(config), ctx=ctx)
+        up, down = experts(config)
+        self.fc1, self.fc2 = StackedLinear(up, ctx), StackedLinear(down, ctx)
         self.activation = Activation(config)
 
 
@@ -106,8 +98,7 @@ class SharedGate(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        weight = Parameter("weight", (1, config.hidden_size), partial="sequence", init_std=hidden_std(config))
-        self.weight = parameter_of(weight, ctx)
+        self.weight = parameter_of(whole("shared_gate", 1, config.hidden_size, config), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         opened: Tensor = torch.sigmoid(F.linear(x, self.weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megalite.comm import Axis, ParallelMesh, reduce_from_axis
 from megalite.config import GridShape, ModelConfig
 from megalite.gradient import widened
-from megalite.inventory import ParameterPlacement
+from megalite.inventory import Parameter, ParameterPlacement
 from megalite.microbatch import Microbatch
 from megalite.nn.embedding import PositionEmbedding
 from megalite.nn.halves import of_samples
@@ -62,29 +63,25 @@ class GridLinear(nn.Module):
         self,
         grid: Grid,
         column: bool,
-        in_features: int,
-        out_features: int,
-        *,
-        parts: int = 1,
-        bias: bool,
-        init_std: float,
+        parameters: Sequence[Parameter],
         ctx: LayerContext,
+        *,
         activation: Callable[[Tensor], Tensor] | None = None,
         activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__()
         out, inner = (grid.outer, grid.inner) if column else (grid.inner, grid.outer)
         dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
-        how = (parts, dtype, ctx.weight_grads, activation, activation_gradient)
+        (*stack, out_features, in_features), origin = parameters[0].shape, [0] * (len(parameters[0].shape) - 2)
+        how = (math.prod(stack), dtype, ctx.weight_grads, activation, activation_gradient)
         self.sides = Sides(out, inner, grid.tokens, *how)
-        stack, origin = ((parts,), (0,)) if parts > 1 else ((), ())
         rows, width = out_features // (out.size * grid.tokens.size), in_features // inner.size
         begin = (out.rank * grid.tokens.size + grid.tokens.rank) * rows
         offset = (*origin, begin, inner.rank * width)
-        place = ParameterPlacement((*stack, out_features, in_features), offset, TENSOR, init_std=init_std)
+        place = ParameterPlacement(parameters[0].shape, offset, TENSOR, init_std=parameters[0].init_std)
         self.weight = new_parameter((*stack, rows, width), place, ctx)
         self.bias: nn.Parameter | None = None
-        if bias:
+        if len(parameters) > 1:
             own = out_features // grid.ranks.size
             part = (out.rank * inner.size + inner.rank) * grid.tokens.size + grid.tokens.rank
             place = ParameterPlacement((*stack, out_features), (*origin, part * own), TENSOR, decay=False)

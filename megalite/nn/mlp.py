@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from megalite.config import ModelConfig, hidden_std, residual_std
+from megalite.config import ModelConfig
+from megalite.inventory import mlp
 from megalite.microbatch import Microbatch
 from megalite.nn.activation import activation_of
 from megalite.nn.segment import MakeMessage, Segment
@@ -18,19 +19,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext, width: int | None = None) -> None:
         super().__init__()
-        h, f, bias = config.hidden_size, config.ffn_size if width is None else width, config.add_bias_linear
-        parts = 2 if config.gated else 1
+        up, down = mlp("mlp", config.ffn_size if width is None else width, config)
         activation, gradient = activation_of(config)
-        self.fc1 = column_linear(h, f, parts=parts, bias=bias, init_std=hidden_std(config), ctx=ctx)
-        self.fc2 = row_linear(
-            f,
-            h,
-            bias=bias,
-            init_std=residual_std(config),
-            ctx=ctx,
-            activation=activation,
-            activation_gradient=gradient,
-        )
+        self.fc1 = column_linear(up, ctx)
+        self.fc2 = row_linear(down, ctx, activation=activation, activation_gradient=gradient)
         self.tp, self.split = ctx.tp, ctx.sequence_split
 
     def segments(self, microbatch: Microbatch, message: MakeMessage = Message) -> list[Segment]:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig, hidden_std
+from megalite.config import ModelConfig
+from megalite.inventory import whole
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.norm import Norm
@@ -36,7 +37,7 @@ class Prediction(nn.Module):
         h, split = config.hidden_size, ctx.sequence_split
         self.e_norm = Norm(h, config, ctx, split_input=split)
         self.h_norm = Norm(h, config, ctx, split_input=split)
-        self.proj = ReplicatedLinear(2 * h, h, init_std=hidden_std(config), ctx=ctx)
+        self.proj = ReplicatedLinear(whole("proj", h, 2 * h, config), ctx)
         self.block = Block(config, index, ctx, rotary)
         self.norm = Norm(h, config, ctx, split_input=split)
         self.dtype = ctx.wide_dtype if config.fp32_residual_connection else ctx.dtype

@@ -16,7 +16,7 @@ from megalite.comm import copy_to_axis, reduce_from_axis
 from megalite.config import ModelConfig
 from megalite.gradient import widened
 from megalite.inventory import Parameter, norm, norm_start
-from megalite.parallel.tensor import LayerContext, parameter_of
+from megalite.parallel.tensor import LayerContext, parameter_of, weight_and_bias
 
 
 class Norm(nn.Module):
@@ -32,8 +32,7 @@ class Norm(nn.Module):
         super().__init__()
         self.size, self.epsilon = size, epsilon or config.norm_epsilon
         self.plus_one = config.apply_layernorm_1p
-        self.weight, *bias = (parameter_of(p, ctx) for p in norm("", size, config, "heads" if split_input else ""))
-        self.bias: nn.Parameter | None = bias[0] if bias else None
+        self.weight, self.bias = weight_and_bias(norm("", size, config, "heads" if split_input else ""), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
         bias, dtype = self.bias, self.weight.dtype

@@ -17,6 +17,7 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.errors import ConfigError
 from megalite.gradient import GradSink, attach_sink
+from megalite.inventory import Parameter
 from megalite.optim import kfac
 from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megalite.testing import run_ranks
@@ -29,8 +30,9 @@ ARGV += ["--kfac-kl-clip", "1e-7"]  # shortens steps
 def test_a_tap_gets_what_autograd_sees() -> None:
     """Inputs behind the activation, gradients of outputs; `[s, b, h]` tokens one by one."""
     ctx = LayerContext(dtype=torch.float64, tapped=True)
-    up = ColumnParallelLinear(6, 10, parts=2, bias=True, init_std=1.0, ctx=ctx)
-    down = RowParallelLinear(20, 6, bias=False, init_std=1.0, ctx=ctx, activation=torch.tanh, activation_gradient=grad)
+    weights = [Parameter("weight", (2, 10, 6), 1), Parameter("bias", (2, 10), 1)]
+    up = ColumnParallelLinear(weights, ctx)
+    down = RowParallelLinear([Parameter("weight", (6, 20), 1)], ctx, activation=torch.tanh, activation_gradient=grad)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for name, layer in (("up", up), ("down", down)):
         for p in layer.parameters():

@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalite.config import ModelConfig, hidden_std, residual_std
+from megalite.config import ModelConfig
+from megalite.inventory import column, row, whole
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.cached import attend_token, with_token
 from megalite.nn.attention.context import context_attention
@@ -44,7 +45,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int, ctx: LayerContext, rotary: Rotary | None) -> None:
         super().__init__()
-        given, h, a, std = config.latent, config.hidden_size, config.num_attention_heads, hidden_std(config)
+        given, h, a = config.latent, config.hidden_size, config.num_attention_heads
         self.given, self.heads, self.rotary = given, a // ctx.tp.size, rotary
         self.tp, self.split, self.cp = ctx.tp, ctx.sequence_split, ctx.cp
         self.width, self.query_multiplier = config.kernel_dim, config.query_multiplier
@@ -56,20 +57,16 @@ class LatentAttention(nn.Module):
             return Norm(size, config, ctx, split_input=split, epsilon=epsilon) if config.qk_layernorm else None
 
         self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)
-        self.q_down = None if made is None else ReplicatedLinear(h, made, init_std=std, ctx=ctx)
+        self.q_down = None if made is None else ReplicatedLinear(whole("q_down", made, h, config), ctx)
         self.q_down_norm = None if made is None else norm(made)
-        self.kv_down = ReplicatedLinear(h, given.compressed, init_std=std, ctx=ctx)
+        self.kv_down = ReplicatedLinear(whole("kv_down", given.compressed, h, config), ctx)
         self.kv_down_norm = norm(rank)
-        queries = ColumnParallelLinear(
-            self.query_width, config.query_size, bias=False, init_std=std, ctx=ctx, enters=False
-        )
         self.queries = "q" if made is None else "q_up"
-        self.add_module(self.queries, queries)
-        up = a * (given.qk_head_dim + given.v_head_dim)
-        self.kv_up = ColumnParallelLinear(rank, up, bias=False, init_std=std, ctx=ctx, enters=False)
-        self.proj = RowParallelLinear(
-            config.value_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
-        )
+        queries = column(self.queries, (config.query_size,), self.query_width, config, bias=False)
+        self.add_module(self.queries, ColumnParallelLinear(queries, ctx, enters=False))
+        up = column("kv_up", (a * (given.qk_head_dim + given.v_head_dim),), rank, config, bias=False)
+        self.kv_up = ColumnParallelLinear(up, ctx, enters=False)
+        self.proj = RowParallelLinear(row("proj", h, config.value_size, config, config.add_bias_linear), ctx)
         self.core = AttentionCore.of(config, index, ctx)
 
     def segments(self, microbatch: Microbatch, cache: LayerCache | None, message: MakeMessage) -> list[Segment]:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.comm import gather_sequence
-from megalite.config import ModelConfig, hidden_std, residual_std
+from megalite.config import ModelConfig
+from megalite.inventory import column, row
 from megalite.microbatch import Microbatch
 from megalite.nn.adapters import Prefix
 from megalite.nn.attention.cached import cached_attention
@@ -39,10 +40,8 @@ class Attention(nn.Module):
         self.sharers = ctx.sharers
         assert self.sharers.size == max(1, ctx.tp.size // g), "ranks that share a key have to be known"
         self.query_multiplier, self.gated = config.query_multiplier, config.attention_output_gate
-        self.qkv = column_linear(h, config.qkv_size, bias=config.has_qkv_bias, init_std=hidden_std(config), ctx=ctx)
-        self.proj = row_linear(
-            config.query_size, h, bias=config.add_bias_linear, init_std=residual_std(config), ctx=ctx
-        )
+        self.qkv = column_linear(column("qkv", (config.qkv_size,), h, config, config.has_qkv_bias), ctx)
+        self.proj = row_linear(row("proj", h, config.query_size, config, config.add_bias_linear), ctx)
         self.q_norm = head_norm(config.query_size, config, ctx) if config.qk_layernorm else None
         self.k_norm = head_norm(config.kv_size, config, ctx) if config.qk_layernorm else None
         self.softmax_type, self.softmax_offset = config.softmax_type, new_sinks(config, ctx)

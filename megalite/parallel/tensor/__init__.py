@@ -14,7 +14,7 @@ every gradient).
 """
 
 from megalite.parallel.tensor.adapters import LowRank, add_adapters
-from megalite.parallel.tensor.context import LayerContext, new_parameter, parameter_of
+from megalite.parallel.tensor.context import LayerContext, new_parameter, parameter_of, weight_and_bias
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products
 from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup, vocab_parameter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,3 +105,9 @@ def parameter_of(described: Parameter, ctx: LayerContext) -> nn.Parameter:
     split = ctx.sequence_parallel
     place = described.place(axis.size, axis.rank, sequence_parallel=split, ep=ep.size, ep_rank=ep.rank)
     return new_parameter(described.local_shape(axis.size, ep.size), place, ctx, wide=described.wide)
+
+
+def weight_and_bias(described: Sequence[Parameter], ctx: LayerContext) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """This rank's parts of a layer's weight, and of its bias if there is one."""
+    weight, *bias = (parameter_of(each, ctx) for each in described)
+    return weight, bias[0] if bias else None

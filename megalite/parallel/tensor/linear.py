@@ -16,8 +16,7 @@ of the activations that a block keeps (4 of 21 s b h with GELU at 512 tokens); r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from megalite.comm import Axis, Done, Handle, all_gather_into
 from megalite.gradient import Node, sink_of, sum_widened
 from megalite.inventory import Parameter
 from megalite.parallel.tensor.adapters import Adapters
-from megalite.parallel.tensor.context import LayerContext, parameter_of
+from megalite.parallel.tensor.context import LayerContext, weight_and_bias
 from megalite.parallel.tensor.late_messages import Message, start_sum
 from megalite.parallel.tensor.products import Products
 
@@ -43,31 +42,19 @@ class ColumnParallelLinear(nn.Module):
     never stored whole.
 
     enters: False: the input is whole already, and its gradient is summed by `enter_parallel`, which made it so.
-    parts: > 1 stacks several projections of the same input, each cut by itself (gate and value of a gated MLP). The
-        weight is `[parts, out/t, in]`, and the result `[s, b, parts * out/t]` holds the parts one after the other.
+    parameters: `inventory.column`. A leading dimension of them stacks several projections of the same input, each cut
+        by itself (gate and value of a gated MLP): the weight is `[parts, out/t, in]`, and the result `[s, b, parts *
+        out/t]` holds the parts one after the other.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        parts: int = 1,
-        bias: bool,
-        init_std: float,
-        ctx: LayerContext,
-        enters: bool = True,
-    ) -> None:
+    def __init__(self, parameters: Sequence[Parameter], ctx: LayerContext, *, enters: bool = True) -> None:
         super().__init__()
         self.tp = ctx.tp if enters else Axis.single("tp")
         self.sequence_parallel = ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(outputs=ctx.tp)
         self.adapters: Adapters | None = None
-        rows = (parts, out_features) if parts > 1 else (out_features,)
-        cut = len(rows) - 1
-        self.weight = parameter_of(Parameter("weight", (*rows, in_features), cut, init_std=init_std), ctx)
-        self.bias = parameter_of(Parameter("bias", rows, cut, decay=False), ctx) if bias else None
+        self.weight, self.bias = weight_and_bias(parameters, ctx)
 
     def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in]` (`[s/t, b, in]` under sequence parallelism) -> `[s, b, parts * out/t]`."""
@@ -81,18 +68,16 @@ class RowParallelLinear(nn.Module):
 
     Only the first rank adds the bias, so that the sum contains it once.
 
+    parameters: `inventory.row`.
     activation: applied to the input first; only the input is kept for backward, unless `keeps_activated` is set.
     activation_gradient: (its input, gradient of its result) -> gradient of its input.
     """
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        init_std: float,
+        parameters: Sequence[Parameter],
         ctx: LayerContext,
+        *,
         activation: Activation | None = None,
         activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
@@ -103,9 +88,7 @@ class RowParallelLinear(nn.Module):
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(inputs=ctx.tp)
         self.adapters: Adapters | None = None
-        self.weight = parameter_of(Parameter("weight", (out_features, in_features), 1, init_std=init_std), ctx)
-        added = Parameter("bias", (out_features,), partial="sequence", decay=False)
-        self.bias = parameter_of(added, ctx) if bias else None
+        self.weight, self.bias = weight_and_bias(parameters, ctx)
 
     def forward(self, x: Tensor, message: Message | None = None) -> Tensor:
         """`[s, b, in/t]` (before `activation`, if there is one) -> `[s, b, out]` (`[s/t, b, out]` under sequence
@@ -121,12 +104,9 @@ class ReplicatedLinear(ColumnParallelLinear):
     """y = x A^T, `[s, b, in]` -> `[s, b, out]`, with the whole of A on every rank of the axis: each computes what it
     has, all tokens, or its part of them under sequence parallelism. Neither y nor its gradient is summed."""
 
-    def __init__(self, in_features: int, out_features: int, *, init_std: float, ctx: LayerContext) -> None:
-        alone = replace(ctx, tp=Axis.single("tp"), sequence_parallel=False)
-        super().__init__(in_features, out_features, bias=False, init_std=init_std, ctx=alone)
+    def __init__(self, weight: Parameter, ctx: LayerContext) -> None:
+        super().__init__([weight], ctx, enters=False)
         self.products = ctx.products(tokens=ctx.tp if ctx.sequence_split else None)
-        whole = Parameter("weight", (out_features, in_features), partial="sequence", init_std=init_std)
-        self.weight = parameter_of(whole, ctx)
 
 
 Linear = ColumnParallelLinear | RowParallelLinear
