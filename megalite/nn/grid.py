@@ -16,6 +16,7 @@ from megalite.config import GridShape, ModelConfig
 from megalite.gradient import widened
 from megalite.inventory import Parameter, ParameterPlacement
 from megalite.microbatch import Microbatch
+from megalite.nn.activation import Activation
 from megalite.nn.embedding import PositionEmbedding
 from megalite.nn.halves import of_samples
 from megalite.nn.head import Head, OutputLayer
@@ -60,20 +61,14 @@ class GridLinear(nn.Module):
     `ColumnParallelLinear` and `RowParallelLinear`."""
 
     def __init__(
-        self,
-        grid: Grid,
-        column: bool,
-        parameters: Sequence[Parameter],
-        ctx: LayerContext,
-        *,
-        activation: Callable[[Tensor], Tensor] | None = None,
-        activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
-    ) -> None:
+        self, grid: Grid, column: bool, parameters: Sequence[Parameter], ctx: LayerContext, *,
+        activation: Activation | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         out, inner = (grid.outer, grid.inner) if column else (grid.inner, grid.outer)
         dtype = product_dtype(ctx.dtype, torch.device(ctx.device).type)
         (*stack, out_features, in_features), origin = parameters[0].shape, [0] * (len(parameters[0].shape) - 2)
-        how = (math.prod(stack), dtype, ctx.weight_grads, activation, activation_gradient)
+        how = (math.prod(stack), dtype, ctx.weight_grads, *(activation or (None, None)))
         self.sides = Sides(out, inner, grid.tokens, *how)
         rows, width = out_features // (out.size * grid.tokens.size), in_features // inner.size
         begin = (out.rank * grid.tokens.size + grid.tokens.rank) * rows

@@ -20,9 +20,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, ctx: LayerContext, width: int | None = None) -> None:
         super().__init__()
         up, down = mlp("mlp", config.ffn_size if width is None else width, config)
-        activation, gradient = activation_of(config)
         self.fc1 = column_linear(up, ctx)
-        self.fc2 = row_linear(down, ctx, activation=activation, activation_gradient=gradient)
+        self.fc2 = row_linear(down, ctx, activation=activation_of(config))
         self.tp, self.split = ctx.tp, ctx.sequence_split
 
     def segments(self, microbatch: Microbatch, message: MakeMessage = Message) -> list[Segment]:

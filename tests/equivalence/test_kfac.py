@@ -32,7 +32,7 @@ def test_a_tap_gets_what_autograd_sees() -> None:
     ctx = LayerContext(dtype=torch.float64, tapped=True)
     weights = [Parameter("weight", (2, 10, 6), 1), Parameter("bias", (2, 10), 1)]
     up = ColumnParallelLinear(weights, ctx)
-    down = RowParallelLinear([Parameter("weight", (6, 20), 1)], ctx, activation=torch.tanh, activation_gradient=grad)
+    down = RowParallelLinear([Parameter("weight", (6, 20), 1)], ctx, activation=(torch.tanh, grad))
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for name, layer in (("up", up), ("down", down)):
         for p in layer.parameters():

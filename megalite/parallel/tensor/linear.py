@@ -33,6 +33,7 @@ from megalite.parallel.tensor.products import Products
 Layer = TypeVar("Layer")
 Activation = Callable[[Tensor], Tensor]
 """Elementwise in the channels that each rank holds: `[..., parts * n]` -> `[..., n]`."""
+WithGradient = tuple[Activation, Callable[[Tensor, Tensor], Tensor]]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -69,21 +70,17 @@ class RowParallelLinear(nn.Module):
     Only the first rank adds the bias, so that the sum contains it once.
 
     parameters: `inventory.row`.
-    activation: applied to the input first; only the input is kept for backward, unless `keeps_activated` is set.
-    activation_gradient: (its input, gradient of its result) -> gradient of its input.
+    activation: applied to the input first; only the input is kept for backward, unless `keeps_activated` is set. With
+        it comes (its input, gradient of its result) -> gradient of its input.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        ctx: LayerContext,
-        *,
-        activation: Activation | None = None,
-        activation_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
+        self, parameters: Sequence[Parameter], ctx: LayerContext, *, activation: WithGradient | None = None
     ) -> None:
         super().__init__()
-        self.activation, self.keeps_activated = activation, False
-        self.activation_gradient = activation_gradient
+        self.activation: Activation | None = None if activation is None else activation[0]
+        self.activation_gradient = None if activation is None else activation[1]
+        self.keeps_activated = False
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
         self.products = ctx.products(inputs=ctx.tp)
