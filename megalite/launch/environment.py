@@ -154,7 +154,5 @@ def first_host(nodes: str) -> str:
 
 def expand_tasks(text: str) -> list[int]:
     """Tasks of each node from SLURM's short form: `8(x2),3` -> [8, 8, 3]."""
-    tasks: list[int] = []
-    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        tasks += [int(count)] * int(repeat or 1)
-    return tasks
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, repeat in runs for _ in range(int(repeat or 1))]

@@ -61,9 +61,7 @@ class Launched(Protocol):
     """What is launched: a `Config`, or less."""
 
     @property
-    def parallel(self) -> ParallelConfig:
-        """Number of ranks, device, time-out."""
-        ...
+    def parallel(self) -> ParallelConfig: ...
 
 
 Settings = TypeVar("Settings", bound=Launched)

@@ -16,7 +16,6 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,18 +33,17 @@ PAUSE_SECONDS = 5.0  # between two looks at the clock: whoever does not look for
 class Patience:
     """Measures silence, in seconds during which this process was running."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.heard()
 
     def heard(self) -> None:
         """There was a sign of life."""
-        self._looked = self._clock()
+        self._looked = time.monotonic()
         self._silence = 0.0
 
     def is_over(self) -> bool:
         """Whether there was none for too long. To be asked every second or so."""
-        now = self._clock()
+        now = time.monotonic()
         passed = now - self._looked
         self._looked = now
         self._silence += passed if passed < PAUSE_SECONDS else 0.0

@@ -54,10 +54,9 @@ class RankEnd:
     def describe(self) -> str:
         """One line: which rank, how it ended, in which phase."""
         where = f" in phase '{self.phase}'" if self.phase else ""
-        if self.hung:
-            return f"rank {self.rank} stopped answering{where} ({self.phase_age:.1f} s after its last report)"
-        if self.ended:
-            return f"rank {self.rank} did not finish{where} ({self.phase_age:.1f} s after its last report)"
+        if self.hung or self.ended:
+            what = "stopped answering" if self.hung else "did not finish"
+            return f"rank {self.rank} {what}{where} ({self.phase_age:.1f} s after its last report)"
         if self.error is not None:
             first_line = self.error.text.strip().split("\n")[0][:300]
             return f"rank {self.rank} failed{where}: {self.error.type}: {first_line}"

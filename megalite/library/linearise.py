@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import getitem
 from typing import Any
 
@@ -74,28 +74,15 @@ def linearise(traced: Traced, cut: TensorCut) -> tuple[list[Part], set[fx.Node]]
                 ends.append(stop)
         return ends
 
-    ends = _with_parameters(split(0, len(chain), 1), total)
+    ends = split(0, len(chain), 1)
+    # Parts that hold no parameters join the one before them, the first ones that after them.
+    ends = [*(end for end, after in pairwise(ends) if 0 < total[end] < total[after]), ends[-1]]
     parts, arrives, start = [], list(traced.inputs), 0
     for end in ends:
         leaves = crossing[end - 1] if end < len(chain) else [traced.result]
         parts.append(Part(chain[start:end], arrives, leaves))
         arrives, start = leaves, end
     return parts, everywhere
-
-
-def _with_parameters(ends: Sequence[int], total: Sequence[int]) -> list[int]:
-    """The ends without those of parts that hold no parameters: these join the part before them, the first ones that
-    after them."""
-    kept: list[int] = []
-    start = 0
-    for end in ends:
-        if total[end] > total[start] or not kept:
-            if kept or total[end] > 0:
-                kept.append(end)
-        else:
-            kept[-1] = end
-        start = end
-    return kept or [ends[-1]]
 
 
 def _storages(traced: Traced) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:

@@ -36,11 +36,7 @@ from megalite.train.further import Further
 class GlobalBatch:
     """This replica's part of one global batch.
 
-    number: of the batch.
-    first: number of its first micro-batch.
-    samples: of the batch over all replicas.
-    loss_scale: with which it is computed.
-    factors: of the micro-batches' losses.
+    first: number of its first micro-batch. samples: over all replicas. factors: of the micro-batches' losses.
     parts: of each micro-batch's update in the batch's mean loss, `[m]`; ones where it is one update. counted: tokens.
     """
 

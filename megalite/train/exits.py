@@ -60,13 +60,10 @@ class ExitPolicy:
     the middle of a checkpoint never interrupts it. Only a second Ctrl-C (SIGINT) ends the process at once; so does the
     first one of a run that writes no checkpoint.
 
-    Args:
-        config: `exit_interval`, `exit_duration_in_mins` (from the making of this object on), `exit_signal_handler`.
-        world: axis of all ranks.
-        device: where the vote travels; on a GPU it is read one iteration late.
-        save_has_failed: whether this rank knows of a background save that came to nothing.
-        saves: whether a run that ends writes a checkpoint.
-        hasten: called when it is to end, in a signal's handler, too: no store that is gone is waited for.
+    config: `exit_interval`, `exit_duration_in_mins` (from the making of this object on), `exit_signal_handler`.
+    device: where the vote travels; on a GPU it is read one iteration late. saves: whether a run that ends writes a
+    checkpoint. save_has_failed: whether this rank knows of a background save that came to nothing.
+    hasten: called when it is to end, in a signal's handler, too: no store that is gone is waited for.
     """
 
     def __init__(

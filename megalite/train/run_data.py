@@ -84,13 +84,13 @@ class RunData:
         return (lambda microbatch: ModuleInput.of(cut(microbatch))) if foreign else cut
 
     def token_bytes(self) -> Tensor | None:
-        """int32 `[V]`: bytes of text that each token spells; None where the tokenizer cannot say."""
+        """int32 `[V]`, on the device: bytes of text that each token spells; None where the tokenizer cannot say."""
         table = self.tokenizer.token_bytes()
         if table is None:
             return None
         bytes_of = torch.zeros(self.config.model.vocab_size, dtype=torch.int32)
         bytes_of[: len(table)] = torch.from_numpy(table)
-        return bytes_of
+        return bytes_of.to(self.device)
 
     def _batches(self, dataset: Dataset, samples: int, pieces: int) -> Iterator[list[Microbatch]]:
         with self._loader(dataset, 0, lambda _: pieces) as loader:

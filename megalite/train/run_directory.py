@@ -126,16 +126,6 @@ class RunDirectory:
         self.base = settle_base(self.config, start, self._world)
         return start
 
-    def _refuse_random_weights(self) -> None:
-        """Adapters in a run that was to begin with a checkpoint and finds none: the flags alone did not tell that."""
-        rank, settings = self.config.model.lora.lora_rank, self.config.checkpoint
-        where = settings.load or (settings.save if settings.auto_resume else None)
-        if rank is not None and where is not None and not self.config.data.mock_data:
-            raise ConfigError(
-                f"`lora_rank`={rank}: {where} holds no checkpoint, and the model beside the adapters would be random; "
-                "add `load` MODEL"
-            )
-
     def _start(self) -> StartingPoint | None:
         checkpoint = self.config.checkpoint
         path = self._newest_local() or self.checkpointer.decide_start(
@@ -146,7 +136,14 @@ class RunDirectory:
             trust_pickle=checkpoint.trust_pickle,
         )
         if path is None:
-            self._refuse_random_weights()
+            # Adapters in a run that was to begin with a checkpoint and finds none: the flags alone did not tell that.
+            rank = self.config.model.lora.lora_rank
+            where = checkpoint.load or (checkpoint.save if checkpoint.auto_resume else None)
+            if rank is not None and where is not None and not self.config.data.mock_data:
+                raise ConfigError(
+                    f"`lora_rank`={rank}: {where} holds no checkpoint, and the model beside the adapters would be "
+                    "random; add `load` MODEL"
+                )
             return None
         local = self.checkpointer.local
         own = local is not None and local.is_of(path)

@@ -42,8 +42,7 @@ class Validator:
         self._data, self._model, self._progress, self._exits = data, model, progress, exits
         self._channel, self._newest_version = executor.channel, updater.newest_version
         self._mesh, self._device = data.mesh, data.device
-        spelled = data.token_bytes()
-        self._token_bytes = None if spelled is None else spelled.to(data.device)
+        self._token_bytes = data.token_bytes()
 
     def __call__(self, iteration: int, final: bool) -> list[Record] | None:
         """Records of the validation split, at the end also of the test split; None where it was interrupted.
