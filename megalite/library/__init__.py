@@ -9,22 +9,6 @@
         loss = pipe.step(micro_batches)
         optimizer.step()
 
-    pipeline.py    `Pipeline`: any list of modules under any schedule; given.py: what is wrong with it
-    parts.py       the layers of its stages
-    agreement.py   do the ranks of a replica read the same samples
-    optimizer.py   `ShardedOptimizer`: gradients summed over the replicas, update rules under ZeRO
-    cutting.py     which layers a stage holds, and what crosses between stages
-    names.py       what parameters are called at any layout, and which of them several stages share
-    tracing.py     one module as a graph; linearise.py: where to cut it; traced_layer.py: `layers_from_module`
-    sequences.py   attention of such a module by our core: documents, and ranks that share a sequence
-    tables.py      do its embeddings have the rows that are looked up
-    tensor_cut.py  linear layers of such a module over tensor-parallel ranks, by a table of names; tensor_check.py: is
-                   what lies between them right on parts
-    modules.py     a stage made of somebody's modules; their linear layers split the backward like ours
-    timing.py      `time_layers`; what watches a step
-    ranks.py       `run`: processes without a configuration, and what rank 0 returns
-    factory.py     a module by its name, for `--model-module` (megalite/train/foreign.py)
-
 Invariant: a step equals the same modules in one process on the whole batch, whatever the schedule and the layout.
 Proof: `tests/equivalence/test_library.py`.
 """

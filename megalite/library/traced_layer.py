@@ -16,7 +16,7 @@ from megalite.library.sequences import Sequences, follow_sequences, without_mask
 from megalite.library.tables import check_tables, lookups
 from megalite.library.tensor_check import check_parts
 from megalite.library.tensor_cut import Table, TensorCut, cut_parameters, entered, rewritten
-from megalite.library.tracing import Traced, arguments, is_random, needed_by, trace, with_devices
+from megalite.library.tracing import METADATA_CHECK, Traced, arguments, is_random, needed_by, trace, with_devices
 from megalite.microbatch import Microbatch
 
 LINEAR, ADDMM = torch.ops.aten.linear.default, torch.ops.aten.addmm.default
@@ -254,8 +254,7 @@ def _takes_device(region: nn.Module) -> bool:
     """Gives a region under no_grad or autocast an argument for the devices that stand in it, if there are any."""
     if not isinstance(region, fx.GraphModule):
         return False
-    metadata = torch.ops.aten._assert_tensor_metadata.default
-    for node in [node for node in region.graph.nodes if node.target is metadata]:
+    for node in [node for node in region.graph.nodes if node.target is METADATA_CHECK]:
         region.graph.erase_node(node)
     for node in [node for node in region.graph.nodes if node.op == "get_attr"]:
         raise ConfigError(f"{node.target}: a region under no_grad or autocast inside another one is not cut")

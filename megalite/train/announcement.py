@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -258,12 +258,9 @@ def _changes(config: Config, plan: MemoryPlan, world: int) -> Iterator[tuple[str
     if config.data_parallel_size(world) > 1:
         stages = ((stage, with_parallel(zero_stage=stage)) for stage in range(3, parallel.zero_stage, -1))
         yield from [(f"`zero_stage`={stage}", made) for stage, made in stages if not config_problems(made, world)][:1]
-        sizes: Mapping[str, int] = {
-            "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
-        }
-        for name, size in sizes.items():
-            yield f"`{name}`={2 * size}", with_parallel(**{name: 2 * size})
+        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            size = 2 * getattr(parallel, name)
+            yield f"`{name}`={size}", with_parallel(**{name: size})
     offload = config.optimizer.offload
     for is_there, flag, offloads in (
         (bool(plan.fraction), "`optimizer_cpu_offload`", replace(offload, optimizer_cpu_offload=True)),
