@@ -36,13 +36,10 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         return {"model_module": "the user's", "vocab_size": model.vocab_size}
     bound = {option.name for option in options_of("model", ModelConfig) if not option.facts.get("free")}
     values = {name: value for name, value in flat(model).items() if name in bound}
-    values["ffn_hidden_size"] = model.ffn_size
-    values["num_query_groups"] = model.query_groups
-    values["kv_channels"] = model.head_dim
-    values["add_qkv_bias"] = model.has_qkv_bias
-    values["max_position_embeddings"] = model.max_positions
-    if model.position_embedding_type != "learned_absolute":
-        values["max_position_embeddings"] = None
+    values |= {"ffn_hidden_size": model.ffn_size, "num_query_groups": model.query_groups}
+    values |= {"kv_channels": model.head_dim, "add_qkv_bias": model.has_qkv_bias}
+    learned = model.position_embedding_type == "learned_absolute"
+    values["max_position_embeddings"] = model.max_positions if learned else None
     if model.position_embedding_type != "rope":
         values |= {name: None for name in values if name.startswith("rotary_")}
         values |= {"use_rope_scaling": None, "window_rotary_base": None}

@@ -105,20 +105,21 @@ def parse_with_origins(
     reader = Reader()
     offered, levels = _with_offer(_read_levels(reader, argv), reader, read_offer)
     merged = _merge(levels, reader)
-    found = list(reader.problems) + _beside_module(options, merged)
+    ours = _sizes_of_ours(options, {name: given.value for name, given in merged.items()})
+    unread = [merged[name] for name in ours if name in merged and _says_more(merged[name])]  # even if it is the default
+    found = [*reader.problems, *(not_with_module(_typed(given)) for given in unread)]
     config, origins, missing = _build(reader, merged)
     if offered is not None and offered.architecture and offered.offer.model.is_foreign:
         missing = [name for name in missing if options[name].section != "model"]  # the module is what is missing
     found += [_required(options[name], offered) for name in missing]
     broken = {*reader.broken, *missing}
+    checks: list[str] = []
     if offered is not None:
         asked, known = offered.architecture, options.keys() - broken
-        lines = contradictions(offered.offer, config, offered.given, architecture=asked, known=known)
-        found += [_as_given(_with_place(line, origins), merged) for line in lines]
-
+        checks += contradictions(offered.offer, config, offered.given, architecture=asked, known=known)
     started = world_size if world_size is not None else (config.parallel.nprocs or 1)
     config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
-    checks = [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
+    checks += [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
     if check_files:
         # What another host may have, `--dry-run` lists.
         if not config.training.dry_run or meant_for_this_host(world):
@@ -131,15 +132,14 @@ def parse_with_origins(
     if found:
         raise _in_flags(found)
     config, origins = _derive(config, origins, world)
-    for name in options:
-        origins.setdefault(name, "default")
+    origins = {name: origins.get(name, "default") for name in options}
     other = other_defaults(config, origins, [*reader.ignored, *(each.typed for each in merged.values())])
     other += without_a_checkpoint(config, merged)
     other += new_positions(None if offered is None else offered.offer, config.model)
     warned = _not_offered(config_warnings(config, world), merged, offered)
     found = [*warned, *elastic_warnings(config, started, world), *other]
     doubts = tuple(in_flags(_as_given(line, merged)) for line in found)
-    return Parsed(config, {name: origins[name] for name in options}, doubts, tuple(reader.ignored), world)
+    return Parsed(config, origins, doubts, tuple(reader.ignored), world)
 
 
 def read_unjudged(argv: Sequence[str], *, optional: Iterable[str] = ()) -> tuple[Config, dict[str, str]]:
@@ -345,12 +345,6 @@ def _sizes_of_ours(options: Mapping[str, Option], values: Mapping[str, object]) 
     if values.get("model_module") is None:
         return []
     return [name for name, option in options.items() if option.section == "model" and name not in OF_MODULES]
-
-
-def _beside_module(options: Mapping[str, Option], merged: Mapping[str, GivenOption]) -> list[str]:
-    """Lines about values that a module of the user's own has no use for, even if they are the defaults."""
-    ours = _sizes_of_ours(options, {name: given.value for name, given in merged.items()})
-    return [not_with_module(_typed(merged[name])) for name in ours if name in merged and _says_more(merged[name])]
 
 
 def _elastic(config: Config, started: int, local_size: int, broken: set[str]) -> tuple[Config, int]:

@@ -46,6 +46,8 @@ WITHOUT_FILE = {
     "merge_file": tuple(name for name in TOKENIZERS if name != "GPT2BPETokenizer"),
 }
 """Files of tokenizers -> the kinds that read no such file."""
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+"""Fields that name corpora."""
 SOURCE = {"one_of": "source of the data"}
 OF_A_SPLIT = {**SOURCE, "way": "by split", "stores": True}
 

@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 
-from megalite.config.data import DataConfig
+from megalite.config.data import PATHS, WITHOUT_FILE, DataConfig
 from megalite.config.root import Config
 from megalite.config.rules.layout import batches_in_micro_batches, recomputed_twice
 from megalite.errors import ConfigError, ScheduleError
@@ -39,13 +39,11 @@ def meant_for_this_host(world_size: int) -> bool:
 
 def missing_packages(config: Config) -> list[str]:
     """Those by which stores are reached that are named, and the one that carries tokens to experts."""
-    given = {"load": config.checkpoint.load, "save": config.checkpoint.save}
-    found = [(name, url) for name, url in given.items() if url is not None]
-    data = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    found += [(name, url) for name in data for url in _paths(getattr(config.data, name))]
+    found = [(name, config.given[name]) for name in ("load", "save") if name in config.given]
+    found += [(name, url) for name in PATHS for url in _paths(getattr(config.data, name))]
     lines = []
     for name, url in found:
-        served = served_url(str(url))
+        served = served_url(url)
         package = PACKAGES.get(served[0]) if served is not None else None
         if package is not None and lacks(package):
             lines.append(lacking(f"`{name}`={url}", package))
@@ -56,17 +54,16 @@ def missing_packages(config: Config) -> list[str]:
 
 def missing_trackers(config: Config) -> Iterator[str]:
     """What would watch the run, and lacks its package: a start warns of it, and trains."""
-    log = config.logging
-    wanted = {
-        "tensorboard_dir": (log.tensorboard_dir, "tensorboard"),
-        "wandb_project": (log.wandb.wandb_project, "wandb"),
-        "prometheus_port": (log.prometheus.prometheus_port, "prometheus_client"),
-        "prometheus_file": (log.prometheus.prometheus_file, "prometheus_client"),
+    packages = {
+        "tensorboard_dir": "tensorboard",
+        "wandb_project": "wandb",
+        "prometheus_port": "prometheus_client",
+        "prometheus_file": "prometheus_client",
     }
-    for name, (value, package) in wanted.items():
-        if value is not None and lacks(package):
-            command = install_command(EXTRA_OF[package])
-            yield f"`{name}`={value}: needs the package {package}; the training starts without it; {command}"
+    for name, package in packages.items():
+        if name in config.given and lacks(package):
+            needs = f"`{name}`={config.given[name]}: needs the package {package}"
+            yield f"{needs}; the training starts without it; {install_command(EXTRA_OF[package])}"
 
 
 def missing_data(config: Config) -> list[str]:
@@ -126,7 +123,7 @@ def schedule_file(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _data_files(config: Config) -> Iterator[str]:
-    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+    for name in PATHS:
         flag = f"`{name}`"
         paths = _paths(getattr(config.data, name))
         weight = next((path for path in paths if _is_number(path) and not _exists(path)), None)
@@ -201,7 +198,7 @@ def missing_tokenizer(config: Config) -> Iterator[str]:
     """What is not said of the tokenizer, and its files that are not on this host."""
     if config.data.stand_in_ids(config.model.vocab_size) is None:
         yield from config.data.tokenizer_lacks()
-    for name in ("tokenizer_model", "vocab_file", "merge_file"):
+    for name in WITHOUT_FILE:
         path = getattr(config.data, name)
         if path is not None and not os.path.exists(path):
             yield f"`{name}`={path}: no such file{_instead(name, path)}"
@@ -222,8 +219,8 @@ def _instead(name: str, path: str) -> str:
 
 def text_without_tokenizer(config: Config, where: str) -> Iterator[str]:
     """Of a run that takes a Hugging Face model at `where` without a tokenizer: does it read text all the same?"""
-    data, flags = config.data, ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    given = [path for name in flags for path in _paths(getattr(data, name))]
+    data = config.data
+    given = [path for name in PATHS for path in _paths(getattr(data, name))]
     text = any(os.path.isfile(path) and not path.endswith((".bin", ".idx")) for path in given)
     if text or not (given or data.lists or data.mock_data):
         yield (
@@ -243,13 +240,12 @@ def missing_load(load: str) -> str:
 def other_files(config: Config) -> Iterator[str]:
     """Those of everything else that a run reads or writes."""
     files = [
-        ("`sample_prompts`", config.logging.samples.sample_prompts),
-        ("`pipeline_schedule_file`", config.parallel.pipeline_schedule_file),
-        *(("`eval_task_files`", path) for path in config.logging.eval_tasks.eval_task_files),
+        (name, config.given[name]) for name in ("sample_prompts", "pipeline_schedule_file") if name in config.given
     ]
-    for flag, path in files:
-        if path is not None and not os.path.isfile(path):
-            yield f"{flag}={path}: no such file"
+    files += [("eval_task_files", path) for path in config.logging.eval_tasks.eval_task_files]
+    for name, path in files:
+        if not os.path.isfile(path):
+            yield f"`{name}`={path}: no such file"
     if (command := config.logging.on_event) is not None:
         try:
             program = "".join(shlex.split(command)[:1])

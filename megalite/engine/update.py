@@ -63,9 +63,7 @@ class UpdateResult:
     if the update is known to be skipped. On a GPU it and `skipped` (0 or 1) are still on the device. `norm`, 0-dim, is
     what the update was decided by, finite or not."""
 
-    update: int
-    learning_rate: float
-    loss_scale: float | Tensor
+    numbers: Hyperparameters
     grad_norm: Tensor | float | None
     skipped: Tensor | bool
     norm: Tensor
@@ -220,7 +218,7 @@ class Updater(Events):
             skipped = self.resolve_pending()
             shown = None if skipped else reading.read()[0]
         shown = shown if self._weights.together is None else None
-        self.results.append(UpdateResult(update, numbers.learning_rate, numbers.loss_scale, shown, skipped, norm))
+        self.results.append(UpdateResult(numbers, shown, skipped, norm))
         for buffers in self._all_buffers:
             buffers.gradients.begin_batch()
 

@@ -99,12 +99,9 @@ class _Tracked:
     def split(self, piece: FlatPiece) -> Iterator[tuple[int, FlatPiece]]:
         """The piece expert by expert, and the number of the sum that each belongs to."""
         size = math.prod(self.parameter.shape) // self.number
-        begin = piece.start
-        while begin < piece.stop:
-            index = begin // size
-            end = min(piece.stop, (index + 1) * size)
+        for index in range(piece.start // size, -(-piece.stop // size)):
+            begin, end = max(piece.start, index * size), min(piece.stop, (index + 1) * size)
             yield self.first + index, FlatPiece(piece.parameter, begin, end, piece.at + begin - piece.start)
-            begin = end
 
 
 class Adafactor(UpdateRule):

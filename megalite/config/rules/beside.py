@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 
 from megalite.config.root import Config
+from megalite.config.schema import flat
 from megalite.config.update_rules import OPTIMIZER_SPECS
+from megalite.config.values import as_typed
 from megalite.schedule import find_schedule
 
 
@@ -169,15 +171,10 @@ def message_driven(config: Config, world_size: int) -> Iterator[str]:
 def zero_plus_plus(config: Config, world_size: int) -> Iterator[str]:
     """There are weights to gather, over ranks that come in whole partitions."""
     parallel, given = config.parallel, config.parallel.zero_plus_plus
-    if not given.on:
+    flags = [as_typed(f"`{name}`", value) for name, value in flat(given).items() if name in config.given]
+    if not flags:
         return
-    size = given.zero_hpz_partition_size
-    flags = {
-        "`zero_quantized_weights`": given.zero_quantized_weights,
-        "`zero_quantized_gradients`": given.zero_quantized_gradients,
-        f"`zero_hpz_partition_size`={size}": size > 1,
-    }
-    flag = next(name for name, on in flags.items() if on)
+    size, flag = given.zero_hpz_partition_size, flags[0]
     if parallel.zero_stage != 3:
         yield f"{flag}: needs `zero_stage`=3, whose weights are gathered; it is {parallel.zero_stage}"
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.data import VOCABULARIES, WITHOUT_FILE
+from megalite.config.data import PATHS, VOCABULARIES, WITHOUT_FILE
 from megalite.config.root import Config
 from megalite.config.rules.text import multiples_around
 
@@ -21,7 +21,7 @@ def data(config: Config, world_size: int) -> Iterator[str]:
         yield f"{flag}: {len(names)} names for {len(paths)} paths of `valid_data_path` (no weights); give one for each"
     if twice := next((name for name in names if names.count(name) > 1), None):
         yield f"{flag}: {twice} is there twice; give each set a name of its own"
-    for path in (*source.data_path, *source.train_data_path, *source.valid_data_path, *source.test_data_path):
+    for path in (path for name in PATHS for path in getattr(source, name)):
         if path.endswith((".bin", ".idx")):
             yield f"`data_path`={path}: give the prefix, '{path[:-4]}'"
     try:

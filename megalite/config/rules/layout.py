@@ -113,13 +113,9 @@ def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
     given = parallel.virtual_pipeline_model_parallel_size
     if given is not None and given > 1 and size == 1:
         yield f"{VPP}={given}: needs {PP} >= 2"
-    ends = {
-        "`decoder_first_pipeline_num_layers`": parallel.stage_layout.decoder_first_pipeline_num_layers,
-        "`decoder_last_pipeline_num_layers`": parallel.stage_layout.decoder_last_pipeline_num_layers,
-    }
-    for flag, count in ends.items():
-        if count is not None and size == 1:
-            yield f"{flag}={count}: needs {PP} >= 2"
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if name in config.given and size == 1:
+            yield f"`{name}`={config.given[name]}: needs {PP} >= 2"
 
 
 def stage_layers(config: Config, world_size: int) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megalite.config.lora import TARGETS, TOGETHER, Lora
+from megalite.config.lora import TARGETS, TOGETHER
 from megalite.config.model import ModelConfig
 from megalite.config.root import Config
 from megalite.config.rules.beside import excluded
@@ -68,7 +68,7 @@ def _other_kinds(config: Config) -> Iterator[str]:
     if given.adapter_kind == "lora":
         return
     for name in ("lora_alpha", "lora_targets", "lora_shared_a"):
-        if getattr(given, name) != getattr(Lora(), name):
+        if name in config.given:
             yield f"`{name}`: {flag} has none; drop it"
     if config.training.compile:
         yield f"`compile`: not with {flag}; drop one"

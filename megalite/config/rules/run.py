@@ -37,10 +37,9 @@ def restarts(config: Config, world_size: int) -> Iterator[str]:
     resumes = settings.save is not None and (settings.auto_resume or settings.load == settings.save)
     if given.check_hosts and settings.save is None:
         yield "`check_hosts`: needs `save` DIR, where it lists the hosts that it leaves out; add it"
-    flags = {"`max_restarts`": given.max_restarts or None, "`elastic`": given.elastic}
-    for flag, value in flags.items():
-        if value is not None and not resumes:
-            yield f"{flag}={value}: the next attempt would begin anew; add `save` DIR and `auto_resume`"
+    for name in ("max_restarts", "elastic"):
+        if name in config.given and not resumes:
+            yield f"`{name}`={config.given[name]}: the next attempt would begin anew; add `save` DIR and `auto_resume`"
 
 
 def precision(config: Config, world_size: int) -> Iterator[str]:
@@ -207,34 +206,30 @@ def _in_samples(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _wsd(config: Config) -> Iterator[str]:
-    style, decay = config.optimizer.lr_decay_style, config.optimizer.lr_wsd_decay
-    lengths = {"`lr_wsd_decay_iters`": decay.lr_wsd_decay_iters, "`lr_wsd_decay_samples`": decay.lr_wsd_decay_samples}
-    given = [flag for flag, value in lengths.items() if value is not None]
+    style = config.optimizer.lr_decay_style
+    given = [name for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if name in config.given]
     if style == "WSD" and not given:
         yield "`lr_decay_style`=WSD: needs `lr_wsd_decay_iters` (or `lr_wsd_decay_samples`)"
     elif style != "WSD" and given:
-        yield f"{given[0]}={lengths[given[0]]}: needs `lr_decay_style`=WSD"
+        yield f"`{given[0]}`={config.given[given[0]]}: needs `lr_decay_style`=WSD"
 
 
 def weight_decay(config: Config, world_size: int) -> Iterator[str]:
-    ramp = config.optimizer.weight_decay_ramp
-    ends = {"`start_weight_decay`": ramp.start_weight_decay, "`end_weight_decay`": ramp.end_weight_decay}
-    style = ramp.weight_decay_incr_style
-    for flag, value in ends.items():
-        if style != "constant" and value is None:
-            yield f"`weight_decay_incr_style`={style}: needs {flag}"
-        elif style == "constant" and value is not None:
-            yield f"{flag}={show(value)}: needs `weight_decay_incr_style` linear or cosine"
+    style, given = config.optimizer.weight_decay_ramp.weight_decay_incr_style, config.given
+    for name in ("start_weight_decay", "end_weight_decay"):
+        if style != "constant" and name not in given:
+            yield f"`weight_decay_incr_style`={style}: needs `{name}`"
+        elif style == "constant" and name in given:
+            yield f"`{name}`={show(given[name])}: needs `weight_decay_incr_style` linear or cosine"
 
 
 def update_rule(config: Config, world_size: int) -> Iterator[str]:
     optimizer = config.optimizer
     name = optimizer.optimizer
     for field in dict.fromkeys(field for rule in OPTIMIZER_SPECS.values() for field in rule.settings):
-        value = getattr(optimizer, field)
-        if value != getattr(type(optimizer), field) and field not in OPTIMIZER_SPECS[name].settings:
+        if field in config.given and field not in OPTIMIZER_SPECS[name].settings:
             users = " and ".join(user for user, rule in OPTIMIZER_SPECS.items() if field in rule.settings)
-            yield f"`{field}`={value}: not with `optimizer`={name}; it belongs to {users}"
+            yield f"`{field}`={config.given[field]}: not with `optimizer`={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "`optimizer_impl`=apex: keeps both moments in fp32; drop `exp_avg_dtype` and `exp_avg_sq_dtype`"
     if optimizer.ema_decay is not None:

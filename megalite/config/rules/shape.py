@@ -141,11 +141,9 @@ def _layer_patterns(model: ModelConfig) -> Iterator[str]:
 def recompute(config: Config, world_size: int) -> Iterator[str]:
     model = config.model
     if model.recompute_granularity != "full":
-        settings = {"method": model.recompute_method, "num_layers": model.recompute_num_layers}
-        for name, value in settings.items():
-            flag = f"`recompute_{name}`"
-            if value is not None:
-                yield f"{flag}={show(value)}: needs `recompute_granularity`=full"
+        for name in ("recompute_method", "recompute_num_layers"):
+            if name in config.given:
+                yield f"`{name}`={show(config.given[name])}: needs `recompute_granularity`=full"
     else:
         yield from _recomputed_layers(config)
     budget = config.parallel.hardware.device_memory_budget_gb
