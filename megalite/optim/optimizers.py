@@ -11,10 +11,9 @@ from megalite.errors import ConfigError
 from megalite.optim.adafactor import Adafactor
 from megalite.optim.adamw import AdamW
 from megalite.optim.kfac import Kfac
-from megalite.optim.lion import Lion
 from megalite.optim.muon import Muon
+from megalite.optim.one_moment import SGD, Lion
 from megalite.optim.rule import ParamGroup, UpdateRule
-from megalite.optim.sgd import SGD
 from megalite.optim.shampoo import Shampoo
 from megalite.optim.soap import Soap
 

@@ -17,7 +17,7 @@ from megalite.comm.world import World
 from megalite.config import OptimizerConfig
 from megalite.optim import DynamicLossScaler, LearningRateSchedule
 from megalite.optim.adafactor import Adafactor
-from megalite.optim.lion import Lion
+from megalite.optim.one_moment import Lion
 from megalite.parallel.zero.master_shards import MasterShard
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.parallel.zero.sub_optimizers import DeviceOptimizer
