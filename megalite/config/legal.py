@@ -28,8 +28,9 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
     silent = {option.marked for name, option in all_options().items() if name in broken}
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
+        given = _given(options_of(section, cls), values)
         stand_ins: dict[str, Any] = {}
-        for option in options_of(section, cls):
+        for option in given:
             value = values[option.name]
             reason = bounds_problem(option, value)
             if reason is not None:
@@ -38,9 +39,10 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
                 silent.add(option.marked)
         if stand_ins:
             values |= stand_ins
+            given = _given(given, values)
             config = replace(config, **{section: build_section(cls, values)})
-        lines += _contradictions(options_of(section, cls), values)
-        needing = _unaccompanied(options_of(section, cls), values, "needs")
+        lines += _contradictions(given, values)
+        needing = _unaccompanied(given, values, "needs")
         lines += (line for line in needing if not _mentions(line, silent))
     if config.model.is_foreign:  # what we say of our own model's sizes does not concern it
         silent |= {option.marked for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
@@ -55,9 +57,13 @@ def layout_problems(config: Config, world_size: int) -> list[str]:
     return [line for rule in rules.LAYOUT_RULES for line in rule(config, world_size)]
 
 
-def _contradictions(options: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
+def _given(options: Sequence[Option], values: Mapping[str, Any]) -> list[Option]:
+    """Those that have not their defaults, which are legal."""
+    return [option for option in options if values[option.name] != option.default]
+
+
+def _contradictions(given: Sequence[Option], values: Mapping[str, Any]) -> Iterator[str]:
     """Spellings of one field, of which only one can be meant."""
-    given = [option for option in options if values[option.name] != option.default]
     for number, option in enumerate(given):
         rival = next((before for before in given[:number] if option.excludes(before)), None)
         if rival is not None:
@@ -65,11 +71,11 @@ def _contradictions(options: Sequence[Option], values: Mapping[str, Any]) -> Ite
             yield f"{pair[0]}: contradicts {pair[1]}; give one of them"
 
 
-def _unaccompanied(options: Sequence[Option], values: Mapping[str, Any], tie: str) -> Iterator[str]:
+def _unaccompanied(given: Sequence[Option], values: Mapping[str, Any], tie: str) -> Iterator[str]:
     """Settings of something that is off. tie: `needs` or `only_with`."""
-    for option in options:
+    for option in given:
         other = option.facts.get(tie)
-        if other is not None and values[option.name] != option.default and not values[other]:
+        if other is not None and not values[other]:
             flag, typed = f"`{other}`", as_typed(option.marked, values[option.name])
             idle = f"has no effect without {flag}; add that, or drop this"
             yield f"{typed}: needs {flag}" if tie == "needs" else f"{typed}: {idle}"
@@ -80,10 +86,11 @@ def config_warnings(config: Config, world_size: int) -> list[str]:
     lines: list[str] = []
     for section, cls in SECTIONS.items():
         values = flat(getattr(config, section))
-        lines += _unaccompanied(options_of(section, cls), values, "only_with")
-        for option in options_of(section, cls):
+        given = _given(options_of(section, cls), values)
+        lines += _unaccompanied(given, values, "only_with")
+        for option in given:
             readers = readers_of(option)
-            if readers is not None and values[option.name] != option.default and values["optimizer"] not in readers:
+            if readers is not None and values["optimizer"] not in readers:
                 typed = as_typed(option.marked, values[option.name])
                 lines.append(f"{typed}: has no effect with `optimizer`={values['optimizer']}; drop it")
     return lines + rules.layout.warnings(config, world_size)

@@ -46,8 +46,7 @@ class Config:
     def given(self) -> Mapping[str, Any]:
         """Flag -> value, of those that are not their defaults; without required ones."""
         values = {name: value for section in SECTIONS for name, value in flat(getattr(self, section)).items()}
-        options = [option for option in all_options().values() if not option.required]
-        return {each.name: values[each.name] for each in options if values[each.name] != each.default}
+        return {name: values[name] for name, default in _defaults().items() if values[name] != default}
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
@@ -183,6 +182,11 @@ class Config:
 def with_vocab_size(config: Config, vocab_size: int) -> Config:
     """Copy `config` with the vocabulary size that the tokenizer gave."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    return {name: option.default for name, option in all_options().items() if not option.required}
 
 
 @functools.cache

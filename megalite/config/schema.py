@@ -177,7 +177,10 @@ def flat(section: Any) -> dict[str, Any]:
     """The values of a section by flag: the inverse of `build_section`."""
     found: dict[str, Any] = {}
     for name, value in vars(section).items():
-        found |= flat(value) if isinstance(value, Spelled) else {name: value}
+        if isinstance(value, Spelled):
+            found |= flat(value)
+        else:
+            found[name] = value
     return found
 
 

@@ -114,8 +114,8 @@ def pipeline_stages(config: Config, world_size: int) -> Iterator[str]:
     if given is not None and given > 1 and size == 1:
         yield f"{VPP}={given}: needs {PP} >= 2"
     for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
-        if name in config.given and size == 1:
-            yield f"`{name}`={config.given[name]}: needs {PP} >= 2"
+        if size == 1 and (count := getattr(parallel.stage_layout, name)) is not None:
+            yield f"`{name}`={count}: needs {PP} >= 2"
 
 
 def stage_layers(config: Config, world_size: int) -> Iterator[str]:
