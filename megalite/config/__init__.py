@@ -54,7 +54,7 @@ from megalite.config.lora import Lora
 from megalite.config.megatron_flags import MegatronFlag, megatron_flags
 from megalite.config.model import OWN_PATTERNS, ModelConfig
 from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent, QKClip, RopeScaling
-from megalite.config.mup import Mup, Rates, depth_ratio, hidden_std, rates_of, residual_std, width_ratio
+from megalite.config.mup import Rates, depth_ratio, hidden_std, rates_of, residual_std, width_ratio
 from megalite.config.optimizer import Decay, HostOffload, OptimizerArgs, OptimizerConfig, Warmup, readers_of
 from megalite.config.parallel import (
     ContextParallelism,
@@ -62,7 +62,6 @@ from megalite.config.parallel import (
     GridShape,
     ParallelConfig,
     StageLayout,
-    TensorGrid,
     ZeroPlusPlus,
 )
 from megalite.config.root import SECTIONS, Config, all_options, with_vocab_size

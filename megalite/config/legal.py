@@ -46,8 +46,9 @@ def config_problems(config: Config, world_size: int, *, broken: frozenset[str] =
         lines += (line for line in needing if not _mentions(line, silent))
     if config.model.is_foreign:  # what we say of our own model's sizes does not concern it
         silent |= {option.marked for option in options_of("model", ModelConfig) if option.name not in OF_MODULES}
-    for rule in rules.RULES:
-        lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
+    for rule, setting in rules.RULES:
+        if setting is None or rules.beside.is_on(config, setting):
+            lines += (line for line in rule(config, world_size) if not _mentions(line, silent))
     lines += rules.foreign.foreign_module(config, world_size)
     return list(dict.fromkeys(lines))
 

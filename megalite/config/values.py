@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation, Overflow
-from types import MappingProxyType
 from typing import Any
 
 from megalite.config.batch_size import UNITS
@@ -105,7 +104,7 @@ def _nearest(option: Option, bound: str) -> str:
     return "leave it out" if value is None else f"try {show(value)}"
 
 
-def _integer(text: str, units: Mapping[str, int] = MappingProxyType({})) -> int:
+def _integer(text: str, units: Mapping[str, int]) -> int:
     unit, more = units.get(text.strip()[-1:].upper(), 1), ", nor one that ends in K, M, G, B or T" * bool(units)
     try:
         exact = Decimal(text.strip()[:-1] if unit > 1 else text.strip()) * unit

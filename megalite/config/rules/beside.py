@@ -43,8 +43,6 @@ def excluded(config: Config, flag: str, reasons: Mapping[str, str], fix: str = "
 def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
     """What the blocks of a run must not have for their kernels to be the same each time."""
     parallel = config.parallel
-    if parallel.hardware.cuda_graph_impl == "none":
-        return
     flag, schedule = "`cuda_graph_impl`=local", find_schedule(parallel.schedule)
     if parallel.hardware.device == "cpu":
         yield f"{flag}: a CPU has none; leave it out"
@@ -86,8 +84,6 @@ def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
 def partial_backprop(config: Config, world_size: int) -> Iterator[str]:
     """What needs the backward of every layer from every micro-batch."""
     groups, parallel, layers = config.training.partial_backprop_groups, config.parallel, config.model.num_layers
-    if groups == 1:
-        return
     flag = f"`partial_backprop_groups`={groups}"
     if groups > layers:
         yield f"{flag}: more than the {layers} layers; use {layers} at most"
@@ -122,8 +118,6 @@ def partial_backprop(config: Config, world_size: int) -> Iterator[str]:
 def tapped_products(config: Config, world_size: int) -> Iterator[str]:
     """What an optimizer that looks at the operands of weight gradients does not go with."""
     optimizer, parallel = config.optimizer, config.parallel
-    if not OPTIMIZER_SPECS[optimizer.optimizer].taps:
-        return
     flag, schedule = f"`optimizer`={optimizer.optimizer}", find_schedule(parallel.schedule)
     reasons = {
         "model_module": "whose layers hand over nothing",
@@ -201,8 +195,6 @@ def zero_plus_plus(config: Config, world_size: int) -> Iterator[str]:
 def param_offload(config: Config, world_size: int) -> Iterator[str]:
     """Weights and gradients that come and go: what reads them otherwise than layer by layer, or keeps two of them."""
     flag, parallel, optimizer = "`param_offload`=cpu", config.parallel, config.optimizer
-    if optimizer.offload.param_offload != "cpu":
-        return
     schedule = find_schedule(parallel.schedule)
     if schedule.asynchronous and parallel.pipeline_schedule_file is None:
         yield f"{flag}: not with `pipeline_schedule`={schedule.name}, which keeps two versions of the weights; use 1f1b"
@@ -227,8 +219,6 @@ def embedding_offload(config: Config, world_size: int) -> Iterator[str]:
     """What it goes with, and how small its cache may be."""
     optimizer, model, given = config.optimizer, config.model, config.optimizer.offload
     schedule, flag = find_schedule(config.parallel.schedule), f"`embedding_offload`={given.embedding_offload}"
-    if given.embedding_offload is None:
-        return
     if model.further.depth:
         yield f"{flag}: not with `mtp_num_layers`, which reads other rows, too; drop one of them"
     elif not model.untie_embeddings_and_output_weights:

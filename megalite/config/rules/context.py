@@ -53,9 +53,7 @@ def _sequence_unit(config: Config) -> tuple[int, str]:
 
 def sequence_lengths(config: Config, world_size: int) -> Iterator[str]:
     """The curriculum of lengths: each must cut a sample evenly, and be cut evenly itself."""
-    text, whole = config.training.seq_length_schedule, config.model.seq_length
-    if text is None:
-        return
+    text, whole = config.given["seq_length_schedule"], config.model.seq_length
     flag = f"`seq_length_schedule`='{text}'"
     try:
         lengths = [length for _, length in LengthSchedule.parse(text, whole).steps]

@@ -15,9 +15,7 @@ DISPATCHER = "`moe_token_dispatcher_type`"
 def experts(config: Config, world_size: int) -> Iterator[str]:
     """What the model's own numbers must fit."""
     given = config.model.experts
-    number, k = given.num_experts, given.moe_router_topk
-    if number is None:
-        return
+    number, k = config.given["num_experts"], given.moe_router_topk
     try:
         if not any(config.model.sparse_layers):
             yield f"`moe_layer_freq`={given.moe_layer_freq}: no block is sparse; drop `num_experts`"

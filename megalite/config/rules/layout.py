@@ -90,8 +90,6 @@ def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
 def overlap(config: Config, world_size: int) -> Iterator[str]:
     """Can two halves of a micro-batch take turns?"""
     size, flag = config.training.micro_batch_size, "`tp_comm_overlap`"
-    if not config.parallel.tp_comm_overlap:
-        return
     if config.parallel.tensor_model_parallel_size == config.parallel.experts.expert_model_parallel_size == 1:
         yield f"{flag}: {TP}=1 sends no messages; drop it, or use {TP}=2 or more"
     if size % 2:

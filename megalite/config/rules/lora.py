@@ -13,8 +13,6 @@ from megalite.config.rules.beside import excluded
 def lora(config: Config, world_size: int) -> Iterator[str]:
     """Which layers may have adapters, and that there is a model beside them."""
     model, given = config.model, config.model.lora
-    if given.lora_rank is None:
-        return
     flag = f"`lora_targets`={' '.join(given.lora_targets)}"
     unknown = [name for name in given.lora_targets if name not in TARGETS]
     if unknown or not given.lora_targets:
@@ -37,7 +35,7 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
         if whole in parts and both:
             yield f"{flag}: one adapter for all of {whole}, or one each ({', '.join(both)})? Name one kind"
     sides = {part: min(size) for part, size in adapted_sizes(model).items()}
-    if sides and given.lora_rank > max(sides.values()):  # then the product is a whole matrix, in more numbers
+    if sides and config.given["lora_rank"] > max(sides.values()):  # then the product is a whole matrix, in more numbers
         largest = max(sides, key=lambda part: sides[part])
         yield (
             f"`lora_rank`={given.lora_rank}: above the smaller side of every adapted matrix, {sides[largest]} at most "

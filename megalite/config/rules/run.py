@@ -76,8 +76,6 @@ def spikes(config: Config, world_size: int) -> Iterator[str]:
 def qk_clip(config: Config, world_size: int) -> Iterator[str]:
     """What has no scores to look at, or no masters to scale behind a step."""
     parallel = config.parallel
-    if not config.model.clip.qk_clip:
-        return
     schedule, kind = find_schedule(parallel.schedule), parallel.context.cp_comm_type
     reasons = {
         "qk_layernorm": "whose norms undo a scale of the projections",
@@ -104,8 +102,6 @@ def qk_clip(config: Config, world_size: int) -> Iterator[str]:
 def mup(config: Config, world_size: int) -> Iterator[str]:
     """Whose sizes of updates are known, and what else would decide the same."""
     model, optimizer = config.model, config.optimizer
-    if not model.mup.use_mup:
-        return
     if model.softmax_scale is not None:
         scale = show(model.softmax_scale)
         yield f"`softmax_scale`={scale}: not with `use_mup`, whose scores are / d; use `mup_base_head_dim`"
@@ -127,8 +123,6 @@ def mup(config: Config, world_size: int) -> Iterator[str]:
 def float8(config: Config, world_size: int) -> Iterator[str]:
     """Formats beside it, and blocks that end where ranks do."""
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size
-    if given.fp8_format is None:
-        return
     flag, tp = f"`fp8_format`={given.fp8_format}", config.parallel.tensor_model_parallel_size
     if config.training.precision.fp16:
         yield f"{flag}: not with `fp16`, whose loss scale has no use for it; use `bf16`"
