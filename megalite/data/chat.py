@@ -23,7 +23,7 @@ import numpy as np
 
 from megalite.data.beside import MOST_TEMPLATE, TEMPLATE
 from megalite.data.cache import digest_of
-from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
+from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit
 from megalite.data.corpus import JSONL_SUFFIXES, check_characters, parse_json
 from megalite.data.file_chunks import (
     REASONS,
@@ -69,7 +69,6 @@ class ChatTemplate:
         self,
         tokenizer: Tokenizer,
         directory: str | None,
-        limits: TemplateLimits | None = None,
         *,
         asked: str = FLAG,
         flag: str = "`tokenizer_model`",
@@ -82,10 +81,9 @@ class ChatTemplate:
         self._backend: Any = tokenizer.backend  # type: ignore[attr-defined]  # of this kind
         self.text, self.variables = read_template(Path(directory), flag)
         self._tells = re.search(r"\{%-?\s*generation\s*-?%\}", self.text) is not None
-        self._limits = limits
         self._renderer: ChatRenderer | None = None
         try:
-            ChatRenderer(self.text, self.variables, limits).close()
+            ChatRenderer(self.text, self.variables).close()
         except DataError as error:
             raise DataError(f"{flag}={directory}: {str(error).replace(' for it', '', 1)}") from None
 
@@ -93,7 +91,7 @@ class ChatTemplate:
         """Tokens of each conversation and of what calls for the next answer. Raises DataError where the template does
         not take one, or needs more for it than a template may."""
         found = []
-        with contextlib.closing(ChatRenderer(self.text, self.variables, self._limits, prompt=True)) as renderer:
+        with contextlib.closing(ChatRenderer(self.text, self.variables, prompt=True)) as renderer:
             for number, rendered in enumerate(renderer.render(talks), 1):
                 if isinstance(rendered, DataError):
                     raise DataError(f"conversation {number}: {rendered}" if len(talks) > 1 else str(rendered))
@@ -105,7 +103,7 @@ class ChatTemplate:
         TemplateLimit in the turn of the one that needs more than a template may."""
         renderer = self._renderer
         if renderer is None or renderer.owner != os.getpid():  # forked workers have one each
-            renderer = self._renderer = ChatRenderer(self.text, self.variables, self._limits)
+            renderer = self._renderer = ChatRenderer(self.text, self.variables)
         try:
             for found in renderer.render(talks):
                 yield found if isinstance(found, DataError) else self._tokens(found)

@@ -19,18 +19,10 @@ PROGRAM = "chat_renderer.py"
 BATCH = 128
 
 
-@dataclass(frozen=True)
-class TemplateLimits:
-    """Hundreds of times what honest templates need, for each conversation.
-
-    seconds: of processor time; seconds_a_message: more, since each answer is rendered again to find where it begins.
-    memory: bytes of address space of the process. characters: of a text, and eight for each byte of the conversation.
-    """
-
-    seconds: float = 10.0
-    seconds_a_message: float = 0.02
-    memory: int = 1 << 30
-    characters: int = 16 << 20
+#: Hundreds of times what honest templates need, for each conversation. seconds: of processor time; seconds_a_message:
+#: more, since each answer is rendered again to find where it begins. memory: bytes of address space of the process.
+#: characters: of a text, and eight for each byte of the conversation.
+LIMITS = {"seconds": 10.0, "seconds_a_message": 0.02, "memory": 1 << 30, "characters": 16 << 20}
 
 
 class TemplateLimit(DataError):
@@ -52,19 +44,11 @@ class ChatRenderer:
     DataError where the template is none.
     """
 
-    def __init__(
-        self,
-        template: str,
-        variables: Mapping[str, str],
-        limits: TemplateLimits | None = None,
-        *,
-        prompt: bool = False,
-    ) -> None:
-        self._limits = limits or TemplateLimits()
+    def __init__(self, template: str, variables: Mapping[str, str], *, prompt: bool = False) -> None:
         self.owner = os.getpid()
         self._program = FencedProgram(Path(__file__).with_name(PROGRAM))
         self.close = self._program.close
-        settings = {"template": template, "variables": dict(variables), "limits": vars(self._limits), "prompt": prompt}
+        settings = {"template": template, "variables": dict(variables), "limits": LIMITS, "prompt": prompt}
         self._program.send(json.dumps(settings).encode() + b"\n")
         reply = self._receive()
         if "refused" in reply:
@@ -90,7 +74,7 @@ class ChatRenderer:
         line = self._program.line()
         if line is None:
             if (status := self._program.status()) == -signal.SIGPROF:
-                raise _limit(f"more than {self._limits.seconds:g} seconds of processor time")
+                raise _limit(f"more than {LIMITS['seconds']:g} seconds of processor time")
             raise TemplateLimit(
                 f"the process that rendered the chat template ended (status {status}); repair the template"
             )

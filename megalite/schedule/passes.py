@@ -72,13 +72,8 @@ def merge_backward(program: Program) -> Program:
 
 
 def delay_update(program: Program) -> Program:
-    """`--delayed-parameter-update`: the same order of computations on weights one update older.
-
-        undelayed    batch 0 | step 0 | batch 1 | step 1 | batch 2
-        delayed      batch 0 | batch 1          | batch 2             ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840)
-                               step 0             step 1
-
-        W(t+1) = W(t) - lr * g_t(W(t-1)),    W(-1) := W(0)
+    """`--delayed-parameter-update`: the same order of computations on weights one update older, as docs/memory.md draws
+    it (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840).
 
     It is PipeDream-2BW's rule, for any schedule that flushes: two weight versions, gradients one update old. STEP t
     stays where it was, at the end of batch t; what it writes is first read by batch t + 2, so a step on the host has

@@ -14,13 +14,10 @@ pair. Its q-th slot of work begins, on stage s, at slot s (forwards) or p-1-s (b
     (q div w) p + 2 (q mod w)
 
 so that the 2f pipelines never meet on a rank. The two forwards run one after the other, each as in any other schedule.
-Beside `chimera` at the same micro-batch size this doubles the micro-batches that are held (forward
-doubling; the paper recomputes then). At half the micro-batch size and twice the number it holds as much, and halves
-what a backward works on (backward halving): the same list.
+Which of the paper's two remedies it is depends on the size of the micro-batches alone (docs/schedules.md).
 
-Idle (p-2f)/(2f) * (tF+tB) with tB = 2 tF, once for all units; were the forwards of a slot one kernel, as in the paper,
-(p-2f)/f * tB, because the first one could not be passed on early. 2f copies of the weights; up to 2p micro-batches
-held.
+Idle (p-2f)/(2f) * (tF+tB) with tB = 2 tF, once for all units, three quarters of the paper's, where the forwards of a
+slot are one kernel; 2f copies of the weights; up to 2p micro-batches held.
 """
 
 from collections.abc import Iterator

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megalite.data import ChatTemplate, IndexedDataset, make_tokenizer, preprocess_chat
-from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit, TemplateLimits
+from megalite.data.chat_process import ChatRenderer, Rendered, TemplateLimit
 from megalite.errors import DataError
 
+LIMITS = "megalite.data.chat_process.LIMITS"
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 #: 0.4 s and 320 MiB: what an honest template needs of them is a thousandth and a sixth.
-SMALL = TemplateLimits(seconds=0.4, seconds_a_message=0, memory=320 << 20, characters=1 << 20)
+SMALL = {"seconds": 0.4, "seconds_a_message": 0, "memory": 320 << 20, "characters": 1 << 20}
 #: For templates that meet another limit first: on a busy machine, filling memory takes half a second of processor time.
-PATIENT = replace(SMALL, seconds=10)
+PATIENT = SMALL | {"seconds": 10}
 LOOP = "{{% for i in range(100000) %}}{}{{% endfor %}}"
 TIME, MEMORY, TEXT, REFUSED = "seconds of processor time", "MiB of memory", "characters of text", "refuses it"
 TEMPLATES = {
@@ -55,13 +55,19 @@ TEMPLATES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LIMITS, SMALL)
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_hostile_template_ends_in_one_line(name: str) -> None:
+def test_a_hostile_template_ends_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template, says = TEMPLATES[name]
+    monkeypatch.setattr(LIMITS, SMALL if says == TIME else PATIENT)
     begin = time.process_time()
     with pytest.raises(DataError, match=says) as caught:
-        for found in ChatRenderer(template, {}, SMALL if says == TIME else PATIENT).render([TALK]):
+        for found in ChatRenderer(template, {}).render([TALK]):
             assert isinstance(found, DataError), found
             raise found
     assert "\n" not in str(caught.value)
@@ -81,7 +87,7 @@ def test_a_hostile_template_ends_in_one_line(name: str) -> None:
 )
 def test_what_is_no_template_is_said_at_the_start(template: str) -> None:
     with pytest.raises(DataError, match="the chat template (is none|needs)"):
-        ChatRenderer(template, {}, SMALL)
+        ChatRenderer(template, {})
 
 
 def write(folder: Path, template: str, lines: list[Any]) -> tuple[Any, ChatTemplate, Path]:
@@ -96,7 +102,7 @@ def write(folder: Path, template: str, lines: list[Any]) -> tuple[Any, ChatTempl
     tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(folder))
     file = folder / "talks.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tokenizer, ChatTemplate(tokenizer, str(folder), SMALL), file
+    return tokenizer, ChatTemplate(tokenizer, str(folder)), file
 
 
 #: Endless where somebody says "again"; refuses "no".
