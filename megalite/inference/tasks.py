@@ -35,7 +35,6 @@ class Continuation:
 
     log_likelihood: float
     is_greedy: bool
-    num_tokens: int
 
 
 def score_continuations(
@@ -74,10 +73,7 @@ def _score_rows(loaded: LoadedModel, rows: list[tuple[list[int], int]], size: in
     for number, scores in found.items() if mesh.coordinate("tp") == 0 else ():
         table[list(parts[number])] = scores[: len(parts[number])]
     all_reduce_(table, mesh.world)
-    return [
-        Continuation(likelihood, misses == 0, count)
-        for (likelihood, misses), (_, count) in zip(table.tolist(), rows, strict=True)
-    ]
+    return [Continuation(likelihood, misses == 0) for likelihood, misses in table.tolist()]
 
 
 def _padded(rows: list[tuple[list[int], int]], unit: int) -> Microbatch:

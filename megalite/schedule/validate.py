@@ -10,7 +10,7 @@
     V9 room          activations that wait on the host are back when used; what a rank holds keeps to its capacity at
                      every computation
     V10 weights      those that live on the host are on the device when used, and keep to their room at every use
-    V7 summation     the order in which each stage adds up its gradients is recorded in the report
+    V7 summation     whether each stage adds up its gradients in the order of the micro-batches is in the report
 
 Of a program of forwards alone (`decode.py`) V2, V3 and
 
@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, islice, product
+from typing import NamedTuple
 
 from megalite.errors import ScheduleError
 from megalite.schedule.action import (
@@ -57,20 +57,11 @@ Lists = Sequence[Sequence[Action]]
 """The whole run of every rank."""
 
 
-@dataclass(frozen=True)
-class ValidationReport:
-    """What a valid program does. summation[stage, replica]: micro-batches in the order in which gradients are added.
+class ValidationReport(NamedTuple):
+    """What a valid program does. in_order: every stage adds its gradients up in the order of the micro-batches, so the
+    sum is bitwise that of a run without a pipeline."""
 
-    in_order: every stage adds all of them in ascending order, so the sum is bitwise that of a run without a pipeline.
-    """
-
-    summation: dict[StageKey, tuple[int, ...]]
-    weight_versions_per_rank: tuple[int, ...]
-
-    @property
-    def in_order(self) -> bool:
-        replicated = any(replica > 0 for _, replica in self.summation)
-        return not replicated and all(list(order) == sorted(order) for order in self.summation.values())
+    in_order: bool
 
 
 def validate(program: Program, batches: BatchSpec | None = None) -> ValidationReport:
@@ -94,10 +85,7 @@ def validate(program: Program, batches: BatchSpec | None = None) -> ValidationRe
     for _, _, part in _computations(lists):
         if part.kind in GRADIENT_KINDS:
             summation[part.stage_key].append(part.microbatch)
-    return ValidationReport(
-        {key: tuple(order) for key, order in sorted(summation.items())},
-        tuple(live_versions(actions) for actions in lists),
-    )
+    return ValidationReport(all(not replica and order == sorted(order) for (_, replica), order in summation.items()))
 
 
 def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[tuple[str, list[MessageFault]]]:

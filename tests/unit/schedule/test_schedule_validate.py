@@ -35,7 +35,7 @@ def test_random_programs_are_valid_and_keep_to_their_declared_figures() -> None:
         for rank in range(program.num_ranks):
             bound = sum(program.peak_activations[rank]) * program.activation_unit
             assert run.peak_activations_per_rank[rank] <= bound
-            assert report.weight_versions_per_rank[rank] <= program.weight_versions[rank]
+            assert run.weight_versions_per_rank[rank] <= program.weight_versions[rank]
         # With few micro-batches some ranks never reach their bound, nor where it holds for all that may arrive.
         if shape.m >= 2 * shape.p + 1 and not program.max_in_flight:
             peaks = [sum(peak) * program.activation_unit for peak in program.peak_activations]
