@@ -89,10 +89,9 @@ def validate(program: Program, batches: BatchSpec | None = None) -> ValidationRe
 
 
 def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[tuple[str, list[MessageFault]]]:
-    if program.rounds is not None:
-        yield "V1 every group once on every stage of every round", _first(_forwards(program, run, lists))
-    else:
-        yield "V1 every micro-batch once on every stage", _first(_completeness(program, run, lists))
+    what = "micro-batch once on every stage" if program.rounds is None else "group once on every stage of every round"
+    yield f"V1 every {what}", _first(_completeness(program, run, lists))
+    if program.rounds is None:
         yield "V1 one update after its gradients", _first(_updates(program, run, lists))
         yield "V1 weights gathered when used", _first(_gathers(lists))
     yield "V2 no circle of waits", _circle(program, lists, run)
@@ -132,6 +131,11 @@ def _update_of(program: Program, run: Sequence[BatchRange], microbatch: int) -> 
 
 def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
     end = run[-1].end
+    names, through = {FORWARD: "F", BACKWARD_INPUT: "B or I", BACKWARD_WEIGHT: "B or W"}, [program.num_stages] * end
+    if program.rounds is not None:  # chunks of prompts go through the first round alone
+        names, first = {FORWARD: "F"}, program.num_stages // program.rounds.number
+        numbers = (number for batch in run for number in range(batch.size))
+        through = [program.num_stages if number < program.rounds.groups else first for number in numbers]
     seen: set[ResultKey] = set()
     replicas: dict[int, int] = {}
     held = [set(program.placement.stages_of(rank)) for rank in range(program.num_ranks)]
@@ -143,6 +147,8 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
             yield MessageFault(f"{part} is not the turn of rank {rank}", rank, position)
         if not 0 <= k < end:
             yield MessageFault(f"{part}: there is no micro-batch {k} ({end} in all)", rank, position)
+        elif part.stage >= through[k] or (program.rounds is not None and part.kind != FORWARD):
+            yield MessageFault(f"{part} is not wanted", rank, position)
         if replicas.setdefault(k, part.replica) != part.replica:
             yield MessageFault(f"{part}: micro-batch {k} is on two replicas", rank, position)
         again = part.stage in program.recomputed
@@ -157,40 +163,14 @@ def _completeness(program: Program, run: Sequence[BatchRange], lists: Lists) -> 
         if not seen.isdisjoint(results):
             yield MessageFault(f"{part} is done twice", rank, position)
         seen.update(results)
-    names = {FORWARD: "F", BACKWARD_INPUT: "B or I", BACKWARD_WEIGHT: "B or W"}
     for microbatch, stage, kind in product(range(end), range(program.num_stages), names):
         replica = replicas.get(microbatch, 0)
-        if (kind, stage, replica, microbatch) not in seen:
+        if stage < through[microbatch] and (kind, stage, replica, microbatch) not in seen:
             rank = program.placement.rank_of(stage, replica, microbatch)
             missing = f"micro-batch {microbatch} has no {names[kind]} on stage {stage} (rank {rank})"
             batch_end = next(batch.end for batch in run if microbatch < batch.end)
             places = [at for on, at, part in _computations(lists) if on == rank and part.microbatch < batch_end]
             yield MessageFault(missing, rank, max(places, default=len(lists[rank]) - 1))
-
-
-def _forwards(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
-    """Of a program of forwards alone: each micro-batch on all of its stages, once and on the rank that holds it."""
-    assert program.rounds is not None
-    rounds, groups = program.rounds
-    held = [set(program.placement.stages_of(rank)) for rank in range(program.num_ranks)]
-    wanted = {
-        (stage, batch.start + number)
-        for batch in run
-        for number in range(batch.size)
-        for stage in range(program.num_stages if number < groups else program.num_stages // rounds)
-    }
-    for rank, position, part in _computations(lists):
-        if part.kind != FORWARD:
-            yield MessageFault(f"{part} in a program of forwards alone", rank, position)
-        if part.stage_key not in held[rank]:
-            yield MessageFault(f"rank {rank} does not hold the stage of {part}", rank, position)
-        if (part.stage, part.microbatch) not in wanted:
-            yield MessageFault(f"{part} is done twice, or not wanted", rank, position)
-        wanted.discard((part.stage, part.microbatch))
-    for stage, microbatch in sorted(wanted):
-        rank = program.placement.rank_of(stage, microbatch=microbatch)
-        missing = f"micro-batch {microbatch} has no F on stage {stage} (rank {rank})"
-        yield MessageFault(missing, rank, len(lists[rank]) - 1)
 
 
 def _idle(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterator[MessageFault]:
