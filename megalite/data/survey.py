@@ -35,6 +35,11 @@ class Survey:
     lengths: str
     content: str
 
+    def __post_init__(self) -> None:
+        numbers, texts = {self.sequences, self.tokens}, {self.source, self.lengths, self.content}
+        if {type(each) for each in numbers} != {int} or {type(each) for each in texts} != {str}:
+            raise ValueError("no survey")
+
     def same_as(self, other: Survey) -> bool:
         """Whether both are the same tokens, wherever they lie."""
         return replace(self, source=other.source) == other
@@ -158,15 +163,9 @@ def surveys_to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
 
 def _parse(meta: Any) -> dict[str, list[Survey]]:
     try:
-        return {str(split): [_survey(**one) for one in stores] for split, stores in dict(meta).items()}
+        return {str(split): [Survey(**one) for one in stores] for split, stores in dict(meta).items()}
     except (TypeError, ValueError):
         raise DataError("`load`: the checkpoint's account of its data is damaged; load an older one") from None
-
-
-def _survey(source: str, sequences: int, tokens: int, lengths: str, content: str) -> Survey:
-    if not (type(sequences) is type(tokens) is int and type(source) is type(lengths) is type(content) is str):
-        raise ValueError
-    return Survey(source, sequences, tokens, lengths, content)
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def begun_phases(meta: Mapping[str, Any]) -> list[Phase]:
 def _phase(first: int, name: str, weights: list[float], requests: list[int], surveys: list[dict[str, Any]]) -> Phase:
     if not all(type(number) is int and number >= 0 for number in (first, *requests)) or type(name) is not str:
         raise ValueError
-    return Phase(first, name, tuple(map(float, weights)), tuple(requests), tuple(_survey(**one) for one in surveys))
+    return Phase(first, name, tuple(map(float, weights)), tuple(requests), tuple(Survey(**one) for one in surveys))
 
 
 def phase_differences(meta: Mapping[str, Any], now: Sequence[Phase]) -> list[str]:

@@ -53,7 +53,6 @@ class Costs:
 
     forward, backward_input, backward_weight: tF, tI, tW of a whole rank. tR, to run a forward again, is tF.
     communication: tC, one hop of an activation.
-    stages: a factor per stage, for embedding and head (None: all equal).
     transfer: what one chunk's activations take to or from the host. host_byte: what a byte of weights takes.
     exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, R, B, I and W take
         no time unless it is given here.
@@ -66,7 +65,6 @@ class Costs:
     communication: Time = Fraction(0)
     transfer: Time = Fraction(0)
     host_byte: Time = Fraction(0)
-    stages: Sequence[Time] | None = None
     exact: Mapping[tuple[int, str], Time] = field(default_factory=dict)
     overlap: Time = Fraction(1)
 
@@ -81,8 +79,7 @@ class Costs:
             return sum((self.of(half, program) for half in halves), Fraction(0))
         base = {FORWARD: self.forward, BACKWARD_INPUT: self.backward_input, BACKWARD_WEIGHT: self.backward_weight}
         base |= {RECOMPUTE: self.forward} | dict.fromkeys(TRANSFER_KINDS, self.transfer)
-        factor = self.stages[action.stage] if self.stages is not None else Fraction(1)
-        return base.get(action.kind, Fraction(0)) * factor * program.activation_unit
+        return base.get(action.kind, Fraction(0)) * program.activation_unit
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ arXiv:2206.04959).
 1F1B with full recomputation runs a forward again in front of every backward, on every stage, and the last one, which
 all others wait for, sets the pace: (m+p-1)(tF+tR+tB). The last stage runs a micro-batch's backward right behind its
 forward and has nothing to recompute. Without it the last but one is the busiest: it should begin first and never wait.
-So every other stage has one more forward in flight than in 1F1B, and recomputes before the gradient arrives: at tF = tR
-= 1, tB = 2 a batch takes 4(m+p-1) - (p+2), from m = p on (of two ranks from m = 3: the last one's own 3(m+p-1) is
-longer). Rank r keeps the inputs of min(m, p-r+1) micro-batches and all activations of one.
+So every other stage has one more forward in flight than in 1F1B, and recomputes before the gradient arrives (what that
+saves: docs/schedules.md). Rank r keeps the inputs of min(m, p-r+1) micro-batches and all activations of one.
 """
 
 from collections.abc import Iterator

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from megalite.schedule import SCHEDULES, Program, ScheduleShape, build_program, schedule_problems
+from megalite.schedule import SCHEDULES, Costs, Program, ScheduleShape, Time, build_program, schedule_problems
 
 
 def random_shapes(count: int, *, seed: int, largest_rank: int = 6) -> Iterator[tuple[str, ScheduleShape]]:
@@ -27,3 +27,9 @@ def random_shapes(count: int, *, seed: int, largest_rank: int = 6) -> Iterator[t
 def build_shape(name: str, shape: ScheduleShape) -> Program:
     chunks = shape.v if SCHEDULES[name].num_chunks is None else None
     return build_program(name, shape.p, shape.m, chunks, num_pairs=shape.f)
+
+
+def uneven(factors: Sequence[Time], communication: Time = 0) -> Costs:
+    """Stages of one chunk a rank, whose forward, I and W take as long as their factor says."""
+    exact = {(stage, kind): factor for stage, factor in enumerate(factors) for kind in "FIW"}
+    return Costs(exact=exact, communication=communication)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from statistics import mean
 
 import pytest
+from schedule_shapes import uneven
 
 from megalite.errors import ScheduleError
 from megalite.schedule import Costs, build_program, insert_unshard, lower, schedule_problems, simulate, validate
@@ -36,7 +37,7 @@ def test_whatever_arrives_when_the_list_is_valid_and_in_order() -> None:
         limit = rng.randint(1, 2 * p)
         program = lower(build_program("message-driven", p, m, max_in_flight=limit))
         program = insert_unshard(program) if rng.random() < 0.5 else program
-        costs = Costs(stages=stages(rng, p), communication=Fraction(rng.randint(0, 10), 10))
+        costs = uneven(stages(rng, p), Fraction(rng.randint(0, 10), 10))
         given = as_arrives(program, costs, 2)
         assert validate(given).in_order
         peaks = simulate(program, costs, batches=2).peak_activations_per_rank
@@ -58,7 +59,7 @@ def test_where_costs_vary_it_is_faster_than_lists_on_average() -> None:
         ratios = []
         for _ in range(20):
             p = rng.choice([4, 6])
-            costs = Costs(stages=stages(rng, p))
+            costs = uneven(stages(rng, p))
             taken = makespan("message-driven", p, 3 * p, costs, p if limit == 0 else None)
             ratios.append(float(taken / makespan(name, p, 3 * p, costs)))
         assert max(ratios) <= 1.025 and mean(ratios) <= 1

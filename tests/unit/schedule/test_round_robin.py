@@ -7,9 +7,10 @@ from itertools import product
 from math import lcm
 
 import pytest
+from schedule_shapes import uneven
 
 from megalite.errors import ScheduleError
-from megalite.schedule import Costs, build_program, forward_program, lower, schedule_problems, simulate, validate
+from megalite.schedule import build_program, forward_program, lower, schedule_problems, simulate, validate
 from megalite.schedule.stage_placement import loop, round_robin
 
 NAMES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "2bw", "pipedream")
@@ -98,7 +99,7 @@ def by_list_scheduling(workers: tuple[int, ...], m: int, forward: list[int], bac
 def test_1f1b_is_what_a_list_scheduler_makes(workers: tuple[int, ...]) -> None:
     """Where the work of a stage is in proportion to its workers, so that all are busy."""
     m, p = 24, len(workers)
-    costs = Costs(1, 1, 1, stages=workers)
+    costs = uneven(workers)
     found = simulate(build_program("1f1b", p, m, workers=workers), costs).makespan
     expected = by_list_scheduling(workers, m, [w for w in workers], [2 * w for w in workers])
     assert found <= expected * 1.01, (found, expected)
@@ -109,10 +110,7 @@ def test_a_middle_stage_with_more_workers_wants_twice_the_warmup() -> None:
     """NOAM is not enough to keep (1, 2, 1) busy in strict turns; eager 1F1B is."""
     rates = []
     for name in ("1f1b", "eager-1f1b"):
-        takes = [
-            simulate(build_program(name, 3, m, workers=(1, 2, 1)), Costs(1, 1, 1, stages=(1, 2, 1))).makespan
-            for m in (24, 48)
-        ]
+        takes = [simulate(build_program(name, 3, m, workers=(1, 2, 1)), uneven((1, 2, 1))).makespan for m in (24, 48)]
         rates.append((takes[1] - takes[0]) / 24)
     assert rates == [4.5, 3]
 
@@ -122,7 +120,7 @@ def test_pipedreams_case_keeps_all_workers_busy() -> None:
     for name in ("1f1b", "pipedream", "2bw"):
         times = []
         for m in (24, 48):
-            costs = Costs(1, 1, 1, stages=(2, 1))
+            costs = uneven((2, 1))
             times.append(simulate(build_program(name, 2, m, workers=(2, 1)), costs).makespan)
         assert (times[1] - times[0]) / 24 == 3, name
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+from schedule_shapes import uneven
 
 from megalite.schedule import (
     SCHEDULES,
@@ -199,7 +200,7 @@ def test_a_hop_costs_1f1b_every_slot_and_eager_only_the_ramps() -> None:
 
 
 def test_head_and_embedding_show_as_imbalance() -> None:
-    heavy_head = Costs(stages=[Fraction(1)] * 3 + [Fraction(2)])
+    heavy_head = uneven([Fraction(1)] * 3 + [Fraction(2)])
     assert simulate(build_program("1f1b", 4, 8), heavy_head).makespan == 3 * 3 + 8 * 6
     exact = Costs(exact={(0, "F"): Fraction(5)})
     assert simulate(build_program("gpipe", 2, 3), exact).busy_per_rank == (15 + 6, 9)
