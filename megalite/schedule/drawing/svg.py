@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from math import floor, log10
 
@@ -34,21 +35,15 @@ LANE, GAP, BOX_RADIUS = 34, 8, 4
 LEFT, RIGHT, TOP, BOTTOM = 74, 150, 76, 62
 WIDEST = 1500
 """The time axis, in pixels."""
-COLOURS = {
-    FORWARD: ("#5b8def", "#2f5fc4"),
-    RECOMPUTE: ("#a3bff6", "#86a3de"),
-    BACKWARD: ("#43b581", "#1f8257"),
-    BACKWARD_INPUT: ("#2fb3b8", "#167f86"),
-    BACKWARD_WEIGHT: ("#f2b84b", "#cf8a14"),
+BOXES = {
+    FORWARD: ("forward", "#5b8def", "#2f5fc4"),
+    RECOMPUTE: ("forward again", "#a3bff6", "#86a3de"),
+    BACKWARD: ("backward", "#43b581", "#1f8257"),
+    BACKWARD_INPUT: ("input gradient", "#2fb3b8", "#167f86"),
+    BACKWARD_WEIGHT: ("weight gradient", "#f2b84b", "#cf8a14"),
 }
-"""Kind -> fill of the first and of the second chunk."""
-NAMES = {
-    FORWARD: "forward",
-    RECOMPUTE: "forward again",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "input gradient",
-    BACKWARD_WEIGHT: "weight gradient",
-}
+"""Kind -> its name in the legend, fill of the first and of the second chunk."""
+OTHER = ("", "#a9b1c2", "#7d869a")
 INK, MUTED, PAPER, LANE_FILL, HATCH = "#1d2433", "#69738a", "#ffffff", "#f3f5f9", "#dfe4ee"
 OPTIMIZER = "#b4bccd"
 TRANSFERS = {EVICT: "#9b6fd0", PREFETCH: "#d06fa8", FETCH: "#d0a06f"}
@@ -67,7 +62,13 @@ class _Canvas:
     """Where times and ranks are on the paper."""
 
     timeline: Timeline
-    scale: float
+
+    @cached_property
+    def scale(self) -> float:
+        """Pixels per unit of time: the shortest action is wide enough for its number, unless the paper ends first."""
+        makespan = float(self.timeline.makespan) or 1.0
+        shortest = min((float(s.end - s.start) for s in self.timeline.spans if s.end > s.start), default=makespan)
+        return min(30 / shortest, WIDEST / makespan)
 
     def x(self, time: float) -> float:
         return LEFT + time * self.scale
@@ -87,7 +88,7 @@ class _Canvas:
 def render_svg(timeline: Timeline | Program, *, title: str | None = None) -> str:
     """The picture; a program is simulated first. title: heading (default: the timeline's)."""
     timeline = simulate(timeline) if isinstance(timeline, Program) else timeline
-    canvas = _Canvas(timeline, _scale(timeline))
+    canvas = _Canvas(timeline)
     width, height = canvas.right + RIGHT, canvas.bottom + BOTTOM
     body = [
         *_heading(canvas, timeline.title if title is None else title),
@@ -123,13 +124,6 @@ def render_html(timelines: Sequence[Timeline], *, heading: str = "Pipeline sched
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
         f"<style>{style}</style></head><body><h1>{escape(heading)}</h1>\n<p>{HOW_TO_READ}</p>\n{pictures}\n</body></html>\n"
     )
-
-
-def _scale(timeline: Timeline) -> float:
-    """Pixels per unit of time: the shortest action is wide enough for its number, unless the paper ends first."""
-    makespan = float(timeline.makespan) or 1.0
-    shortest = min((float(s.end - s.start) for s in timeline.spans if s.end > s.start), default=makespan)
-    return min(30 / shortest, WIDEST / makespan)
 
 
 def _heading(canvas: _Canvas, title: str) -> Iterator[str]:
@@ -201,7 +195,7 @@ def _box(
 ) -> Iterator[str]:
     timeline = canvas.timeline
     second = action.stage // timeline.num_ranks % 2 == 1 or action.replica % 2 == 1
-    fill = COLOURS.get(action.kind, ("#a9b1c2", "#7d869a"))[second]
+    fill = BOXES.get(action.kind, OTHER)[1 + second]
     odd_batch = (bisect_right(timeline.batch_starts, action.microbatch) - 1) % 2 == 1
     width = max(right - left - 1.2, 0.6)
     fill = _paler(fill) if odd_batch else fill
@@ -250,9 +244,9 @@ def _round_step(least: float) -> float:
 def _legend(canvas: _Canvas, height: float) -> Iterator[str]:
     x, y = float(LEFT), height - 22
     computations = [part for span in canvas.timeline.spans for part in span.action.computations()]
-    for kind, name in NAMES.items():
+    for kind, (name, fill, _) in BOXES.items():
         if any(part.kind == kind for part in computations):
-            yield f'<rect x="{x:.0f}" y="{y:.1f}" width="13" height="13" rx="3" fill="{COLOURS[kind][0]}"/>'
+            yield f'<rect x="{x:.0f}" y="{y:.1f}" width="13" height="13" rx="3" fill="{fill}"/>'
             yield f'<text x="{x + 19:.0f}" y="{y + 11:.1f}" font-size="12" fill="{MUTED}">{name}</text>'
             x += 40 + 6.2 * len(name)
     notes = []
