@@ -149,9 +149,7 @@ class Adafactor(UpdateRule):
         decay = 1.0 - max(1.0, self.steps + 1.0) ** -DECAY_EXPONENT
         self._sums.zero_()
         sizes = self._add_up(self._square)
-        all_reduce_on_axis(self._sums, self.shard_axis)
-        if self._partial:
-            all_reduce_on_axis(self._sums[: self._partial], self.cut_axis)
+        self._reduce(self._sums, self._partial)
         for tracked in self.tracked:
             for mean in tracked.means:
                 squares = mean.sums.div_(mean.count).add_(EPSILON)
@@ -211,6 +209,11 @@ class Adafactor(UpdateRule):
                 part = factor[mean.place(rectangle)]
                 values.mul_(part if mean.over is None else part.unsqueeze(mean.over))
         return sum_of_squares([_own(p.grad, piece)])
+
+    def _reduce(self, sums: Tensor, partial: int) -> None:
+        all_reduce_on_axis(sums, self.shard_axis)
+        if partial:
+            all_reduce_on_axis(sums[:partial], self.cut_axis)
 
 
 def cut_dimension(parameter: BufferParameter, axis: Axis) -> int | None:
