@@ -36,12 +36,6 @@ class MegatronFlag:
     otherwise: str = ""
     older: bool = False
 
-    def objection(self, texts: list[str]) -> str | None:
-        """Why an ignored flag is refused with these values; None: it is not."""
-        if self.values and any(text.lower() not in self.values for text in texts):
-            return self.otherwise
-        return None
-
 
 @cache
 def megatron_flags() -> Mapping[str, MegatronFlag]:

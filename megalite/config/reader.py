@@ -260,9 +260,9 @@ class Reader:
             wanted = len(flag.takes)
             self._unexpected(texts[wanted:])
             texts = texts[:wanted]
-        objection = flag.objection(texts)
-        if flag.takes == "=" and not texts:
-            objection = "expected a value"
+        objection = "expected a value" if flag.takes == "=" and not texts else None
+        if flag.values and any(text.lower() not in flag.values for text in texts):
+            objection = flag.otherwise
         if objection is not None:
             self.problems.append(f"{typed.label(' '.join(texts) or None)}: {objection}")
         else:

@@ -233,7 +233,6 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
         if optimizer.offload.embedding_offload is not None:
             yield f"{beside} `embedding_offload`, which steps only the rows that a batch uses; drop one"
     yield from _staleness(config)
-    yield from _delayed_update(config)
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:
             yield "`store_param_remainders`: needs `bf16` (only a bf16 weight is the upper half of its master)"
@@ -247,10 +246,8 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             )
 
 
-def _delayed_update(config: Config) -> Iterator[str]:
+def delayed_update(config: Config, world_size: int) -> Iterator[str]:
     schedule, flag = find_schedule(config.parallel.schedule), "`delayed_parameter_update`"
-    if not config.optimizer.offload.delayed_parameter_update:
-        return
     if config.optimizer.store_param_remainders:
         yield f"{flag}: excludes `store_param_remainders`, whose masters share memory with the weights; drop one"
     if config.parallel.zero_stage == 3 and config.model.adapted_parts:
