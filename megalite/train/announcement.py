@@ -62,6 +62,8 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
 def announce(run: PlannedRun, world: World, axis: Axis) -> None:
     """Prints the table and what is slow here; refuses what cannot fit. Collective over `axis`, all ranks. Raises
     ConfigError."""
+    if run.foreign is not None:
+        _ = run.memory  # on all ranks: somebody's layers may fail in it
     if world.is_first:
         table = format_table(rows_of(run, "CPU" if run.on_cpu else torch.cuda.get_device_name(world.device)))
         logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
