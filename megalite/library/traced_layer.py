@@ -92,10 +92,12 @@ def layers_over(
         stored[name] = tensor = held.get(id(tensor), tensor)
         keys[id(tensor)] = (*keys.get(id(tensor), ()), name)
     tables = frozenset(id(stored[name]) for name, _ in lookups(traced) if name in stored)
-    wants_device = {name for name, child in traced.root.named_children() if _takes_device(child)}
+    for region in traced.root.children():
+        if isinstance(region, fx.GraphModule):
+            _take_device(region)
     layers: list[nn.Module] = []
-    for number, part in enumerate(parts):
-        layer = TracedLayer(part, everywhere, traced, keys, wants_device, cut, first=number == 0)
+    for part in parts:
+        layer = TracedLayer(part, everywhere, traced, keys, cut)
         layer.sequences, layer.tables = sequences, tables
         layers.append(layer.train(module.training))
     used = {id(tensor) for layer in layers for tensor in [*layer.parameters(), *layer.buffers()]}
@@ -120,24 +122,17 @@ class TracedLayer(nn.Module):
     tables: frozenset[int] = frozenset()
 
     def __init__(
-        self,
-        part: Part,
-        everywhere: set[fx.Node],
-        traced: Traced,
-        keys: dict[int, tuple[str, ...]],
-        wants_device: set[str],
-        cut: TensorCut,
-        *,
-        first: bool,
+        self, part: Part, everywhere: set[fx.Node], traced: Traced, keys: dict[int, tuple[str, ...]], cut: TensorCut
     ) -> None:
         super().__init__()
         self.ranks = cut.axis.size if cut.kinds else 1
         # the operations of the part and what it repeats, with all that they read
         through = everywhere | set(part.chain)
         needed = needed_by([*part.chain, *part.leaves], given=part.arrives, through=through)
+        first = part.arrives == traced.inputs
         inputs = [] if first else [node for node in traced.inputs if node in needed]
         self.reads = [traced.inputs.index(node) for node in inputs]
-        graph, held = _extract(part, [*part.arrives, *inputs], needed, traced, wants_device, cut)
+        graph, held = _extract(part, [*part.arrives, *inputs], needed, traced, cut)
         self.body = fx.GraphModule(held, graph)
         self.keys = {
             name: keys.get(id(tensor), ()) if isinstance(tensor, nn.Parameter) else keys.pop(id(tensor), ())
@@ -204,12 +199,7 @@ def _as_module(graph: fx.Graph, made: fx.Node, name: str) -> fx.Node:
 
 
 def _extract(
-    part: Part,
-    arguments: Sequence[fx.Node],
-    needed: set[fx.Node],
-    traced: Traced,
-    wants_device: set[str],
-    cut: TensorCut,
+    part: Part, arguments: Sequence[fx.Node], needed: set[fx.Node], traced: Traced, cut: TensorCut
 ) -> tuple[fx.Graph, dict[str, Any]]:
     """The part as a graph (*arguments, training, device, micro-batch) -> tuple of what leaves, and what its get_attr
     nodes name."""
@@ -237,7 +227,8 @@ def _extract(
             made = copies[node] = graph.node_copy(node, lambda old, read=read: read[old])  # type: ignore[misc]  # lambda
             made.meta = {}
             made.args, made.kwargs = with_devices((made.args, made.kwargs), device)
-            if any(arg.op == "get_attr" and arg.target in wants_device for arg in node.all_input_nodes):
+            read_from = [held[str(arg.target)] for arg in node.all_input_nodes if arg.op == "get_attr"]
+            if any(isinstance(region, fx.GraphModule) for region in read_from):
                 made.args = (*made.args, device)
             _follow_mode(graph, made, training)
             if _splits(node, traced, cut):
@@ -250,10 +241,8 @@ def _extract(
     return graph, held
 
 
-def _takes_device(region: nn.Module) -> bool:
-    """Gives a region under no_grad or autocast an argument for the devices that stand in it, if there are any."""
-    if not isinstance(region, fx.GraphModule):
-        return False
+def _take_device(region: fx.GraphModule) -> None:
+    """Gives a region under no_grad or autocast an argument for the devices that stand in it."""
     for node in [node for node in region.graph.nodes if node.target is METADATA_CHECK]:
         region.graph.erase_node(node)
     for node in [node for node in region.graph.nodes if node.op == "get_attr"]:
@@ -265,7 +254,6 @@ def _takes_device(region: nn.Module) -> bool:
         if node.op == "call_function":
             node.args, node.kwargs = with_devices((node.args, node.kwargs), device)
     region.recompile()
-    return True
 
 
 def _follow_mode(graph: fx.Graph, node: fx.Node, training: fx.Node) -> None:
