@@ -18,13 +18,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from enum import StrEnum
 from types import FrameType
 from typing import Any
 
 import torch
 
+from megalite.checkpoint import Checkpointer
 from megalite.comm import Axis, Handle, agree_max, all_reduce_
 from megalite.config import TrainingConfig
 from megalite.errors import in_flags
@@ -61,23 +61,15 @@ class ExitPolicy:
     first one of a run that writes no checkpoint.
 
     config: `exit_interval`, `exit_duration_in_mins` (from the making of this object on), `exit_signal_handler`.
-    device: where the vote travels; on a GPU it is read one iteration late. saves: whether a run that ends writes a
-    checkpoint. save_has_failed: whether this rank knows of a background save that came to nothing.
-    hasten: called when it is to end, in a signal's handler, too: no store that is gone is waited for.
+    device: where the vote travels; on a GPU it is read one iteration late. saver: one of its saves that came to nothing
+    ends the run, and a run that is to end waits for no store that is gone. saves: whether it writes a checkpoint then.
     """
 
     def __init__(
-        self,
-        config: TrainingConfig,
-        world: Axis,
-        *,
-        device: torch.device,
-        save_has_failed: Callable[[], bool] = lambda: False,
-        saves: bool = True,
-        hasten: Callable[[], None] = lambda: None,
+        self, config: TrainingConfig, world: Axis, device: torch.device, saver: Checkpointer, *, saves: bool
     ) -> None:
         self._config, self._world, self._device = config, world, device
-        self._save_has_failed, self._saves, self._hasten = save_has_failed, saves, hasten
+        self._saver, self._saves = saver, saves
         self._decided, self._ends_here = 0, False
         self._began = time.monotonic()
         self._received: dict[int, float] = {}  # when each first came
@@ -131,7 +123,7 @@ class ExitPolicy:
         agreed = self._vote(self._wish()) if self._votes else None
         if agreed is not None:
             if agreed is not ExitReason.DURATION:
-                self._hasten()
+                self._saver.hasten()
             if agreed is ExitReason.SIGNAL and self._received:
                 name = signal.Signals([*self._received][-1]).name
                 logger.warning("received %s: this run ends after iteration %d", name, iteration)
@@ -169,7 +161,7 @@ class ExitPolicy:
         return _REASONS[result]
 
     def _wish(self) -> ExitReason | None:
-        if self._save_has_failed():
+        if self._saver.failure is not None:
             return ExitReason.SAVE_FAILED
         if self._received:
             return ExitReason.SIGNAL
@@ -181,7 +173,7 @@ class ExitPolicy:
     def _note(self, number: int, _: FrameType | None) -> None:
         # No logger: the handler runs between any two instructions, perhaps while a log line is being written.
         new, now = number not in self._received, time.monotonic()
-        self._hasten()
+        self._saver.hasten()
         first = new and (number == signal.SIGINT or not self._received)
         if now - self._received.setdefault(number, now) > SAME_SECONDS and number == signal.SIGINT:
             signal.signal(number, self._previous[signal.SIGINT])

@@ -184,14 +184,8 @@ def assemble_trainer(
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
     executor = make_executor(programs, model, mesh, updater, world)
-    exits = ExitPolicy(
-        config.training,
-        mesh.world,
-        device=world.device,
-        save_has_failed=lambda: state.checkpointer.failure is not None,
-        saves=config.checkpoint.save is not None,
-        hasten=state.checkpointer.hasten,
-    )
+    saves = config.checkpoint.save is not None
+    exits = ExitPolicy(config.training, mesh.world, world.device, state.checkpointer, saves=saves)
     uploads = UploadsHook(state.checkpointer)
     traffic = [] if config.optimizer.offload.embedding_offload is None else [TrafficHook(model.rows)]
     model_in_use = partial(ModelInUse, state, mesh, executor, updater, world.device)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.checkpoint import Checkpointer
 from megalite.comm.mesh import Axis, ParallelMesh
 from megalite.comm.world import World
-from megalite.config import TrainingConfig
 from megalite.testing import run_ranks
 from megalite.train.exits import ExitPolicy, ExitReason
 from tests.unit.observe.fake_trainer import tiny_config
@@ -21,12 +21,9 @@ from tests.unit.observe.fake_trainer import tiny_config
 CPU = torch.device("cpu")
 
 
-def _config(**changes: Any) -> TrainingConfig:
-    return dataclasses.replace(tiny_config().training, **changes)
-
-
-def _policy(**changes: Any) -> ExitPolicy:
-    return ExitPolicy(_config(**changes), Axis.single("world"), device=CPU)
+def _policy(axis: Axis | None = None, *, saves: bool = True, **changes: Any) -> ExitPolicy:
+    axis, config = axis or Axis.single("world"), dataclasses.replace(tiny_config().training, **changes)
+    return ExitPolicy(config, axis, CPU, Checkpointer(".", world=axis), saves=saves)
 
 
 @pytest.fixture
@@ -65,20 +62,20 @@ def test_signals_are_noted_inside_and_handlers_put_back_after(number: signal.Sig
 @pytest.mark.parametrize(("saves", "does"), [(True, "saves"), (False, "saves nothing (no --save)")])
 def test_a_signal_is_answered_at_once(saves: bool, does: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Not when it is acted on: an iteration may take minutes. Once, by one rank."""
-    with ExitPolicy(_config(), Axis.single("world"), device=CPU, saves=saves) as policy:
+    with _policy(saves=saves) as policy:
         os.kill(os.getpid(), signal.SIGTERM)
         assert capfd.readouterr().err == f" received SIGTERM: the run ends after the first iteration, and {does}\n"
         assert policy.decide(1) is ExitReason.SIGNAL
         os.kill(os.getpid(), signal.SIGUSR1)
         assert capfd.readouterr().err == ""
-    with ExitPolicy(_config(), Axis.single("world"), device=CPU, saves=saves) as policy:
+    with _policy(saves=saves) as policy:
         assert policy.decide(7) is None
         os.kill(os.getpid(), signal.SIGUSR1)
         when = "after iteration 8, the one after this (an evaluation is cut short)"
         assert capfd.readouterr().err == f" received SIGUSR1: the run ends {when}, and {does}\n"
         assert policy.decide(8) is ExitReason.SIGNAL
     other = Axis("world", 2, 1, (0, 1))
-    with ExitPolicy(_config(), other, device=CPU) as policy:
+    with _policy(other) as policy:
         os.kill(os.getpid(), signal.SIGTERM)
     assert capfd.readouterr().err == "", "rank 0 says it"
 
@@ -114,7 +111,7 @@ def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(
 ) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ExitPolicy(_config(), Axis.single("world"), device=CPU) as policy:
+        with _policy() as policy:
             assert policy.decide(3) is None and policy.exit_status == 0
             os.kill(os.getpid(), signal.SIGINT)
             now[0] += 0.4
@@ -126,7 +123,7 @@ def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(
             now[0] += 0.2
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
-        with ExitPolicy(_config(), Axis.single("world"), device=CPU, saves=False), pytest.raises(KeyboardInterrupt):
+        with _policy(saves=False), pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)  # nothing to wait for
         with _policy(exit_signal_handler=False), pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -142,7 +139,7 @@ def test_a_first_interrupt_is_noted_and_a_second_ends_at_once(
 def test_an_interrupt_after_another_signal_is_told_too(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ExitPolicy(_config(), Axis.single("world"), device=CPU) as policy:
+        with _policy() as policy:
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
             assert policy.decide(1) is ExitReason.SIGNAL
@@ -183,7 +180,7 @@ def test_a_signal_does_not_interrupt_what_is_being_written() -> None:
 def body_one_rank_gets_a_signal(world: World, rank: int) -> list[str | None]:
     axis = ParallelMesh.build(rank=world.rank, size=world.size).world
     decisions = []
-    with ExitPolicy(_config(exit_interval=5), axis, device=CPU) as policy:
+    with _policy(axis, exit_interval=5) as policy:
         for iteration in range(1, 6):
             decision = policy.decide(iteration)
             decisions.append(None if decision is None else str(decision))
