@@ -14,7 +14,7 @@ Proof: `tests/equivalence/test_library.py`.
 """
 
 from megalite.library.checkpoint import STATE_KEYS, read_weights, still_shards
-from megalite.library.cutting import Boundary
+from megalite.library.cutting import Boundary, Ranges
 from megalite.library.factory import module_of
 from megalite.library.modules import Sample, StageModule
 from megalite.library.optimizer import ShardedOptimizer

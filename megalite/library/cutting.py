@@ -23,6 +23,8 @@ from megalite.microbatch import Microbatch
 from megalite.schedule import StagePlacement, partition
 
 Tensors = tuple[Tensor, ...]
+Ranges = Sequence[tuple[int, int, bool]]
+"""(Begin, end, recompute) of the layers of a stage."""
 
 
 @dataclass(frozen=True)

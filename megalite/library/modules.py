@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megalite.errors import ConfigError
 from megalite.gradient import WeightGradQueue, sink_of, sum_widened
-from megalite.library.cutting import Boundary, Tensors, call
+from megalite.library.cutting import Boundary, Ranges, Tensors, call
 from megalite.library.traced_layer import Product, product
 from megalite.microbatch import Microbatch
 from megalite.nn import Uncompiled
@@ -62,7 +62,7 @@ class StageModule(nn.Module):
 
     loss: on the last stage. arrives: from the stage before, if there is one. leaves: what the next one expects.
     first: number of the first layer. copies: places of layers that write into their input, and get a copy.
-    ranges: (begin, end, recompute) of its layers; those that recompute keep their input alone.
+    ranges: of its layers; those that recompute keep their input alone.
     trained: (name, parameter) of what learns, each once.
     """
 
@@ -78,7 +78,7 @@ class StageModule(nn.Module):
         first: int,
         *,
         copies: frozenset[int],
-        ranges: Sequence[tuple[int, int, bool]],
+        ranges: Ranges,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)

@@ -12,13 +12,13 @@ from torch import nn
 from megalite.comm import TensorSpec
 from megalite.engine import Ties
 from megalite.gradient import WeightGradQueue
-from megalite.library.cutting import Boundary, Tensors, crossings, cut
+from megalite.library.cutting import Boundary, Ranges, Tensors, crossings, cut
 from megalite.library.given import OPERATIONS
 from megalite.library.modules import LossFunction, StageModule, count_calls, split_backwards
 from megalite.library.names import Names
 from megalite.parallel.pipeline import Stage, stage_type
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
-from megalite.schedule import Program, StageKey, StagePlacement
+from megalite.schedule import Program, StageKey
 
 
 class Parts:
@@ -38,13 +38,14 @@ class Parts:
         self,
         layers: Sequence[nn.Module],
         example: Tensors,
-        placement: StagePlacement,
+        program: Program,
         device: torch.device,
         *,
         balance: str | Sequence[float] = OPERATIONS,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        self.layers, self.placement, self.device = list(layers), placement, device
+        self.layers, self.program, self.device = list(layers), program, device
+        placement = program.placement
         self.mover = Mover(device)
         self._calls: Counter[int] = Counter()
         counting = count_calls(layers, self._calls)
@@ -66,19 +67,12 @@ class Parts:
         self._taken: set[int] = set()  # parameters of these stages
 
     def stage(
-        self,
-        key: StageKey,
-        loss: LossFunction,
-        program: Program,
-        ranges: Sequence[tuple[int, int, bool]],
-        kind: type[StageModule] = StageModule,
-        offloaded: int = 0,
+        self, key: StageKey, loss: LossFunction, ranges: Ranges, kind: type[StageModule], offloaded: int
     ) -> tuple[Stage, list[StageModule]]:
         """A stage of this rank and its modules, one for each weight version of the program. What learns is apart in
-        each version; everything else is one. ranges: (begin, end, recompute) of its layers.
-        offloaded: first layers, whose activations wait on the host."""
+        each version; everything else is one. offloaded: first layers, whose activations wait on the host."""
         items, queue = self.cuts[key[0]], WeightGradQueue()
-        versions = program.weight_versions[self.placement.rank_of(*key)]
+        versions = self.program.weight_versions[self.program.placement.rank_of(*key)]
         given = {index: self.layers[index] for index in items}
         shared = {i: layer for i, layer in given.items() if any(id(p) in self._taken for p in layer.parameters())}
         kept = [p for index in given.keys() - shared for p in given[index].parameters()]
@@ -86,7 +80,7 @@ class Parts:
         own = {index: layer.to(self.device) for index, layer in own.items()}
         self._taken |= {id(p) for layer in own.values() for p in layer.parameters()}
         more = [self._version(own) for _ in range(versions - 1)]  # before their forwards are replaced
-        first, last = key[0] == 0, key[0] == self.placement.num_stages - 1
+        first, last = key[0] == 0, key[0] == self.program.placement.num_stages - 1
         arrives = self.found[items.start - 1].boundary if items.start else self.given
         leaves = self.found[items.stop - 1].boundary
         begins = {0, *(begin for begin, _, again in ranges if again)}
@@ -100,7 +94,7 @@ class Parts:
                 ActivationOffload(list(module.layers[:offloaded]), self._saved)
             modules.append(module)
         self.held[key] = modules[0]
-        make = stage_type(program, key, self.stages, self.mover)
+        make = stage_type(self.program, key, self.stages, self.mover)
         spec, out_spec = arrives.message, leaves.message
         self.stages.append(make(modules, queue, spec=spec, out_spec=out_spec, is_first=first, is_last=last))
         return self.stages[-1], modules

@@ -27,7 +27,7 @@ from megalite.library.given import (
     take,
     weighed,
 )
-from megalite.library.modules import LossFunction, Sample, sent
+from megalite.library.modules import LossFunction, Sample, StageModule, sent
 from megalite.library.parts import Parts
 from megalite.library.sequences import Sequences
 from megalite.library.timing import clock_of, watched
@@ -108,9 +108,7 @@ class Pipeline:
         own = schedule.num_microbatches if isinstance(schedule, Program) else 2 * self.mesh.size("pp")
         self.base_program = program = self.program(own)  # by which weights are kept: versions, staleness, buffers
         self.placement = program.placement
-        self.parts = Parts(
-            layers, self._sequences.share(given), self.placement, self.device, balance=balance, sizes=sizes
-        )
+        self.parts = Parts(layers, self._sequences.share(given), program, self.device, balance=balance, sizes=sizes)
         starts = [TensorSpec(tuple(given[0].shape), torch.int64, self.device)] if self._sequences.documents else []
         self._given = Boundary((*(TensorSpec(tuple(x.shape), x.dtype, self.device) for x in given), *starts))
         self.cuts, self.names, self.tied = self.parts.cuts, self.parts.names, self.parts.tied
@@ -120,7 +118,7 @@ class Pipeline:
         again = ("block", 0) if recompute_num_layers is None else (recompute_method, recompute_num_layers)
         for key in keys:
             ranges = recomputed_layers(0, len(self.cuts[key[0]]), *again)
-            self.built[key] = self.parts.stage(key, loss, program, ranges, offloaded=cpu_offloading_num_layers)
+            self.built[key] = self.parts.stage(key, loss, ranges, StageModule, cpu_offloading_num_layers)
         self.stages = {key: stage for key, (stage, _) in self.built.items()}
         self.parts.layers.clear()  # those of other ranks' stages go with the user's references
         down, up = (self.mesh.over("pp", apart=direction) for direction in ("down", "up"))

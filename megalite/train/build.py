@@ -88,7 +88,7 @@ def build_model(config: Config, run: PlannedRun, mesh: ParallelMesh, device: tor
     if config.optimizer.offload.embedding_offload is not None:
         axis = norm_axis(mesh, program, families, sharded=config.parallel.zero_stage > 0)
         rows = make_rows(config, mesh, program.placement, parameter_dtype(config), axis, mover)
-    built = foreign.build(mesh, program) if foreign else _build_stages(config, run, mesh, mover, rows)
+    built = foreign.build(mesh) if foreign else _build_stages(config, run, mesh, mover, rows)
     options = zero_options(config, plan)
     alike = StageOptions(
         whole=OPTIMIZER_SPECS[rule].whole if foreign is None else foreign.parts.names.updated_whole(rule),

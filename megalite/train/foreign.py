@@ -30,6 +30,7 @@ from megalite.errors import ConfigError
 from megalite.inventory import given_plan, placement_of, recompute_ranges
 from megalite.library import (
     Parts,
+    Ranges,
     Sample,
     Sequences,
     StageModule,
@@ -128,7 +129,7 @@ class ForeignModel:
             table = config.model.module.table if size > 1 else {}
             sequences = Sequences(config.data.reset_attention_mask, cp or ContextAxes())
             layers = layers_over(axis, module, (tokens,), table, sequences, ids=config.model.vocab_size)
-            self.parts = Parts(layers, sequences.share((tokens,)), program.placement, device)
+            self.parts = Parts(layers, sequences.share((tokens,)), program, device)
         except ConfigError as error:
             raise ConfigError(f"`model_module`={self.name}: {_in_flags(str(error))}") from None
         self._check_logits((shape[0], shape[1] // sequences.cp.size, config.model.vocab_size))
@@ -153,19 +154,17 @@ class ForeignModel:
         found = {name: place.global_shape for stage in stages for name, _, place in self.held[stage]}
         return sum(map(math.prod, found.values()))
 
-    def ranges(self, stage: int) -> list[tuple[int, int, bool]]:
-        """(Begin, end, recompute) of the layers of a stage."""
+    def ranges(self, stage: int) -> Ranges:
         count = len(self.cuts[stage])
         return recompute_ranges(count, range(count), given_plan(self._config).recompute_of(stage))
 
-    def build(self, mesh: ParallelMesh, program: Program) -> BuiltStages:
+    def build(self, mesh: ParallelMesh) -> BuiltStages:
         """This rank's stages and their modules, one for each weight version; the layers of others are let go. All are
         made before one's memory is shared out: two may hold the same parameters."""
         rank, built = mesh.coordinate("pp"), BuiltStages()
-        for key in program.placement.stages_of(rank):
-            stage, modules = self.parts.stage(
-                key, summed_loss, program, self.ranges(key[0]), TokenStage, self._config.model.cpu_offloading_num_layers
-            )
+        for key in self.parts.program.placement.stages_of(rank):
+            ranges, offloaded = self.ranges(key[0]), self._config.model.cpu_offloading_num_layers
+            stage, modules = self.parts.stage(key, summed_loss, ranges, TokenStage, offloaded)
             found = [module for module in modules if isinstance(module, TokenStage)]
             random = any(draws(layer) for layer in found[0].layers)
             for module in found:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from megalite.config import Config
 from megalite.inventory import MemoryPlan, stage_layer_ranges
-from megalite.library import Boundary, Parts, TracedLayer, without_values
+from megalite.library import Boundary, Parts, Ranges, TracedLayer, without_values
 from megalite.planner import (
     PlannedStages,
     RankMemory,
@@ -96,11 +96,9 @@ def stage_activations(foreign: ForeignModel, stage: int, *, last: bool) -> tuple
     return found, again
 
 
-def saved_bytes(
-    parts: Parts, items: range, arrives: Boundary, ranges: Sequence[tuple[int, int, bool]]
-) -> tuple[int, int, Tensor]:
+def saved_bytes(parts: Parts, items: range, arrives: Boundary, ranges: Ranges) -> tuple[int, int, Tensor]:
     """(Bytes that the layers `items` save beside their weights and their input, the most that some of them save when
-    they are recomputed, the first of what leaves). ranges: (begin, end, recompute) of them."""
+    they are recomputed, the first of what leaves)."""
     device = parts.device if parts.device.type == "cuda" else torch.device("cpu")  # which decides how attention runs
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         inputs = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in parts.given.specs)
