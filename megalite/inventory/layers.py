@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megalite.config import Experts, ModelConfig, ParallelConfig, hidden_std
+from megalite.config import Experts, ModelConfig, ParallelConfig
 from megalite.errors import ConfigError
 from megalite.inventory.adapters import bottlenecks, with_adapters
 from megalite.inventory.mixers import MIXERS
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import Shape
-from megalite.inventory.pieces import Product, experts, mlp, norm, whole
+from megalite.inventory.pieces import Product, experts, mlp, norm, router, whole
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
@@ -135,9 +135,6 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     """The router, all experts in stacked matrices, and the MLP beside them, if there is one."""
     given, h, f = model.experts, model.hidden_size, model.expert_ffn_size
     number, k, up = given.num_experts or 1, given.moe_router_topk, 2 * f if model.gated else f
-    router = [Parameter("mlp.router.weight", (number, h), partial="sequence", init_std=hidden_std(model), wide=True)]
-    if given.moe_router_bias:
-        router.append(Parameter("mlp.router.bias", (number,), partial="sequence", decay=False, wide=True))
     products = [
         Product("router", number, h, ""),
         Product("experts.fc1", k * up, h, "n"),
@@ -147,7 +144,7 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
     beside = ([], []) if shared is None else _mlp("mlp.shared_experts", model, shared)
     if given.moe_shared_expert_gate:
         beside = ([*beside[0], whole("mlp.shared_gate", 1, h, model)], beside[1])
-    return [*router, *sum(experts(model), []), *beside[0]], [*products, *beside[1]]
+    return [*router(model), *sum(experts(model), []), *beside[0]], [*products, *beside[1]]
 
 
 def _head(model: ModelConfig) -> Layer:

@@ -25,8 +25,8 @@ def _head_norm(name: str, width: int, model: ModelConfig) -> list[Parameter]:
     return [Parameter(f"{name}.weight", (width,), 0, decay=False, init_value=norm_start(model))]
 
 
-def _sinks(model: ModelConfig) -> list[Parameter]:
-    """A logit of each head."""
+def learned_sinks(model: ModelConfig) -> list[Parameter]:
+    """A logit of each head, if they are learned."""
     learned = model.softmax_type == "learnable"
     return [Parameter("attention.softmax_offset", (model.num_attention_heads,), 0, decay=False)] if learned else []
 
@@ -37,7 +37,7 @@ def _attention(model: ModelConfig) -> Contents:
     qkv = model.qkv_size
     head_norms = {"attention.q_norm": q, "attention.k_norm": model.kv_size} if model.qk_layernorm else {}
     parameters = [
-        *_sinks(model),
+        *learned_sinks(model),
         *column("attention.qkv", (qkv,), h, model, model.has_qkv_bias),
         *row("attention.proj", h, q, model, bias),
         *(parameter for name, width in head_norms.items() for parameter in _head_norm(name, width, model)),
@@ -56,7 +56,7 @@ def _latent(model: ModelConfig) -> Contents:
     h, a, s, given = model.hidden_size, model.num_attention_heads, model.seq_length, model.latent
     q, value, up = model.query_size, model.value_size, a * (given.qk_head_dim + given.v_head_dim)
     rank, width, made = given.kv_lora_rank, given.compressed, given.q_lora_rank
-    parameters, products = _sinks(model), list[Product]()
+    parameters, products = learned_sinks(model), list[Product]()
     if made is not None:
         parameters += _down("q_down", made, made, model)
         products += [Product("q_down", made, h, "")]
@@ -82,15 +82,24 @@ def _down(name: str, rows: int, normed: int, model: ModelConfig) -> list[Paramet
     return [weight, *(norm(f"attention.{name}_norm", normed, model) if model.qk_layernorm else [])]
 
 
-def _delta(model: ModelConfig) -> Contents:
-    """Projections, the convolution, what a state decays by; rows by key heads."""
-    h, given, std = model.hidden_size, model.delta, model.init_method_std
-    keys, values, size = given.linear_num_key_heads, given.linear_num_value_heads, given.value_size
-    rows, plain = keys * given.mixed + size, replace(model, apply_layernorm_1p=False, normalization="RMSNorm")
-    parameters = [
+def delta_vectors(model: ModelConfig) -> list[Parameter]:
+    """The convolution, and what a state decays by."""
+    given, std = model.delta, model.init_method_std
+    keys, values = given.linear_num_key_heads, given.linear_num_value_heads
+    return [
         Parameter("attention.conv", (keys, given.mixed, given.linear_conv_kernel_dim), 0, init_std=std),
         Parameter("attention.dt_bias", (values,), 0, decay=False, init_value=1.0),
         Parameter("attention.a_log", (values,), 0, decay=False, init_value=math.log(8.0)),
+    ]
+
+
+def _delta(model: ModelConfig) -> Contents:
+    """These and the projections; rows by key heads."""
+    h, given = model.hidden_size, model.delta
+    keys, values, size = given.linear_num_key_heads, given.linear_num_value_heads, given.value_size
+    rows, plain = keys * given.mixed + size, replace(model, apply_layernorm_1p=False, normalization="RMSNorm")
+    parameters = [
+        *delta_vectors(model),
         *column("attention.qkvz", (rows,), h, model, False),
         *column("attention.ba", (2 * values,), h, model, False),
         *norm("attention.norm", given.linear_value_head_dim, plain, "heads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megalite.config import ModelConfig, ParallelConfig, hidden_std, residual_std
 from megalite.inventory.parameter import Parameter, share
@@ -81,6 +82,13 @@ def mlp(name: str, width: int, model: ModelConfig) -> tuple[list[Parameter], lis
     """Up (gated: with the gate in front) and down, `name` inside of the block."""
     h, bias, up = model.hidden_size, model.add_bias_linear, (2, width) if model.gated else (width,)
     return column(f"{name}.fc1", up, h, model, bias), row(f"{name}.fc2", h, width, model, bias)
+
+
+def router(model: ModelConfig) -> list[Parameter]:
+    """Logits of a token's experts, in fp32 or wider."""
+    number, on_all = model.experts.num_experts or 1, partial(Parameter, partial="sequence", wide=True)
+    weight = on_all("mlp.router.weight", (number, model.hidden_size), init_std=hidden_std(model))
+    return [weight, *([on_all("mlp.router.bias", (number,), decay=False)] if model.experts.moe_router_bias else [])]
 
 
 def experts(model: ModelConfig) -> tuple[list[Parameter], list[Parameter]]:

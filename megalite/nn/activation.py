@@ -44,11 +44,6 @@ def silu_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dx
 
 
-def quick_gelu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x), silu(1.702 x) / 1.702, which gpt-oss has for GELU (arXiv 2508.10925)."""
-    return x * torch.sigmoid(QUICK * x)
-
-
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x) ** 2 (Primer, arXiv 2109.08668)."""
     return F.relu(x).square()
@@ -91,7 +86,8 @@ GATES = {
     "swiglu": Gated(F.silu, silu_gradient),
     "geglu": Gated(gelu, gelu_gradient),
     "geglu-tanh": Gated(gelu_tanh, partial(gelu_gradient, approximate="tanh")),
-    "quick-geglu": Gated(quick_gelu, lambda x, dy: silu_gradient(QUICK * x, dy)),
+    # silu(1.702 x) / 1.702, which gpt-oss has for GELU (arXiv 2508.10925)
+    "quick-geglu": Gated(lambda x: x * torch.sigmoid(QUICK * x), lambda x, dy: silu_gradient(QUICK * x, dy)),
 }
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": (gelu, gelu_gradient),

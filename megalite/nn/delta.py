@@ -12,7 +12,6 @@ A cache keeps the state and the last inputs of the convolution; its size does no
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from megalite.comm import gather_sequence
 from megalite.config import ModelConfig
 from megalite.gradient import widened
-from megalite.inventory import Parameter, column, row
+from megalite.inventory import column, delta_vectors, row
 from megalite.microbatch import Microbatch
 from megalite.nn.delta_rule import gated_delta
 from megalite.nn.kv_cache import LayerCache
@@ -48,12 +47,7 @@ class GatedDeltaNet(nn.Module):
         self.given, self.tp, self.split, self.cp = given, tp, ctx.sequence_split, ctx.cp
         keys, values = given.linear_num_key_heads, given.linear_num_value_heads
         self.heads, self.reach = keys // tp.size, given.linear_conv_kernel_dim - 1
-        shape = (keys, given.mixed, given.linear_conv_kernel_dim)
-        self.conv = parameter_of(Parameter("conv", shape, 0, init_std=config.init_method_std), ctx)
-        self.dt_bias, self.a_log = (
-            parameter_of(Parameter(name, (values,), 0, decay=False, init_value=start), ctx)
-            for name, start in (("dt_bias", 1.0), ("a_log", math.log(8.0)))
-        )
+        self.conv, self.dt_bias, self.a_log = (parameter_of(each, ctx) for each in delta_vectors(config))
         self.qkvz, self.ba = (
             ColumnParallelLinear(column(name, (rows,), h, config, bias=False), ctx, enters=False)
             for name, rows in (("qkvz", keys * given.mixed + given.value_size), ("ba", 2 * values))

@@ -63,10 +63,6 @@ class Head(nn.Module):
         """Of the products: rows of the vocabulary."""
         return self.output.weight
 
-    def compile_loss(self, backend: str) -> None:
-        """`torch.compile` for what the loss computes between its GEMMs. (On a CPU the eager operations are faster.)"""
-        self.kernels = LossKernels.compiled(backend)
-
     def forward(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """`[s, b, h]` (`[s/t, b, h]`) -> sum over tokens of loss_mask * cross entropy: a scalar in fp32 or wider."""
         x = self.final_norm(x)

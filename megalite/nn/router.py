@@ -22,7 +22,6 @@ its own tokens: nothing is scaled by the size of any axis.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.comm import all_gather, all_reduce_, own_slice
-from megalite.config import Experts, ModelConfig, hidden_std
+from megalite.config import Experts, ModelConfig
 from megalite.gradient import Node
-from megalite.inventory import Parameter
+from megalite.inventory import router
 from megalite.microbatch import Microbatch
-from megalite.parallel.tensor import LayerContext, parameter_of
+from megalite.parallel.tensor import LayerContext, weight_and_bias
 
 
 class Routing(NamedTuple):
@@ -57,11 +56,7 @@ class Router(nn.Module):
         super().__init__()
         self.given, self.index, self.loads = config.experts, index, ctx.loads
         self.num_experts = config.experts.num_experts or 1
-        shape = (self.num_experts, config.hidden_size)
-        on_all = partial(Parameter, partial="sequence", wide=True)
-        self.weight = parameter_of(on_all("weight", shape, init_std=hidden_std(config)), ctx)
-        bias = on_all("bias", shape[:1], decay=False)
-        self.bias = parameter_of(bias, ctx) if self.given.moe_router_bias else None
+        self.weight, self.bias = weight_and_bias(router(config), ctx)
         self.expert_bias: Tensor | None
         biased = config.experts.moe_router_enable_expert_bias
         zeros = torch.zeros(self.num_experts, dtype=ctx.wide_dtype, device=ctx.device) if biased else None

@@ -26,6 +26,7 @@ from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
 from megalite.nn.init import named_logical_parameters
 from megalite.nn.kv_cache import LayerCache
+from megalite.parallel.tensor import LossKernels
 
 
 class LayerStack(nn.Module):
@@ -101,7 +102,7 @@ class LayerStack(nn.Module):
             if isinstance(layer, Block):
                 layer.compile_segments(backend)
             elif isinstance(layer, Head) and on_device:
-                layer.compile_loss(backend)
+                layer.kernels = LossKernels.compiled(backend)  # of what is between its GEMMs; eager is faster on a CPU
 
     def ordered(self) -> list[nn.Module]:
         """The layers in the order of the model."""

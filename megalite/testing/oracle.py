@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.func import functional_call
 
 from megalite.comm import ParallelMesh, World
 from megalite.config import parse
-from megalite.gradient import attach_sink, sink_of
+from megalite.gradient import GradSink, attach_sink, sink_of
 from megalite.inventory import Recompute, layer_of, placement_of, stage_layer_ranges
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
@@ -124,7 +125,7 @@ class Pupil:
             loss = loss * (1 / sum(tokens) if per_token else 1 / (own * len(samples)))
             (loss + self.experts.take() / len(samples)).backward()
             total += float(loss.detach())
-        return total, {name: self.logical(name, gradient_of(leaf)) for name, leaf in used.items()}
+        return total, {name: self.logical(name, cast(GradSink, sink_of(leaf)).grad) for name, leaf in used.items()}
 
     def weight(self, samples: Sequence[Microbatch], batch: Sequence[Microbatch]) -> float:
         """Of the mean loss of some samples in that of their batch."""
@@ -208,13 +209,6 @@ def pipedream_reference(
                 history.append(pupil.weights())
             losses.append(total)
     return Trajectory(losses, [], pupil.tensors(), pupil.rule.unsettled, pupil.rule.magnified)
-
-
-def gradient_of(leaf: Tensor) -> Tensor:
-    """What has been accumulated for a leaf."""
-    sink = sink_of(leaf)
-    assert sink is not None
-    return sink.grad
 
 
 def halves_away_from_zero(master: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megalite.comm import ContextAxes
 from megalite.config import ModelConfig
-from megalite.inventory import Parameter
+from megalite.inventory import learned_sinks
 from megalite.nn.attention import masked
 from megalite.nn.attention.blocked import blocked_attention
 from megalite.nn.attention.by_sight import attention_by_sight
@@ -134,9 +134,7 @@ class AttentionCore:
 
 def new_sinks(config: ModelConfig, ctx: LayerContext) -> nn.Parameter | None:
     """The learned sinks of this rank's heads, where a layer has any."""
-    if config.softmax_type != "learnable":
-        return None
-    return parameter_of(Parameter("softmax_offset", (config.num_attention_heads,), 0, decay=False), ctx)
+    return next((parameter_of(each, ctx) for each in learned_sinks(config)), None)
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
