@@ -10,7 +10,7 @@ Copies between the places, as torch makes them (aten/src/ATen/native/cuda/Copy.c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.rehearsal.order import Clock, Line, Memory, is_dense, tensors_in, where
+from megalite.rehearsal.order import Line, is_dense, tensors_in, where
 from megalite.rehearsal.streams import Gpu
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
@@ -40,7 +40,16 @@ MAY_MIX = {"index", "index_put", "index_put_", "_index_put_impl_", "_fused_adamw
 
 
 class Computed:
-    """Computes in the memory of a CPU. puts_off: whether work of streams may be done later."""
+    """Computes in the memory of a CPU. puts_off: whether work of streams may be done later, which is told:
+
+    follow      a kernel has run
+    settle      somebody knows that all of a clock is over
+    provide     tensors are needed now, by somebody who knows that all of a clock is over
+    changes     memories were written at once, or have become others
+    waited      a stream has waited for another
+    allocates   new memory that nothing writes yet, of the pool of a line
+    keep        the memory of a tensor stays until what a line was given is over
+    """
 
     puts_off = False
 
@@ -52,26 +61,10 @@ class Computed:
         product = torch.mm(a.to(dtype), b.to(dtype)) * kwargs.get("alpha", 1)
         return kwargs["out"].copy_(product + args[0] * kwargs.get("beta", 1) if len(args) == 4 else product)
 
-    def follow(self, *_: Any) -> None:
-        """Everything is computed."""
+    def nothing(self, *_: Any) -> None:
+        """Everything is computed, and nothing waits."""
 
-    def settle(self, clock: Clock) -> None:
-        """Somebody knows that all of this is over."""
-
-    def provide(self, reads: Sequence[Tensor], clock: Clock) -> None:
-        """They are needed now, by somebody who knows that all of this is over."""
-
-    def changes(self, memories: Iterable[Memory]) -> None:
-        """They were written at once, or have become others."""
-
-    def waited(self, line: Line) -> None:
-        """A stream has waited for another."""
-
-    def allocates(self, storage: torch.UntypedStorage, line: Line | None) -> None:
-        """New memory that nothing writes yet, of the pool of `line`."""
-
-    def keep(self, x: Tensor, line: Line) -> None:
-        """The memory of x stays until what `line` was given is over."""
+    follow = settle = provide = changes = waited = allocates = keep = nothing
 
     def arrival(self, line: Line, carried: Any, copies: Sequence[Tensor], reads: Any, writes: Any) -> Any:
         """A handle of gloo's, and what it delivers to what is written, as `Work` takes them."""
