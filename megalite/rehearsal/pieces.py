@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 from megalite.checkpoint import Checkpointer
 from megalite.comm import TensorShard
+from megalite.inventory import Box
 from megalite.rehearsal.match import Fault
 from megalite.rehearsal.order import where
 from megalite.rehearsal.record import RankRecord
@@ -19,17 +20,11 @@ class Piece(NamedTuple):
     """A rectangle of a logical tensor that is no copy of another rank's. place: the line that says so."""
 
     name: str
-    begin: tuple[int, ...]
-    end: tuple[int, ...]
+    box: Box
     place: str
 
-    def meets(self, other: Piece) -> bool:
-        sides = zip(self.begin, other.begin, self.end, other.end, strict=True)
-        return all(max(a, b) < min(c, d) for a, b, c, d in sides)
-
     def __str__(self) -> str:
-        rectangle = ", ".join(f"{a}:{b}" for a, b in zip(self.begin, self.end, strict=True))
-        return f"{self.name}[{rectangle}] at {self.place}"
+        return f"{self.name}{self.box} at {self.place}"
 
 
 def pieces_of(opened: OpenRun) -> list[Piece]:
@@ -46,9 +41,7 @@ def pieces_of(opened: OpenRun) -> list[Piece]:
 
     with patch.object(TensorShard, "__post_init__", noted), patch.object(Checkpointer, "save", save):
         opened.state.save(opened.trainer.progress)
-    own = [x for x in listed if not x.replica and x.local.numel()]
-    ends = [tuple(a + n for a, n in zip(x.offset, x.local.shape, strict=True)) for x in own]
-    return [Piece(x.name, x.offset, end, places.get(id(x), "")) for x, end in zip(own, ends, strict=True)]
+    return [Piece(x.name, x.box, places.get(id(x), "")) for x in listed if not x.replica and x.local.numel()]
 
 
 def pieces(records: Mapping[int, RankRecord]) -> Iterable[Fault]:
@@ -59,7 +52,7 @@ def pieces(records: Mapping[int, RankRecord]) -> Iterable[Fault]:
     for rank, record in records.items():
         for piece in record.pieces:
             for other, theirs in by_name[piece.name]:
-                if piece.meets(theirs):
+                if piece.box.intersect(theirs.box):
                     text = f"rank {other} saves {theirs}\n    and rank {rank} saves {piece}\n    {advice}"
                     found.setdefault((theirs.place, piece.place), Fault("save", text))
             by_name[piece.name].append((rank, piece))
