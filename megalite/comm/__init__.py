@@ -53,13 +53,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.mesh_channel import MeshChannel, open_channel
 from megalite.comm.p2p import Channel, Incoming, MessageLabel, TensorSpec
 from megalite.comm.patience import patiently
-from megalite.comm.rectangles import (
-    FlatPiece,
-    Statistic,
-    TensorShard,
-    range_to_rectangles,
-    shards_of_range,
-)
+from megalite.comm.rectangles import FlatPiece, Statistic, TensorShard, range_to_rectangles, shards_of_range
 from megalite.comm.ring import neighbours, start_shift
 from megalite.comm.shared_memory import share_axis
 from megalite.comm.world import World

@@ -66,7 +66,7 @@ from megalite.inventory.layers import (
 from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, given_recompute
 from megalite.inventory.mixers import delta_vectors, learned_sinks
 from megalite.inventory.parameter import Parameter
-from megalite.inventory.parameter_placement import NO_AXES, ParameterPlacement, Shape, placement_of
+from megalite.inventory.parameter_placement import ParameterPlacement, Shape, placement_of
 from megalite.inventory.pieces import Product, column, experts, mlp, norm, norm_start, router, row, whole
 from megalite.inventory.pipeline import computations, lowered_program, stage_layer_ranges
 from megalite.inventory.tiling import (

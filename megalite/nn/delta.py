@@ -29,13 +29,7 @@ from megalite.nn.norm import Norm
 from megalite.nn.rope import Rotary
 from megalite.nn.segment import MakeMessage, Segment
 from megalite.nn.short_convolution import convolved
-from megalite.parallel.tensor import (
-    ColumnParallelLinear,
-    LayerContext,
-    RowParallelLinear,
-    enter_parallel,
-    parameter_of,
-)
+from megalite.parallel.tensor import ColumnParallelLinear, LayerContext, RowParallelLinear, enter_parallel, parameter_of
 
 
 class GatedDeltaNet(nn.Module):

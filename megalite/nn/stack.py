@@ -37,10 +37,7 @@ class LayerStack(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        named_layers: Sequence[tuple[str, nn.Module]],
-        recompute: Recompute | None = None,
+        self, config: ModelConfig, named_layers: Sequence[tuple[str, nn.Module]], recompute: Recompute | None = None
     ) -> None:
         """recompute: None: as flags say it of the first stage."""
         super().__init__()

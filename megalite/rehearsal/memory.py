@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.inventory import lowered_program, stage_layer_ranges
-from megalite.planner import (
-    PlannedStages,
-    RankMemory,
-    pipeline_memory,
-    within_budget,
-)
+from megalite.planner import PlannedStages, RankMemory, pipeline_memory, within_budget
 from megalite.rehearsal.allocator import Allocator
 from megalite.rehearsal.classes import mesh_of
 from megalite.rehearsal.match import Fault, Records

@@ -147,10 +147,7 @@ def permuted_sums(seed: int) -> Iterator[None]:
         with sums:
             update(*arguments)
 
-    with (
-        patch.object(Pupil, "gradients", permuted_gradients),
-        patch.object(Adafactor, "update_one", permuted_update),
-    ):
+    with patch.object(Pupil, "gradients", permuted_gradients), patch.object(Adafactor, "update_one", permuted_update):
         yield
 
 
