@@ -62,6 +62,7 @@ from megalite.inventory.layers import (
     model_layers,
     parameter_shapes,
     stage_parameters,
+    vocabulary,
 )
 from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, given_recompute
 from megalite.inventory.mixers import delta_vectors, learned_sinks

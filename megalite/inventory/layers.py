@@ -81,13 +81,14 @@ class Layer:
         return sum(p.flops(shards) for p in self.products if core is None or p.core == core)
 
 
-def _vocabulary(name: str, model: ModelConfig, copy_of: str | None = None) -> Parameter:
+def vocabulary(name: str, model: ModelConfig, copy_of: str | None = None) -> Parameter:
+    """The vectors of all tokens; each rank's rows are padded."""
     shape, multiple = (model.vocab_size, model.hidden_size), model.make_vocab_size_divisible_by
     return Parameter(name, shape, 0, multiple, init_std=model.init_method_std, copy_of=copy_of)
 
 
 def _embedding(model: ModelConfig) -> Layer:
-    parameters = [_vocabulary("word_embeddings.weight", model)]
+    parameters = [vocabulary("word_embeddings.weight", model)]
     if model.position_embedding_type == "learned_absolute":
         shape = (model.max_positions, model.hidden_size)
         parameters.append(
@@ -150,9 +151,9 @@ def _experts(model: ModelConfig) -> tuple[list[Parameter], list[Product]]:
 def _head(model: ModelConfig) -> Layer:
     tied = None if model.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     h, further = model.hidden_size, model.further.depth
-    parameters = [*norm("final_norm", h, model), _vocabulary("output.weight", model, tied)]
+    parameters = [*norm("final_norm", h, model), vocabulary("output.weight", model, tied)]
     if further and tied is None:
-        parameters.append(_vocabulary("mtp.word_embeddings.weight", model, WORD_EMBEDDINGS))
+        parameters.append(vocabulary("mtp.word_embeddings.weight", model, WORD_EMBEDDINGS))
     output = Product("output", model.vocab_size, h, "n", model.make_vocab_size_divisible_by)
     products, block = [output], _block(block_models(model)[-1])
     for k in range(further):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megalite.comm import own_slice
 from megalite.config import ModelConfig
-from megalite.inventory import Parameter
+from megalite.inventory import Parameter, vocabulary
 from megalite.microbatch import Microbatch
 from megalite.nn.dropout import HiddenDropout
 from megalite.parallel.tensor import LayerContext, VocabParallelEmbedding, lookup, make_layer, parameter_of
@@ -35,10 +35,9 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        sizes = config.vocab_size, config.padded_vocab_size(ctx.tp.size), config.hidden_size
         self.on_host = ctx.host_embedding is not None
         self.word_embeddings = (
-            make_layer("words", VocabParallelEmbedding, *sizes, init_std=config.init_method_std, ctx=ctx)
+            make_layer("words", VocabParallelEmbedding, vocabulary("word_embeddings.weight", config), ctx)
             if ctx.host_embedding is None
             else ctx.host_embedding(ctx)
         )

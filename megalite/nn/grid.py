@@ -37,23 +37,22 @@ from megalite.parallel.tensor import LayerContext, Message, VocabParallelEmbeddi
 TENSOR = frozenset({"tp"})
 
 
-def grid_layers(grid: Grid, padded_vocabulary: int) -> Mapping[str, Callable[..., Any]]:
+def grid_layers(grid: Grid) -> Mapping[str, Callable[..., Any]]:
     """Makers of the layers of one grid by kind (`LayerContext.grid`); each takes what the layer takes in whose place it
     is. features: (size of the residual stream) -> this rank's part of it."""
-    kinds = {"norm": GridNorm, "positions": GridPositions, "head": GridHead, "stack": GridStack}
+    kinds = {"norm": GridNorm, "words": GridWords, "positions": GridPositions, "head": GridHead, "stack": GridStack}
     return {
         **{kind: partial(layer, grid) for kind, layer in kinds.items()},
         "column": partial(GridLinear, grid, True),
         "row": partial(GridLinear, grid, False),
-        "words": partial(GridWords, grid, padded_vocabulary),
         "features": grid.features,
     }
 
 
-def on_grid(ctx: LayerContext, mesh: ParallelMesh, shape: GridShape, padded_vocabulary: int) -> LayerContext:
+def on_grid(ctx: LayerContext, mesh: ParallelMesh, shape: GridShape) -> LayerContext:
     """The context in which the ranks of the tensor axis form a grid of this shape. Collective at first use."""
     grid = Grid.of(mesh, shape)
-    return replace(ctx, tp=grid.columns, sharers=Axis.single("keys"), grid=grid_layers(grid, padded_vocabulary))
+    return replace(ctx, tp=grid.columns, sharers=Axis.single("keys"), grid=grid_layers(grid))
 
 
 class GridLinear(nn.Module):
@@ -103,12 +102,10 @@ class GridNorm(Norm):
 
 
 class GridWords(VocabParallelEmbedding):
-    """The word embedding, padded to `rows`: ranks with the same samples share the vocabulary."""
+    """The word embedding: ranks with the same samples share the vocabulary."""
 
-    def __init__(
-        self, grid: Grid, rows: int, vocab_size: int, _: int, hidden_size: int, *, init_std: float, ctx: LayerContext
-    ) -> None:
-        super().__init__(vocab_size, rows, hidden_size, init_std=init_std, ctx=replace(ctx, tp=grid.ranks))
+    def __init__(self, grid: Grid, weight: Parameter, ctx: LayerContext) -> None:
+        super().__init__(weight, replace(ctx, tp=grid.ranks))
         self.grid = grid
 
     def forward(self, ids: Tensor) -> Tensor:

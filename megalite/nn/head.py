@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megalite.comm import all_gather
 from megalite.config import ModelConfig, width_ratio
+from megalite.inventory import vocabulary
 from megalite.microbatch import Microbatch
 from megalite.nn.mtp import FurtherPredictions
 from megalite.nn.norm import Norm
@@ -17,9 +18,9 @@ from megalite.parallel.tensor import (
     LossKernels,
     VocabShard,
     fused_cross_entropy,
+    parameter_of,
     product_dtype,
     token_losses,
-    vocab_parameter,
 )
 
 
@@ -28,10 +29,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
         super().__init__()
-        padded = config.padded_vocab_size(ctx.tp.size)
-        self.weight = vocab_parameter(
-            config.vocab_size, padded, config.hidden_size, init_std=config.init_method_std, ctx=ctx
-        )
+        self.weight = parameter_of(vocabulary("output.weight", config), ctx)
         if not config.untie_embeddings_and_output_weights:
             self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 

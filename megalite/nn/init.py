@@ -58,24 +58,18 @@ def logical_normal(
     """out = the rectangle `offset .. offset + out.shape` of the logical tensor `name`, rounded from fp32."""
     *outer, rows, columns = global_shape
     parts = math.prod(outer)  # stacked projections, stacked experts: one matrix after the other
+    height = max(1, BLOCK_ELEMENTS // columns)
     for index in itertools.product(*map(range, out.shape[:-2])):
-        part = 0
+        part, target = 0, out[index]
         for extent, begin, place in zip(outer, offset, index, strict=False):
             part = part * extent + begin + place
         begin = part * rows + offset[-2]
-        _rectangle(name, parts * rows, columns, (begin, offset[-1]), std=std, seed=seed, out=out[index])
-
-
-def _rectangle(
-    name: str, rows: int, columns: int, offset: tuple[int, ...], *, std: float, seed: int, out: Tensor
-) -> None:
-    height = max(1, BLOCK_ELEMENTS // columns)
-    begin, end = offset[0], offset[0] + out.shape[0]
-    for block in range(begin // height, math.ceil(end / height)):
-        top = block * height
-        digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
-        values = torch.empty(min(height, rows - top), columns).normal_(0.0, std, generator=generator)
-        piece = values[max(begin - top, 0) : end - top, offset[1] : offset[1] + out.shape[1]]
-        at = max(top - begin, 0)
-        out[at : at + len(piece)].copy_(piece)
+        end = begin + target.shape[0]
+        for block in range(begin // height, math.ceil(end / height)):
+            top = block * height
+            digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+            values = torch.empty(min(height, parts * rows - top), columns).normal_(0.0, std, generator=generator)
+            piece = values[max(begin - top, 0) : end - top, offset[-1] : offset[-1] + target.shape[1]]
+            at = max(top - begin, 0)
+            target[at : at + len(piece)].copy_(piece)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config import ModelConfig
-from megalite.inventory import whole
+from megalite.inventory import vocabulary, whole
 from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.norm import Norm
@@ -55,8 +55,7 @@ class FurtherPredictions(nn.Module):
         super().__init__()
         depth = config.further.depth
         self.share = config.further.mtp_loss_scaling_factor / depth
-        sizes = config.vocab_size, config.padded_vocab_size(ctx.tp.size), config.hidden_size
-        self.word_embeddings = VocabParallelEmbedding(*sizes, init_std=config.init_method_std, ctx=ctx)
+        self.word_embeddings = VocabParallelEmbedding(vocabulary("word_embeddings.weight", config), ctx)
         self.word_embeddings.weight.sink_uses = depth  # type: ignore[attr-defined]  # ours: contributions per micro-batch
         self.layers = nn.ModuleList(Prediction(own, config.num_layers + k, ctx, rotary) for k in range(depth))
         multiplier = config.embedding_multiplier

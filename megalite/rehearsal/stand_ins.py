@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megalite.gradient import Node
 
 BLOCK = 128
 _SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -29,10 +31,8 @@ def flash_attention(
     return out
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(Node):
     """Reads, writes and keeps what the kernel of a GPU does; torch's own, without memory, keeps three times as much."""
-
-    apply: ClassVar[Callable[..., Tensor]]  # torch's own has no type
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -54,7 +54,7 @@ def fused_rms_norm(
     return _RmsNorm.apply(x, weight)
 
 
-class CompiledAttention(torch.autograd.Function):
+class CompiledAttention(Node):
     """In the place of compiled flex attention, a launch forward and one backward."""
 
     @staticmethod
@@ -70,7 +70,7 @@ class CompiledAttention(torch.autograd.Function):
 
 def compiled_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
     """As `flex_attention`."""
-    return CompiledAttention.apply(query, key, value)  # type: ignore[no-untyped-call]  # torch's has no type
+    return CompiledAttention.apply(query, key, value)
 
 
 def a_product(x: Tensor) -> Tensor:
@@ -86,10 +86,8 @@ def compiled_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tenso
     return first.new_zeros(shapes[0], dtype=torch.int32), *(first.new_empty(x, dtype=torch.int32) for x in shapes[1:])
 
 
-class _Scaled(torch.autograd.Function):
+class _Scaled(Node):
     """In the place of what sinks and dropout do to a result, a launch, and one for each gradient."""
-
-    apply: ClassVar[Callable[..., Tensor]]
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *beside: Tensor | None) -> Tensor:

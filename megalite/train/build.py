@@ -178,7 +178,7 @@ def _build_stages(
         halves=halves if config.parallel.tp_comm_overlap else "",
     )
     grid = config.parallel.grid
-    context = context if grid is None else on_grid(context, mesh, grid, config.padded_vocab_size())
+    context = context if grid is None else on_grid(context, mesh, grid)
     rank, last = mesh.coordinate("pp"), program.placement.num_stages - 1
     own, _ = config.of_stage(program.placement.stages_of(rank)[0][0], mesh.size("world"))
     spec = boundary_spec(own, mover.device)

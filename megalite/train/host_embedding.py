@@ -13,13 +13,13 @@ from megalite.comm import Axis, ParallelMesh, TensorShard, all_reduce_
 from megalite.config import OPTIMIZER_SPECS, Config, rates_of
 from megalite.data import BatchLoader
 from megalite.engine import rule_maker
-from megalite.inventory import computations, placement_of
+from megalite.inventory import computations, placement_of, vocabulary
 from megalite.microbatch import Microbatch
 from megalite.nn import fill
 from megalite.observe import Hook, Record, TrainerView
 from megalite.parallel.pipeline import replica_axes
 from megalite.parallel.rows import Access, CachedRows, HostEmbedding, HostRows, RowRule, Traffic
-from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, vocab_parameter
+from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, parameter_of
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import ShardedOptimizer
 from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey, StagePlacement
@@ -34,8 +34,7 @@ def make_rows(
     replica = first_stage(placed.stages_of(mesh.coordinate("pp")))
     if replica is None:
         return None
-    sizes = model.vocab_size, model.padded_vocab_size(ctx.tp.size), model.hidden_size
-    initial = vocab_parameter(*sizes, init_std=model.init_method_std, ctx=ctx)
+    initial = parameter_of(vocabulary(WORD_EMBEDDINGS, model), ctx)
     fill(WORD_EMBEDDINGS, initial, seed=config.training.seed)
     placement = placement_of(initial)
     rule = RowRule(

@@ -10,31 +10,21 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import Node, WeightGradQueue, sink_of
-from megalite.inventory import ParameterPlacement
-from megalite.parallel.tensor.context import LayerContext, new_parameter
+from megalite.inventory import Parameter
+from megalite.parallel.tensor.context import LayerContext, parameter_of
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
-def vocab_parameter(
-    vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: LayerContext
-) -> nn.Parameter:
-    """`[padded/t, h]`: this rank's rows of `[V, h]`. Rows from V on are padding: zero, never stored or trained."""
-    local = padded_size // ctx.tp.size
-    place = ParameterPlacement((vocab_size, hidden_size), (ctx.tp.rank * local, 0), ctx.tp.names, init_std=init_std)
-    return new_parameter((local, hidden_size), place, ctx)
-
-
 class VocabParallelEmbedding(nn.Module):
-    """Token ids -> vectors. Each rank looks up the ids it owns; the sum over the axis completes the rest."""
+    """Token ids -> vectors. Each rank looks up the ids it owns; the sum over the axis completes the rest. Rows of the
+    weight (`inventory.vocabulary`) beyond the vocabulary are padding: zero, never stored or trained."""
 
-    def __init__(
-        self, vocab_size: int, padded_size: int, hidden_size: int, *, init_std: float, ctx: LayerContext
-    ) -> None:
+    def __init__(self, weight: Parameter, ctx: LayerContext) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = ctx.tp, ctx.sequence_parallel
         self.weight_grads = ctx.weight_grads
-        self.weight = vocab_parameter(vocab_size, padded_size, hidden_size, init_std=init_std, ctx=ctx)
+        self.weight = parameter_of(weight, ctx)
         self.weight.logical_name = WORD_EMBEDDINGS  # type: ignore[attr-defined]  # ours, on a tensor of torch's
 
     def forward(self, ids: Tensor) -> Tensor:

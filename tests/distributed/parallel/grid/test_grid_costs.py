@@ -49,7 +49,7 @@ def counted(world: World, shape: tuple[int, int, int], more: list[str]) -> tuple
         setattr(module, name, counting(getattr(module, name), times))
     mesh = ParallelMesh.build(rank=world.rank, size=world.size, tp=world.size)
     grid = Grid.of(mesh, shape)
-    context = LayerContext(tp=grid.columns, grid=grid_layers(grid, 64), dtype=torch.float64)
+    context = LayerContext(tp=grid.columns, grid=grid_layers(grid), dtype=torch.float64)
     block: Any = layer_specs(config.model)[1].build(context)
     initialize(block, seed=1)
     samples = 4 // shape[2]
