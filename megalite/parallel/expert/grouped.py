@@ -82,7 +82,7 @@ class _Grouped(Node):
         ctx.save_for_backward(x, weight, bias)
         ctx.activation, ctx.counts, ctx.product = activation, counts, product
         ctx.sinks = sink_of(weight), None if bias is None else sink_of(bias)
-        matrices = _matrices(weight).mT
+        matrices = weight.flatten(1, -2).mT  # [E, in, ... * out]
         if by_one_kernel(x, weight, product.dtype):
             y = F.grouped_mm(x if activation is None else activation.of(x), matrices, offs=counts.ends)
         else:
@@ -100,7 +100,8 @@ class _Grouped(Node):
         product: GroupedProduct = ctx.product
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         backward = _by_one_kernel if by_one_kernel(dy, weight, product.dtype) else _piece_by_piece
-        taken = backward(ctx, x.detach(), dy, _matrices(weight), dx)  # what is postponed must not keep the graph alive
+        # detached: what is postponed must not keep the graph alive
+        taken = backward(ctx, x.detach(), dy, weight.flatten(1, -2), dx)
         dweight = _weight_gradient(ctx, taken, weight) if ctx.needs_input_grad[1] else None
         dbias = None if bias is None or not ctx.needs_input_grad[2] else _bias_gradient(ctx, dy, bias)
         return dx, dweight, dbias, None, None, None
@@ -169,11 +170,6 @@ def _pieces(counts: RowCounts, x: Tensor) -> Iterator[tuple[slice, slice]]:
     for expert, count in enumerate(counts.on_host):
         yield slice(start, start + count), slice(expert, expert + 1)
         start += count
-
-
-def _matrices(weight: Tensor) -> Tensor:
-    """`[E, ..., out, in]` -> `[E, ... * out, in]`."""
-    return weight.flatten(1, -2)
 
 
 def _products(x: Tensor, matrices: Tensor, counts: Sequence[int], dtype: torch.dtype, y: Tensor) -> None:

@@ -201,7 +201,7 @@ class Dispatched:
 
     def __init__(self, x: Tensor, plan: Plan) -> None:
         self._plan = plan
-        self.rows = conjugates(x, plan, _leaving, _added_up)
+        self.rows = conjugates(x, plan, _leaving, _sums)
         if plan.axis.size > 1:
             self._leg = _leg(plan, back=False)
             (self.rows,) = self._leg.begin(self.rows)
@@ -249,7 +249,7 @@ class _Combine(Node):
     def forward(ctx: Any, results: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(results, weights)
-        return _sums(results, weights.to(results.dtype), plan)
+        return _sums(results, plan, weights.to(results.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -257,7 +257,10 @@ class _Combine(Node):
         plan: Plan = ctx.plan
         rows = _leaving(dy, plan)
         dweights = torch.zeros_like(weights)
-        dweights.view(-1)[plan.order] = _row_products(results, rows, weights.dtype)
+        on_cpu = rows.device.type == "cpu"  # in pieces that stay in its cache
+        piece = max(1, WIDENED_ELEMENTS // rows.shape[1] if on_cpu else len(rows))
+        pairs = zip(results.split(piece), rows.split(piece), strict=True)
+        dweights.view(-1)[plan.order] = torch.cat([(x * y).sum(-1, dtype=weights.dtype) for x, y in pairs])
         rows *= weights.to(dy.dtype).flatten()[plan.order, None]
         return rows, dweights, None
 
@@ -265,11 +268,6 @@ class _Combine(Node):
 def _leaving(x: Tensor, plan: Plan) -> Tensor:
     """`[n, h]` -> the rows that leave, one for each choice."""
     return x.index_select(0, plan.owners)
-
-
-def _added_up(rows: Tensor, plan: Plan) -> Tensor:
-    """The reverse."""
-    return _sums(rows, None, plan)
 
 
 def _arranged(rows: Tensor, plan: Plan) -> Tensor:
@@ -282,17 +280,10 @@ def _as_received(rows: Tensor, plan: Plan) -> Tensor:
     return rows if plan.arrangement is None else torch.empty_like(rows).index_copy_(0, plan.arrangement, rows)
 
 
-def _sums(rows: Tensor, weights: Tensor | None, plan: Plan) -> Tensor:
+def _sums(rows: Tensor, plan: Plan, weights: Tensor | None = None) -> Tensor:
     """Sums each token's rows (in the order in which they left) times its weights `[n, k]`: `[n, h]`. One pass over
     memory; 16-bit rows are added in fp32."""
     places = plan.places
     if len(rows) < places.numel():  # of a choice that was dropped: a row of zeros
         rows, places = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), places.clamp(max=len(rows))
     return F.embedding_bag(places, rows.detach(), mode="sum", per_sample_weights=weights)
-
-
-def _row_products(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[m, h]` twice -> `[m]`: the inner product of each pair of rows, in dtype; on a CPU in pieces that stay in its
-    cache."""
-    piece = max(1, WIDENED_ELEMENTS // a.shape[1]) if a.device.type == "cpu" else max(1, len(a))
-    return torch.cat([(x * y).sum(-1, dtype=dtype) for x, y in zip(a.split(piece), b.split(piece), strict=True)])

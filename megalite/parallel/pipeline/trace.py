@@ -90,11 +90,9 @@ class PipelineTracer:
             logger.info("pipeline timeline: %s", self._path)
 
     def _plan(self, program: Program, measured: Timeline) -> Timeline:
-        """The same batches simulated with the mean times that were measured, stage by stage and kind by kind.
-
-        On paper the pipeline is empty before the first of them: so of a pipeline that runs ahead of its steps, those
-        batches whose forwards have been seen.
-        """
+        """The same batches simulated with the mean times that were measured, stage by stage and kind by kind."""
+        # On paper the pipeline is empty before the first of them: of one that runs ahead of its steps, those batches
+        # whose forwards have been seen.
         begun = {part.microbatch for span in measured.spans for part in span.action.computations() if part.kind == "F"}
         first, *others = [batch for batch in self._batches if batch.start in begun] or self._batches
         plan = simulate(program, mean_costs(measured), batches=[first._replace(first=True), *others])

@@ -22,5 +22,5 @@ Invariant: what F reads of a row has taken as many steps as there were updates. 
 """
 
 from megalite.parallel.rows.cached_rows import CachedRows, HostEmbedding, Traffic
-from megalite.parallel.rows.future import Access
 from megalite.parallel.rows.host_rows import HostRows, RowRule
+from megalite.parallel.rows.slots import Access

@@ -25,9 +25,8 @@ from megalite.comm import (
 from megalite.gradient import Node, WeightGradQueue, sum_of_squares
 from megalite.inventory import ParameterPlacement
 from megalite.microbatch import Microbatch
-from megalite.parallel.rows.future import Access, Future
 from megalite.parallel.rows.host_rows import HostRows, Rows, Step
-from megalite.parallel.rows.slots import Moves, Slots
+from megalite.parallel.rows.slots import Access, Future, Moves, Slots
 from megalite.parallel.rows.staleness import StalenessCheck
 from megalite.parallel.tiers import Mover
 
@@ -90,14 +89,13 @@ class SavedGradients:
 class CachedRows:
     """The word embedding of one stage.
 
-    Args:
-        host: all rows of this rank, of the parameter `name`.
-        slots: rows of the cache. One more holds zeros, for tokens of other ranks.
-        lookahead: micro-batches whose rows come before they are used.
-        calls: forwards (and backwards) that make one use of a micro-batch: 2 where its halves run one by one.
-        sum_over: axes of ranks with the same rows, over which gradients are summed.
-        counts: whether this rank counts the gradient in the global norm.
-        replica: which copy of the rows this is; copy 0 is written into checkpoints.
+    host: all rows of this rank, of the parameter `name`.
+    slots: rows of the cache. One more holds zeros, for tokens of other ranks.
+    lookahead: micro-batches whose rows come before they are used.
+    calls: forwards (and backwards) that make one use of a micro-batch: 2 where its halves run one by one.
+    sum_over: axes of ranks with the same rows, over which gradients are summed.
+    counts: whether this rank counts the gradient in the global norm.
+    replica: which copy of the rows this is; copy 0 is written into checkpoints.
     """
 
     def __init__(

@@ -74,7 +74,8 @@ class LayerContext:
         axes["tokens"] = [self.cp.heads, self.cp.ring, *([] if tokens is None else [tokens])]
         how: Any = {"keeps": self.keeps_float8, "postponed": lambda: self.weight_grads.collecting}
         if self.float8.fp8_recipe == "delayed":
-            return DelayedProducts(self.float8, axes, self.wide_dtype, self.magnitudes, self.device, **how)
+            how |= {"magnitudes": self.magnitudes, "device": self.device}
+            return DelayedProducts(self.float8, axes, self.wide_dtype, **how)
         return Float8Products(self.float8, axes, self.wide_dtype, **how)
 
     @property

@@ -12,7 +12,7 @@ has only been zero is not scaled.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -59,15 +59,9 @@ class DelayedProducts(Float8Products):
     """
 
     def __init__(
-        self,
-        given: Float8,
-        cuts: Mapping[str, Sequence[Axis]],
-        wide: torch.dtype,
-        magnitudes: Magnitudes,
-        device: torch.device | str,
-        **how: Any,
+        self, given: Float8, *args: Any, magnitudes: Magnitudes, device: torch.device | str, **how: Any
     ) -> None:
-        super().__init__(given, cuts, wide, **how)
+        super().__init__(given, *args, **how)
         self.magnitudes, self.length, self.device = magnitudes, given.fp8_amax_history_len, device
         self.table: ScaleTable | None = None
         self.layer = 0

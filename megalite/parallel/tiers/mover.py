@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -46,22 +47,18 @@ class Started(Protocol):
     def wait(self) -> Any: ...
 
 
+@dataclass(eq=False)
 class Arrival:
     """Copies that have been started, or work of the host behind them.
 
     ends: their tensors on the device, of memory of `stream`; held until a stream waits for the copies.
     """
 
-    def __init__(
-        self,
-        future: Future[None] | None = None,
-        event: Any = None,
-        started: Started | None = None,
-        ends: Sequence[Tensor] = (),
-        stream: Any = None,
-    ) -> None:
-        self.event, self.ends, self.stream = event, ends, stream
-        self._future, self._started = future, started
+    future: Future[None] | None = None
+    event: Any = None
+    started: Started | None = None
+    ends: Sequence[Tensor] = ()
+    stream: Any = None
 
     def wait(self) -> None:
         """The current stream goes on behind it; on a CPU this thread does. Raises what a thread has raised."""
@@ -71,22 +68,22 @@ class Arrival:
             for tensor in self.ends if current != self.stream else ():
                 tensor.record_stream(current)
             self.ends = ()
-        if self._future is not None:
-            self._future.result()
-        if self._started is not None:
-            self._started.wait()
+        if self.future is not None:
+            self.future.result()
+        if self.started is not None:
+            self.started.wait()
 
     def synchronize(self) -> None:
         """The host goes on behind it. Raises what a thread has raised."""
         if self.event is not None:
             self.event.synchronize()
-        if self._future is not None:
-            self._future.result()
+        if self.future is not None:
+            self.future.result()
 
     def done(self) -> bool:
         """Whether it is over, without a failure; does not wait."""
-        if self._future is not None:
-            return self._future.done() and self._future.exception() is None
+        if self.future is not None:
+            return self.future.done() and self.future.exception() is None
         return self.event is None or bool(self.event.query())
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.gradient import GradSink
-from megalite.inventory import BufferParameter, ParameterRange, layer_of
+from megalite.inventory import ParameterRange, layer_of
 from megalite.parallel.tiers import Arrival, TieredMemory
 from megalite.parallel.zero.bucket import Bucket, BucketGradient
 from megalite.parallel.zero.host_exchange import sum_anywhere, sum_on_host
@@ -111,14 +112,18 @@ class HostedStream(_OnHost, StreamedGradient):
 
 
 class HostedGradient(_OnHost):
-    """The gradient of a bucket that is not tied. layers: of all buckets of the family."""
+    """The gradient of a bucket that is not tied. layers: of all buckets of the family.
+
+    Gradients of norms and biases (which do not decay) are small, and in a split backward they come long before those
+    of their layer's matrices: they stay on the device until the update.
+    """
 
     def __init__(self, bucket: Bucket, pool: HostedPool, layers: HostedLayers) -> None:
         super().__init__(bucket)
         self.pool, self._layers = pool, layers
         self._home = pool.mover.empty([bucket.numel], bucket.gradient_dtype)
-        vectors = sum(range_.entry.numel for range_ in bucket.plan.ranges if not streams_to_host(range_.entry))
-        self._vectors = bucket.empty.new_zeros(vectors)  # on the device until the update
+        vectors = sum(range_.entry.numel for range_ in bucket.plan.ranges if not range_.entry.placement.decay)
+        self._vectors = bucket.empty.new_zeros(vectors)
         self._used = 0
 
     @property
@@ -139,14 +144,14 @@ class HostedGradient(_OnHost):
         return self._home[begin : begin + range_.entry.numel].view(range_.entry.shape)
 
     def sink(self, range_: ParameterRange, *, uses: int, on_ready: Callable[[], None]) -> GradSink:
-        if streams_to_host(range_.entry):
+        if range_.entry.placement.decay:
             layer = self._layers.get(name := layer_of(range_.entry.name))
             if layer is None:
                 last = next(reversed(self._layers.values()), None)
                 layer = self._layers[name] = LayerGradient(self.pool)
                 if last is not None:
                     last.before = layer
-            return LayerSink(layer, self, range_, uses=uses, on_ready=on_ready)
+            return LayerSink(layer, self, self.home(range_), uses=uses, on_ready=on_ready)
         sink = GradSink(uses=uses, on_ready=on_ready)
         begin, self._used = self._used, self._used + range_.entry.numel
         sink.use_buffer(self._vectors[begin : self._used].view(range_.entry.shape))
@@ -248,18 +253,10 @@ class LayerSink(GradSink):
 
     __slots__ = ("layer", "gradient", "home", "nothing", "seen")
 
-    def __init__(
-        self,
-        layer: LayerGradient,
-        gradient: HostedGradient,
-        range_: ParameterRange,
-        *,
-        uses: int,
-        on_ready: Callable[[], None],
-    ) -> None:
+    def __init__(self, layer: LayerGradient, gradient: HostedGradient, home: Tensor, **how: Any) -> None:
         self.nothing = gradient.bucket.empty
-        super().__init__(self.nothing, uses=uses, on_ready=on_ready)
-        self.layer, self.gradient, self.home, self.seen = layer, gradient, gradient.home(range_), 0
+        super().__init__(self.nothing, **how)
+        self.layer, self.gradient, self.home, self.seen = layer, gradient, home, 0
         layer.sinks.append(self)
         layer.pool.expect(sum(sink.home.numel() for sink in layer.sinks))
 
@@ -280,9 +277,3 @@ class LayerSink(GradSink):
         self.seen += 1
         self.layer.contributed()
         super().done()
-
-
-def streams_to_host(entry: BufferParameter) -> bool:
-    """Whether a parameter's gradient goes to the host micro-batch by micro-batch. Those of norms and biases are small,
-    and in a split backward they come long before those of their layer's matrices: they stay until the update."""
-    return entry.placement.decay

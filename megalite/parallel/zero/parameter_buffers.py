@@ -30,16 +30,15 @@ NamedParameters = Sequence[tuple[str, nn.Parameter]]
 class ParameterBuffers:
     """`weights` (a `FlatWeights`) and `gradients` (a `GradientReducer`) of one family, over the same `buckets`.
 
-    Args:
-        versions: for each weight version the (logical name, parameter) of one dtype in forward order; the same names
-            and shapes in each. Each parameter carries `.placement` (`inventory.ParameterPlacement`) and may
-            carry `.sink_uses` (contributions a micro-batch, 1).
-        axes: of the family: those that cut its parameters (and sum partial gradients), over which ZeRO shards, and
-            along which the shards are copied.
-        pipeline_stage: that holds the parameters.
-        memory: of the rank (None: these are its only buffers, on the device where the parameters are).
-        order: starts the reductions, shared with other families of the stage over the same axes.
-        frozen: nothing trains them: `buckets` is empty, and those of `frozen` have weights alone.
+    versions: for each weight version the (logical name, parameter) of one dtype in forward order; the same names and
+        shapes in each. Each parameter carries `.placement` (`inventory.ParameterPlacement`) and may carry `.sink_uses`
+        (contributions a micro-batch, 1).
+    axes: of the family: those that cut its parameters (and sum partial gradients), over which ZeRO shards, and along
+        which the shards are copied.
+    pipeline_stage: that holds the parameters.
+    memory: of the rank (None: these are its only buffers, on the device where the parameters are).
+    order: starts the reductions, shared with other families of the stage over the same axes.
+    frozen: nothing trains them: `buckets` is empty, and those of `frozen` have weights alone.
     """
 
     def __init__(

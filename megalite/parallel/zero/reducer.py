@@ -31,7 +31,7 @@ class ReductionOrder:
         self.overlap, self._eager = options.overlap_grad_reduce, options.stage >= 2
         self._buckets: list[Bucket] = []
         self._next_bucket = [0]
-        self._selected = 0
+        self.selected = 0
         self._in_flight: deque[tuple[BucketGradient, Handle]] = deque()
         self._behind = cache(message_stream)
 
@@ -39,24 +39,21 @@ class ReductionOrder:
         self._buckets += [bucket for bucket in buckets if not bucket.plan.tied]
         self._next_bucket = [0] * num_gradients
 
-    def select(self, index: int) -> None:
-        self._selected = index
-
     def begin_batch(self) -> None:
         """No reduction of the selected gradient has been started."""
-        self._next_bucket[self._selected] = 0
+        self._next_bucket[self.selected] = 0
 
     def bucket_is_complete(self) -> None:
         """Starts every bucket that is complete and whose turn it is."""
         if not self.overlap and not self._eager:
             return
-        place = self._next_bucket[self._selected]
+        place = self._next_bucket[self.selected]
         while place < len(self._buckets) and self._buckets[place].gradient.missing == 0:
             self.start(self._buckets[place])
             place += 1
             if place == len(self._buckets) and self._eager:
                 place = 0  # the next micro-batch begins again with the first bucket
-        self._next_bucket[self._selected] = place
+        self._next_bucket[self.selected] = place
 
     def start(self, bucket: Bucket) -> None:
         """Starts the reduction of one bucket, whether or not it is its turn."""
@@ -80,12 +77,11 @@ class ReductionOrder:
 class GradientReducer:
     """The gradients of one family: gives the parameters their sinks and reduces the buckets.
 
-    Args:
-        parameters: by forward index, then weight version; all versions of a parameter add to one gradient.
-        zero_stage: 0 to 3.
-        order: starts the reductions, shared with other families of the stage over the same axes.
-        pool: scratch for streamed gradients. If it is a `HostedPool`, gradients are on the host, except those of tied
-            parameters.
+    parameters: by forward index, then weight version; all versions of a parameter add to one gradient.
+    zero_stage: 0 to 3.
+    order: starts the reductions, shared with other families of the stage over the same axes.
+    pool: scratch for streamed gradients. If it is a `HostedPool`, gradients are on the host, except those of tied
+        parameters.
     """
 
     def __init__(
@@ -148,7 +144,7 @@ class GradientReducer:
         if index == self._selected:
             return
         self._selected = index
-        self._order.select(index)
+        self._order.selected = index
         for bucket in self._buckets:
             bucket.select(index)
 

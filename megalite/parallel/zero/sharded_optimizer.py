@@ -55,16 +55,15 @@ def _sum(x: Tensor, dim: int) -> Tensor:
 class ShardedOptimizer:
     """Any optimizer, any ZeRO stage.
 
-    Args:
-        buffers: of this rank's stages (model chunks), family by family.
-        make_optimizer: builds the update rule from parameter groups (see `ParamGroup`).
-        norm_axis: all ranks that hold parts of one copy of the model and its optimizer state, over which the norm is
-            summed; it consists of whole axes of every family.
-        offload_fraction: part of the masters and moments that is kept and updated in host memory (ZeRO-Offload, arXiv
-            2101.06840).
-        offload_path: a folder; of that part `file_fraction` (None: all) is in a file there (ZeRO-Infinity, arXiv
-            2104.07857).
-        store_param_remainders: store the masters of bf16 weights as the 16 bits that the weights lack (exact).
+    buffers: of this rank's stages (model chunks), family by family.
+    make_optimizer: builds the update rule from parameter groups (see `ParamGroup`).
+    norm_axis: all ranks that hold parts of one copy of the model and its optimizer state, over which the norm is
+        summed; it consists of whole axes of every family.
+    offload_fraction: part of the masters and moments that is kept and updated in host memory (ZeRO-Offload, arXiv
+        2101.06840).
+    offload_path: a folder; of that part `file_fraction` (None: all) is in a file there (ZeRO-Infinity, arXiv
+        2104.07857).
+    store_param_remainders: store the masters of bf16 weights as the 16 bits that the weights lack (exact).
     """
 
     def __init__(

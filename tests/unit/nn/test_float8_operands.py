@@ -118,7 +118,7 @@ def test_a_kept_weight_is_rounded_once_for_all_microbatches(recipe: str) -> None
 def test_every_scale_of_a_table_is_where_a_gpus_kernel_reads_one(wide: torch.dtype) -> None:
     """Seen on an H100: cuBLAS has no kernel for a scale at another address."""
     given = parse([*FLAGS, "--fp8-recipe", "delayed"]).training.float8
-    table = ScaleTable([DelayedProducts(given, UNCUT, wide, Magnitudes(), "cpu") for _ in range(3)])
+    table = ScaleTable([DelayedProducts(given, UNCUT, wide, magnitudes=Magnitudes(), device="cpu") for _ in range(3)])
     table.history.fill_(3.0)
     table.take_up()
     for scale in table.scales.flatten(0, 1):
@@ -131,7 +131,7 @@ def test_delayed_scales_are_noted_in_the_pass_that_rounds() -> None:
     torch._dynamo.reset()
     given, graphs, magnitudes = parse([*FLAGS, "--fp8-recipe", "delayed"]).training.float8, Graphs(), Magnitudes()
     kernels, size = Kernels.compiled(graphs), 256  # type: ignore[arg-type]  # a backend itself in place of its name
-    products = DelayedProducts(given, UNCUT, torch.float32, magnitudes, "cpu", keeps=True)
+    products = DelayedProducts(given, UNCUT, torch.float32, magnitudes=magnitudes, device="cpu", keeps=True)
     table = ScaleTable([products])
     table.history.fill_(3.0)
     table.take_up()

@@ -18,8 +18,7 @@ from megalite.errors import RuntimeFailure
 from megalite.inventory import ParameterPlacement
 from megalite.optim import OPTIMIZERS
 from megalite.parallel.rows import Access, CachedRows, HostRows, RowRule, cached_rows
-from megalite.parallel.rows.future import NEVER, Future
-from megalite.parallel.rows.slots import Slots
+from megalite.parallel.rows.slots import NEVER, Future, Slots
 from megalite.parallel.rows.staleness import StalenessCheck
 from megalite.parallel.tiers import Mover
 
