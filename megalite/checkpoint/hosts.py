@@ -1,4 +1,4 @@
-"""Which ranks share a host's folder, who keeps copies for whom, and is there room: for `local.py`.
+"""Which ranks share a host's folder, and who keeps copies for whom: for `local.py`.
 
 The folder itself is asked: ranks that see each other's files in it are on one host, whatever it is called.
 """
@@ -6,7 +6,6 @@ The folder itself is asked: ranks that see each other's files in it are on one h
 from __future__ import annotations
 
 import logging
-import shutil
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,8 +18,6 @@ from megalite.checkpoint.replicas import buddies_of
 from megalite.checkpoint.saving import raise_first
 from megalite.comm import Axis, all_gather_json
 from megalite.errors import CheckpointError
-from megalite.host_memory import free_memory
-from megalite.progress import amount
 
 logger = logging.getLogger(__name__)
 
@@ -97,29 +94,6 @@ class Hosts:
                     )
         return buddies
 
-    def check_room(self, nbytes: int, held: int) -> None:
-        """Raises CheckpointError where a host has no room for two saves of `nbytes`, all of them together. held: what
-        is there of this run."""
-        folder, name = self._settings.folder, self.names[self._world.rank]
-        needed = 0 if self._settings.kept else int(2 * self.copies * nbytes * len(self.mine) / self._world.size)
-
-        def look() -> None:
-            free = shutil.disk_usage(folder).free
-            if self._settings.in_memory:
-                if (kind := _file_system(folder)) not in ("tmpfs", "ramfs"):
-                    raise CheckpointError(
-                        f"`non_persistent_ckpt_type`=in_memory: {folder} on {name} is on {kind}, not in memory; leave "
-                        f"out {DIRECTORY}, or say local"
-                    )
-                free = int(min(free, free_memory()))
-            if needed > free + held:
-                raise CheckpointError(
-                    f"{DIRECTORY}={folder}: two saves need {amount(needed, 'B')} on {name}, and "
-                    f"{amount(free + held, 'B')} are free; give a larger folder, or keep fewer copies"
-                )
-
-        together(self._world, look if self.leads else lambda: None)
-
 
 def together(world: Axis, call: Callable[[], object]) -> None:
     """Calls on every rank. Raises CheckpointError, on all alike, where one has failed."""
@@ -133,7 +107,7 @@ def together(world: Axis, call: Callable[[], object]) -> None:
     raise_first(all_gather_json(problem, world))
 
 
-def _file_system(folder: Path) -> str:
+def file_system(folder: Path) -> str:
     """The kind of file system that a folder is on, by the system's table; empty where there is none."""
     kind, longest = "", -1
     with suppress(OSError):

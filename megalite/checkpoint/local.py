@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST, Manifest, commit_text, file_from_json, parse_manifest
-from megalite.checkpoint.hosts import Hosts, LocalSettings, together
+from megalite.checkpoint.hosts import DIRECTORY, Hosts, LocalSettings, file_system, together
 from megalite.checkpoint.loading import verify_file
 from megalite.checkpoint.reading import read_extra, read_manifest
 from megalite.checkpoint.replicas import Transfer, send_files
@@ -37,6 +37,7 @@ from megalite.checkpoint.saving import SaveJob, SaveReport, raise_first
 from megalite.comm import Axis, all_gather_json, bytes_of, patiently
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
+from megalite.host_memory import free_memory
 from megalite.progress import amount
 
 logger = logging.getLogger(__name__)
@@ -68,8 +69,26 @@ class LocalSaves:
     def check_room(self, nbytes: int) -> None:
         """Raises CheckpointError where a host has no room for two saves of `nbytes`, its share and the copies that it
         keeps: the older one stays until the newer is whole. What is there of this run counts as room."""
-        held = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) if self.token else 0
-        self._hosts.check_room(nbytes, held)
+        settings, folder, name = self.settings, self.settings.folder, self._hosts.names[self._world.rank]
+        needed = 0 if settings.kept else int(2 * self._hosts.copies * nbytes * len(self.mine) / self._world.size)
+
+        def look() -> None:
+            free = shutil.disk_usage(folder).free
+            if settings.in_memory:
+                if (kind := file_system(folder)) not in ("tmpfs", "ramfs"):
+                    raise CheckpointError(
+                        f"`non_persistent_ckpt_type`=in_memory: {folder} on {name} is on {kind}, not in memory; leave "
+                        f"out {DIRECTORY}, or say local"
+                    )
+                free = int(min(free, free_memory()))
+            free += sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file()) if self.token else 0
+            if needed > free:
+                raise CheckpointError(
+                    f"{DIRECTORY}={folder}: two saves need {amount(needed, 'B')} on {name}, and "
+                    f"{amount(free, 'B')} are free; give a larger folder, or keep fewer copies"
+                )
+
+        together(self._world, look if self._leads else lambda: None)
 
     def save(self, job: SaveJob) -> bool:
         """Writes, sends and commits one save; whether that has succeeded. A failure is a warning, the older save

@@ -139,18 +139,15 @@ KINDS = ("weight", "bias", "expert_bias", "softmax_offset")
 IGNORED = ("_extra_state", "inv_freq", "local_tokens_per_expert")
 
 
-def rule_of(ours: str) -> tuple[MegatronRule, str]:
-    """The rule of a logical tensor, and what `{i}` is in its name."""
-    index = ours.split(".")[1] if ours.startswith("layers.") else ""
-    layer = ours.rsplit(".", 1)[0]
-    template = f"layers.{{i}}.{layer.split('.', 2)[2]}" if index else layer
-    return next(rule for rule in RULES if rule.ours == template), index
+def rule_of(ours: str) -> MegatronRule:
+    """The rule of a logical tensor."""
+    template = re.sub(r"^layers\.\d+", "layers.{i}", ours.rpartition(".")[0])
+    return next(rule for rule in RULES if rule.ours == template)
 
 
 def name_of(ours: str, implementation: str, layer: int, *, sparse: bool) -> str:
     """The name of a logical tensor in the file of its stage, where its block is number `layer`; sparse: has experts."""
-    rule, _ = rule_of(ours)
-    return rule.written(implementation, sparse).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
+    return rule_of(ours).written(implementation, sparse).replace("{i}", str(layer)) + ours.rsplit(".", 1)[1]
 
 
 def megatron_names() -> Mapping[str, str]:
@@ -270,7 +267,7 @@ def cut_of(ours: str) -> RankCut:
     """The cut of a logical tensor, or of one expert's, over ranks."""
     if is_expert(ours):
         return GATED_ROWS if ours.split(".")[4] == "fc1" else COLUMNS
-    return rule_of(ours)[0].cut
+    return rule_of(ours).cut
 
 
 def is_expert(ours: str) -> bool:

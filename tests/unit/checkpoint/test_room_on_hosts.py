@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.checkpoint import LocalSaves, LocalSettings, hosts
+from megalite.checkpoint import LocalSaves, LocalSettings, local
 from megalite.comm.mesh import Axis
 from megalite.errors import CheckpointError
 
@@ -41,9 +41,9 @@ def test_what_the_run_has_there_already_is_room(tmp_path: Path, monkeypatch: pyt
 def test_copies_and_the_ranks_of_the_host_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of twelve ranks, each file on two hosts: two saves of a quarter, twice."""
     saves = saves_of(tmp_path)
-    monkeypatch.setattr(hosts, "together", lambda world, call: call())
-    saves._hosts.copies, saves._hosts.mine = 2, [0, 1, 2]
-    saves._hosts._world = SimpleNamespace(size=12, rank=0)  # type: ignore[assignment]
+    monkeypatch.setattr(local, "together", lambda world, call: call())
+    saves._hosts.copies, saves.mine = 2, [0, 1, 2]
+    saves._world = SimpleNamespace(size=12, rank=0)  # type: ignore[assignment]
     assert fits(saves, 1200, 1200, monkeypatch) and not fits(saves, 1200, 1199, monkeypatch)
 
 
@@ -51,13 +51,13 @@ def test_memory_is_memory_and_what_is_only_kept_asks_for_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = ["ext4"]
-    monkeypatch.setattr(hosts, "_file_system", lambda folder: kind[0])
+    monkeypatch.setattr(local, "file_system", lambda folder: kind[0])
     saves = saves_of(tmp_path, in_memory=True)
     with pytest.raises(CheckpointError, match="--non-persistent-ckpt-type=in_memory: .* is on ext4, not in memory"):
         saves.check_room(100)
     kind[0] = "tmpfs"
     for memory, enough in ((200, True), (199, False)):
-        monkeypatch.setattr(hosts, "free_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(local, "free_memory", lambda memory=memory: memory)
         assert fits(saves, 100, 10**9, monkeypatch) == enough
     assert fits(saves_of(tmp_path, kept=True), 100, 0, monkeypatch)
 
