@@ -1,8 +1,10 @@
 """Checkpoints: named rectangles of logical tensors on disk, which load at any layout and cannot be torn.
 
     iter_0000100.tmp-3f9c/            staged ...
-      rank_00000.safetensors            every rank streams what it has to write
-      manifest.json, COMMITTED          checksums of everything; rank 0, last
+      rank_00000.safetensors            every rank streams the rectangles that it has to write
+      tokenizer.json, ...               files that travel with the weights
+      manifest.json                     rank 0, last: step, save id, every tensor, every rectangle, place and checksums
+      COMMITTED                         checksum and size of manifest.json; present in every committed checkpoint
     iter_0000100/                     ... and renamed: committed
 
     format.py       the manifest and its validation; checksums

@@ -19,15 +19,7 @@ from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.reshard import SavePlan
 from megalite.checkpoint.run_dir import committed, directory_name, remove_interrupted, retain, set_aside_newer, step_of
-from megalite.checkpoint.saving import (
-    Description,
-    SaveJob,
-    check_space,
-    describe,
-    make_plan,
-    new_id,
-    raise_first,
-)
+from megalite.checkpoint.saving import Description, SaveJob, check_space, describe, make_plan, new_id, raise_first
 from megalite.checkpoint.start_decision import decide_start
 from megalite.comm import Axis, GatheredJson, TensorShard, all_gather_json, patiently
 from megalite.errors import CheckpointError

@@ -1,14 +1,5 @@
 """The format on disk: names, the manifest and its validation, checksums.
 
-One committed checkpoint is one directory::
-
-    iter_0000100/
-      rank_00000.safetensors     the rectangles that rank 0 wrote
-      rank_00001.safetensors     ... rank 1
-      tokenizer.json, ...        files that travel with the weights
-      manifest.json              step, save id, every tensor, every rectangle with its place and checksums, meta
-      COMMITTED                  checksum and size of manifest.json; present in every committed checkpoint
-
 The chain of trust: `COMMITTED` proves the manifest, the manifest proves every byte of every other file. A rectangle's
 bytes are checksummed in blocks of `block_bytes`, so a rank can verify a slice without reading the rest. Everything here
 is JSON and safetensors: reading a checkpoint never executes anything.

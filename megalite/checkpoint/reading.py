@@ -1,7 +1,6 @@
 """Verified reads of what a checkpoint holds, from a disk or from a store.
 
-The chain of trust begins with COMMITTED (`format.py`). A disk is read at once into its place; a store by ranges, those
-that are expected several at a time and ahead of the reader.
+The chain of trust begins with COMMITTED (`format.py`). A disk is read at once into its place.
 """
 
 from __future__ import annotations

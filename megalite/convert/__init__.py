@@ -22,8 +22,7 @@
     megatron_state.py   what a run has left there beside its weights: masters, moments, schedules; in and out
     megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
 
-To add a family: a file like `llama.py` with its rules and its config.json, and an entry of `FAMILIES` in `registry.py`
-(CONTRIBUTING, "Adding a converter").
+To add a family: CONTRIBUTING, "Adding a converter".
 
 Invariants: no tensor is computed with (but in means), only renamed, cut and put together, so every round
 trip is bit-equal; what the other side cannot represent is refused, never left out; nothing that is read is executed.

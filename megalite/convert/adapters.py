@@ -151,7 +151,7 @@ class AdaptedSource:
         parameters = stage_parameters(self.adapted, range(self.adapted.num_layers + 2))
         self._shapes = {name: p.shape for name, p in parameters if not p.frozen}
         layers = [name.removesuffix(".weight") for name in stored_shapes(self.model) if name.endswith(".weight")]
-        merged = {name for layer in layers for adapter in self._known(layer) for name in names_of(layer, adapter)}
+        merged = {name for layer in layers for _, names in self._known(layer) for name in names}
         self._beside_none, self._left = sorted(self._shapes.keys() - merged), set(self._shapes)
         for name in self._reader.manifest.tensors:
             if name.startswith("layers.") and name not in self._shapes:
@@ -159,15 +159,16 @@ class AdaptedSource:
 
     def adapters(self, layer: str) -> Iterator[tuple[Adapter, Tensor, Tensor]]:
         """The adapters of `layers.3.attention.qkv`, with A `[R, in]` and B `[..., out, R]`."""
-        for adapter in self._known(layer):
-            a, b = map(self.stored, names_of(layer, adapter))
+        for adapter, names in self._known(layer):
+            a, b = map(self.stored, names)
             yield adapter, a, b
 
-    def _known(self, layer: str) -> list[Adapter]:
-        """The adapters that the configuration names, of a layer by its logical name."""
-        _, index, linear = (*layer.split(".", 2), "", "")[:3]
+    def _known(self, layer: str) -> list[tuple[Adapter, list[str]]]:
+        """The adapters that the configuration names, of a layer by its logical name, and the names of their A and B."""
+        block, index, linear = (*layer.split(".", 2), "", "")[:3]
         there = index.isdecimal() and int(index) < len(self._blocks)
-        return adapters_of(self._blocks[int(index)], linear) if there else []
+        found = adapters_of(self._blocks[int(index)], linear) if there else []
+        return [(each, [f"{block}.{index}.{p.name}" for p in (each.a, each.b)]) for each in found]
 
     def stored(self, name: str) -> Tensor:
         """What the checkpoint has of an adapter."""
@@ -209,12 +210,6 @@ class AdaptedSource:
         for adapter, a, b in found:
             merge(exact, adapter, a.to(wide), b.to(wide), self.adapted.lora.scale)
         return values, exact
-
-
-def names_of(layer: str, adapter: Adapter) -> list[str]:
-    """A and B of an adapter of `layers.3.attention.qkv`."""
-    block = ".".join(layer.split(".")[:2])
-    return [f"{block}.{p.name}" for p in (adapter.a, adapter.b)]
 
 
 def _check_none_left(names: Sequence[str], to: str, fix: str) -> None:

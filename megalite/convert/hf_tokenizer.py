@@ -19,6 +19,11 @@ from megalite.strangers import PROGRAMS
 logger = logging.getLogger(__name__)
 
 TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+FILES = {
+    "HuggingFaceTokenizer": (TOKENIZER,),
+    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
+    "SentencePieceTokenizer": ("tokenizer.model",),
+}
 ANY_CLASS = "PreTrainedTokenizerFast"
 BYTES_END = "<|endoftext|>"
 #: Classes of transformers 5 alone.
@@ -27,20 +32,14 @@ KNOWN_CLASSES = {"GPT2BPETokenizer": "GPT2Tokenizer", "SentencePieceTokenizer": 
 
 
 def read_tokenizer(directory: Path, vocab_size: int) -> Tokenizer:
-    """tokenizer.json, else GPT-2's two files, else a sentencepiece model, else plain numbers.
-
-    Raises DataError where a file is not what it is named, or has more tokens than the model.
-    """
-    if (directory / TOKENIZER).is_file():
-        tokenizer = make_tokenizer("HuggingFaceTokenizer", tokenizer_model=str(directory))
-    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        tokenizer = make_tokenizer("GPT2BPETokenizer", tokenizer_model=str(directory))
-    elif (directory / "tokenizer.model").is_file():
-        tokenizer = make_tokenizer("SentencePieceTokenizer", tokenizer_model=str(directory), flag=f"`load`={directory}")
-    else:
+    """The first of `FILES` that is there, else plain numbers. Raises DataError where a file is not what it is named, or
+    has more tokens than the model."""
+    kind = next((kind for kind, files in FILES.items() if all((directory / name).is_file() for name in files)), None)
+    if kind is None:
         logger.warning("%s: holds no tokenizer; the checkpoint takes token numbers for text", directory)
         fix = "it holds no tokenizer: copy the model's tokenizer.json there"
         return NullTokenizer(max(2, vocab_size), asked=f"`load`={directory}", fix=fix)
+    tokenizer = make_tokenizer(kind, tokenizer_model=str(directory), flag=f"`load`={directory}")
     if tokenizer.vocab_size > vocab_size:
         raise DataError(f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}")
     return tokenizer
