@@ -39,60 +39,48 @@ class LocalSettings:
     block_bytes: int = BLOCK_BYTES
 
 
-class Hosts:
-    """The hosts of a run, found together. Raises CheckpointError as `LocalSaves` does. names: rank -> name of its host.
-    numbers: rank -> the first rank of its host. mine: the ranks of this host; leads: whether this is the first of them.
-    buddies: rank -> the ranks that keep a copy of its file."""
+def find_hosts(folder: Path, world: Axis) -> list[int]:
+    """rank -> the first rank of its host. Collective. Raises CheckpointError."""
+    token = all_gather_json(uuid.uuid4().hex[:12], world)[0]
+    mine = folder / f".probe-{token}-{world.rank}"
 
-    def __init__(self, settings: LocalSettings, world: Axis, host: str) -> None:
-        self._settings, self._world = settings, world
-        self.names = [str(name) for name in all_gather_json(host, world)]
-        self.numbers = self._find_numbers()
-        self.mine = [rank for rank, number in enumerate(self.numbers) if number == self.numbers[world.rank]]
-        self.leads = self.mine[0] == world.rank
-        self.count = len(set(self.numbers))
-        self.copies = min(settings.factor, self.count)
-        self.buddies = self._find_buddies()
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        mine.touch()
 
-    def _find_numbers(self) -> list[int]:
-        folder, world = self._settings.folder, self._world
-        token = all_gather_json(uuid.uuid4().hex[:12], world)[0]
-        mine = folder / f".probe-{token}-{world.rank}"
+    together(world, write)
+    seen = [int(path.name.rpartition("-")[2]) for path in folder.glob(f".probe-{token}-*")]
+    numbers = [int(first) for first in all_gather_json(min(seen), world)]
+    together(world, lambda: mine.unlink(missing_ok=True))
+    return numbers
 
-        def write() -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            mine.touch()
 
-        together(world, write)
-        seen = [int(path.name.rpartition("-")[2]) for path in folder.glob(f".probe-{token}-*")]
-        numbers = [int(first) for first in all_gather_json(min(seen), world)]
-        together(world, lambda: mine.unlink(missing_ok=True))
-        return numbers
-
-    def _find_buddies(self) -> list[list[int]]:
-        settings, names = self._settings, self.names
-        if len({*zip(self.numbers, names, strict=True)}) > self.count and not settings.kept:
+def find_buddies(settings: LocalSettings, names: list[str], numbers: list[int], *, speaks: bool) -> list[list[int]]:
+    """rank -> the ranks that keep a copy of its file. names: rank -> name of its host. numbers: from `find_hosts`.
+    speaks: whether this rank warns. Raises CheckpointError as `LocalSaves` does."""
+    count = len(set(numbers))
+    if len({*zip(numbers, names, strict=True)}) > count and not settings.kept:
+        raise CheckpointError(
+            f"{DIRECTORY}={settings.folder}: {names[0]} and other hosts share it; name a folder of each host's own"
+        )
+    if settings.factor > count:
+        known = f"{count} host{'s' * (count > 1)}"
+        if not settings.fewer:
             raise CheckpointError(
-                f"{DIRECTORY}={settings.folder}: {names[0]} and other hosts share it; name a folder of each host's own"
+                f"`replication_factor`={settings.factor}: {known}, and each copy is on another one; start more "
+                "hosts, or drop `replication`"
             )
-        if settings.factor > self.count:
-            known = f"{self.count} host{'s' * (self.count > 1)}"
-            if not settings.fewer:
+        if speaks:
+            logger.warning("`replication_factor`=%d: %s, so fewer copies", settings.factor, known)
+    buddies = buddies_of(numbers, settings.jump, settings.factor)
+    for rank, others in enumerate(buddies):
+        for one, other in combinations([rank, *others], 2):
+            if names[one] == names[other] or numbers[one] == numbers[other]:
                 raise CheckpointError(
-                    f"`replication_factor`={settings.factor}: {known}, and each copy is on another one; start more "
-                    "hosts, or drop `replication`"
+                    f"`replication_jump`={settings.jump}: ranks {one} and {other} keep copies of one file, and are "
+                    f"both on host {names[one]}; drop it, or give a multiple of the ranks of a host"
                 )
-            if self._world.is_first:
-                logger.warning("`replication_factor`=%d: %s, so fewer copies", settings.factor, known)
-        buddies = buddies_of(self.numbers, settings.jump, settings.factor)
-        for rank, others in enumerate(buddies):
-            for one, other in combinations([rank, *others], 2):
-                if names[one] == names[other] or self.numbers[one] == self.numbers[other]:
-                    raise CheckpointError(
-                        f"`replication_jump`={settings.jump}: ranks {one} and {other} keep copies of one file, and are "
-                        f"both on host {names[one]}; drop it, or give a multiple of the ranks of a host"
-                    )
-        return buddies
+    return buddies
 
 
 def together(world: Axis, call: Callable[[], object]) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.checkpoint.format import COMMITTED, MANIFEST, Manifest, commit_text, file_from_json, parse_manifest
-from megalite.checkpoint.hosts import DIRECTORY, Hosts, LocalSettings, file_system, together
+from megalite.checkpoint.hosts import DIRECTORY, LocalSettings, file_system, find_buddies, find_hosts, together
 from megalite.checkpoint.loading import verify_file
 from megalite.checkpoint.reading import read_extra, read_manifest
 from megalite.checkpoint.replicas import Transfer, send_files
@@ -55,8 +55,13 @@ class LocalSaves:
     def __init__(self, settings: LocalSettings, world: Axis, host: str) -> None:
         self.settings, self._world = settings, world
         self._failed = 0
-        self._hosts = Hosts(settings, world, host)
-        self.mine, self._leads = self._hosts.mine, self._hosts.leads
+        self._names = [str(name) for name in all_gather_json(host, world)]
+        self._numbers = find_hosts(settings.folder, world)
+        self._buddies = find_buddies(settings, self._names, self._numbers, speaks=world.is_first)
+        self.mine = [rank for rank, number in enumerate(self._numbers) if number == self._numbers[world.rank]]
+        self._leads = self.mine[0] == world.rank
+        self._count = len(set(self._numbers))
+        self._copies = min(settings.factor, self._count)
         self._found: _Found | None = None
         self.is_ahead = False  # whether what `newest` has found is newer than all that `save` holds
 
@@ -69,8 +74,8 @@ class LocalSaves:
     def check_room(self, nbytes: int) -> None:
         """Raises CheckpointError where a host has no room for two saves of `nbytes`, its share and the copies that it
         keeps: the older one stays until the newer is whole. What is there of this run counts as room."""
-        settings, folder, name = self.settings, self.settings.folder, self._hosts.names[self._world.rank]
-        needed = 0 if settings.kept else int(2 * self._hosts.copies * nbytes * len(self.mine) / self._world.size)
+        settings, folder, name = self.settings, self.settings.folder, self._names[self._world.rank]
+        needed = 0 if settings.kept else int(2 * self._copies * nbytes * len(self.mine) / self._world.size)
 
         def look() -> None:
             free = shutil.disk_usage(folder).free
@@ -108,8 +113,7 @@ class LocalSaves:
         self._failed = 0
         if self._world.is_first:
             seconds, size = time.perf_counter() - started, amount(job.plan.nbytes, "B")
-            count, copies = self._hosts.count, self._hosts.copies
-            where = "this host" if count == 1 else f"{count} hosts, each file on {copies}"
+            where = "this host" if self._count == 1 else f"{self._count} hosts, each file on {self._copies}"
             logger.info("saved iteration %d on %s (%s in %.2f s)", job.step, where, size, seconds)
         return True
 
@@ -144,7 +148,7 @@ class LocalSaves:
         transfers = [
             Transfer(report["file"], source, buddy)
             for source, report in enumerate(reports)
-            for buddy in (self._hosts.buddies[source] if report else ())
+            for buddy in (self._buddies[source] if report else ())
         ]
         entries = {
             each.name: file_from_json(reports[each.source]["entry"], each.name, job.plan.tensors, job.block_bytes)
@@ -220,7 +224,7 @@ class LocalSaves:
             share = sorted(mine)[self.mine.index(self._world.rank) :: len(self.mine)]
             bad = patiently(lambda: self._damaged(path, manifest, share), self._world)
             for rank, names in enumerate(all_gather_json(bad, self._world)):
-                holders.get(self._hosts.numbers[rank], set()).difference_update(names)
+                holders.get(self._numbers[rank], set()).difference_update(names)
         if not (missing := sorted(manifest.files.keys() - set().union(*holders.values()))):
             return _Found(path, manifest, raw, holders)
         if self._world.is_first:
@@ -235,7 +239,7 @@ class LocalSaves:
             try:
                 verify_file(path / name, manifest.files[name], manifest.block_bytes)
             except (CheckpointError, OSError) as error:
-                logger.warning("%s: %s; another host is asked for it", self._hosts.names[self._world.rank], error)
+                logger.warning("%s: %s; another host is asked for it", self._names[self._world.rank], error)
                 (path / name).unlink(missing_ok=True)
                 bad.append(name)
         return bad
@@ -266,7 +270,7 @@ class LocalSaves:
         its host lacks."""
         if (found := self._found) is None or found.path != path:
             return False
-        own, hosts, files = found.holders.get(self.mine[0], set()), self._hosts.numbers, found.manifest.files
+        own, hosts, files = found.holders.get(self.mine[0], set()), self._numbers, found.manifest.files
         wanted = all_gather_json(sorted(set(names) - own), self._world)
         comes: dict[tuple[int, str], Transfer] = {}
         load: Counter[int] = Counter()

@@ -42,7 +42,7 @@ def test_copies_and_the_ranks_of_the_host_count(tmp_path: Path, monkeypatch: pyt
     """Three of twelve ranks, each file on two hosts: two saves of a quarter, twice."""
     saves = saves_of(tmp_path)
     monkeypatch.setattr(local, "together", lambda world, call: call())
-    saves._hosts.copies, saves.mine = 2, [0, 1, 2]
+    saves._copies, saves.mine = 2, [0, 1, 2]
     saves._world = SimpleNamespace(size=12, rank=0)  # type: ignore[assignment]
     assert fits(saves, 1200, 1200, monkeypatch) and not fits(saves, 1200, 1199, monkeypatch)
 
