@@ -22,9 +22,9 @@ from megalite.convert.megatron_args import read_args
 from megalite.convert.megatron_names import (
     APART,
     IGNORED,
-    ExpertName,
     Location,
     Parts,
+    expert_of,
     megatron_names,
     plain_name,
     untangle,
@@ -264,7 +264,7 @@ def _parts(
                 index = re.search(r"\.layers\.(\d{1,6})\.", plain)
                 if index:
                     own.add(int(index[1]))
-                if ExpertName.of(plain) is not None:
+                if expert_of(plain) is not None:
                     continue
                 ours = known.get(plain.replace(f".{index[1]}.", ".{i}.", 1) if index else plain)
                 if ours is None:
@@ -287,13 +287,12 @@ def _expert_parts(
     for ranks in sharing:
         here: dict[str, dict[int | None, list[Location]]] = {}
         for name in _names(listings[ranks[0]], virtual, ranks[0]):
-            expert = ExpertName.of(plain_name(name))
-            if expert is not None:
-                ours = f"layers.{before + expert.layer}.mlp.experts.{expert.part}.{expert.kind}"
-                experts = here.setdefault(ours, {})
-                if expert.number in experts:
+            if (expert := expert_of(plain_name(name))) is not None:
+                layer, what, number = expert
+                experts = here.setdefault(f"layers.{before + layer}.mlp.experts.{what}", {})
+                if number in experts:
                     raise CheckpointError(f"{ranks[0]}: {name[:80]} appears twice")
-                experts[expert.number] = [_place(path, listings[path], virtual, name) for path in ranks]
+                experts[number] = [_place(path, listings[path], virtual, name) for path in ranks]
         for ours, experts in here.items():
             whole = None in experts
             if not whole and set(experts) != set(range(len(experts))) or whole and len(experts) > 1:

@@ -193,27 +193,16 @@ WRITTEN = {
 }
 
 
-@dataclass(frozen=True)
-class ExpertName:
-    """Name of an expert's tensor in a file: logical layer (numbered within the file), weight or bias, number of
-    the expert within the file (None: all in one)."""
-
-    layer: int
-    part: str
-    kind: str
-    number: int | None
-
-    @classmethod
-    def of(cls, name: str) -> ExpertName | None:
-        """None: no expert's."""
-        match = EXPERT.fullmatch(name)
-        if match is None:
-            return None
-        layer = int(match["layer"])
-        if match["all"]:
-            return cls(layer, f"fc{match['all']}", "weight", None)
-        number = match["alone"] or match["number"]
-        return cls(layer, match["one"] or match["many"], match["kind"] or match["form"], int(number))
+def expert_of(name: str) -> tuple[int, str, int | None] | None:
+    """Of an expert's tensor in a file: number of its layer within the file, what it is (`fc1.weight`), number of the
+    expert within the file (None: all in one). None: no expert's."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return None
+    if match["all"]:
+        return int(match["layer"]), f"fc{match['all']}.weight", None
+    what = f"{match['one'] or match['many']}.{match['kind'] or match['form']}"
+    return int(match["layer"]), what, int(match["alone"] or match["number"])
 
 
 @dataclass(frozen=True)
