@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -245,23 +244,12 @@ class Checkpointer:
 
     # ---- loading
 
-    def decide_start(
-        self, *, save: str | None, load: str | None, auto_resume: bool = False, **how: Any
-    ) -> Place | None:
+    def decide_start(self, *, save: str | None, **how: Any) -> Place | None:
         """The checkpoint that a run begins with (see start_decision.py), None for a fresh start. With `auto_resume`
         damaged checkpoints are passed over, each with a warning; if none of them is whole that is an error, never a
         fresh start. Raises CheckpointError."""
-
-        def decide() -> list[str]:
-            start = decide_start(save=save, load=load, auto_resume=auto_resume, **how)
-            logger.info(start.reason)
-            for path in start.passed_over:
-                seen = isinstance(path, StoreUrl) or os.access(path, os.R_OK | os.X_OK)
-                what = "it has no COMMITTED file" if seen else "this user cannot read it; it may be whole"
-                logger.warning("passed over %s: newer, but %s", path, what)
-            return [str(path) for path in start.candidates]
-
-        candidates = [place(name) for name in self.on_first(decide)]
+        names = self.on_first(lambda: [str(path) for path in decide_start(save=save, **how)])
+        candidates = [place(name) for name in names]
         if len(candidates) < 2:
             return candidates[0] if candidates else None
         damaged = []

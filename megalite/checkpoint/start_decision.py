@@ -12,7 +12,8 @@ Rank 0 decides for all (`Checkpointer.decide_start`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import logging
+import os
 from pathlib import Path
 
 from megalite.checkpoint.run_dir import (
@@ -32,15 +33,7 @@ from megalite.checkpoint.run_dir import (
 from megalite.errors import CheckpointError
 from megalite.stores import Place, place
 
-
-@dataclass(frozen=True)
-class StartDecision:
-    """The start of a run. candidates: checkpoints to load, best first; empty: a fresh start. reason: one line for the
-    log. passed_over: what has the name of a newer checkpoint and is none."""
-
-    candidates: tuple[Place, ...]
-    reason: str
-    passed_over: tuple[Place, ...] = ()
+logger = logging.getLogger(__name__)
 
 
 def decide_start(
@@ -50,11 +43,14 @@ def decide_start(
     auto_resume: bool = False,
     ckpt_step: int | None = None,
     trust_pickle: bool = False,
-) -> StartDecision:
-    """Applies the rules above. trust_pickle: whether `load` may be in torch's distributed format. Raises
+) -> tuple[Place, ...]:
+    """Applies the rules above: checkpoints to load, best first; none: a fresh start. The log says why, and what has the
+    name of a newer checkpoint and is none. trust_pickle: whether `load` may be in torch's distributed format. Raises
     CheckpointError, one line."""
-    start = _decide(save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step, trust_pickle=trust_pickle)
-    newest = start.candidates[0] if start.candidates else None
+    found, reason = _decide(
+        save=save, load=load, auto_resume=auto_resume, ckpt_step=ckpt_step, trust_pickle=trust_pickle
+    )
+    newest = found[0] if found else None
     home = newest.parent if newest is not None and not (is_huggingface(newest) or is_distributed(newest)) else None
     if save is not None and (home is None or not _same(save, str(home))) and uncommitted(save):
         raise CheckpointError(
@@ -63,21 +59,27 @@ def decide_start(
         )
     if isinstance(home, Path) and newest is not None and ckpt_step is None:
         warn_of_tracker(home, newest)
+    logger.info(reason)
     if home is None or newest is None or ckpt_step is not None or _same(str(load), str(newest)):
-        return start
-    return replace(start, passed_over=tuple(p for p in uncommitted(home) if step_of(p) > step_of(newest)))
+        return found
+    for path in uncommitted(home):
+        if step_of(path) > step_of(newest):
+            seen = os.access(path, os.R_OK | os.X_OK)
+            what = "it has no COMMITTED file" if seen else "this user cannot read it; it may be whole"
+            logger.warning("passed over %s: newer, but %s", path, what)
+    return found
 
 
 def _decide(
     *, save: str | None, load: str | None, auto_resume: bool, ckpt_step: int | None, trust_pickle: bool
-) -> StartDecision:
+) -> tuple[tuple[Place, ...], str]:
+    """What to load, and why: one line for the log."""
     held = committed(save) if save is not None else []
     if auto_resume and held:
         if ckpt_step is not None:
             chosen = resolve_checkpoint(str(save), ckpt_step)
-            return StartDecision((chosen,), f"`auto_resume`: step {ckpt_step} of {save}")
-        reason = f"`auto_resume`: {held[-1].name} is the newest checkpoint of {save}"
-        return StartDecision(tuple(reversed(held)), reason)
+            return (chosen,), f"`auto_resume`: step {ckpt_step} of {save}"
+        return tuple(reversed(held)), f"`auto_resume`: {held[-1].name} is the newest checkpoint of {save}"
     if load is None:
         if ckpt_step is not None:
             raise CheckpointError(f"`ckpt_step`={ckpt_step}: of which run? add `load` DIR")
@@ -86,7 +88,7 @@ def _decide(
                 f"`save`={save}: holds checkpoints already (newest {held[-1].name}); "
                 f"add `auto_resume` or `load` {save} to continue with them, or choose a new directory"
             )
-        return StartDecision((), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start")
+        return (), f"`auto_resume`: {save} is empty: a fresh start" if auto_resume else "a fresh start"
     distributed = trust_pickle and is_distributed(load)
     if trust_pickle and not distributed:
         if name := torn_shards(load):
@@ -103,8 +105,7 @@ def _decide(
             raise CheckpointError(f"`save`={save}: is the {kind} of `load`; choose a new directory")
         if not held and ckpt_step is None and not uncommitted(load):
             torn = f" but {interrupted(load)[-1].name}, interrupted" if interrupted(load) else ""
-            reason = f"`load`={load}: no committed checkpoint yet{torn}; it is also `save`: a fresh start"
-            return StartDecision((), reason)
+            return (), f"`load`={load}: no committed checkpoint yet{torn}; it is also `save`: a fresh start"
     elif held and not _same(str(save), str(place(load).parent)):  # one checkpoint of --save is that run, too
         raise CheckpointError(
             f"`save`={save}: holds another run (newest {held[-1].name}); choose a new directory, or continue that run: "
@@ -112,10 +113,9 @@ def _decide(
         )
     if foreign_model:
         what = "the weights of a Hugging Face model; a run of its own begins"
-        reason = f"`load`={load}: {'torch distributed checkpoint' if distributed else what}"
-        return StartDecision((place(load),), reason)
+        return (place(load),), f"`load`={load}: {'torch distributed checkpoint' if distributed else what}"
     path = resolve_checkpoint(load, ckpt_step)
-    return StartDecision((path,), f"`load`={load}: {path.name}")
+    return (path,), f"`load`={load}: {path.name}"
 
 
 def _same(first: str, second: str) -> bool:

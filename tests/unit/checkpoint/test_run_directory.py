@@ -44,9 +44,7 @@ def test_where_a_run_starts(tmp_path: Path) -> None:
     ) -> list[Path]:
         texts = (str(path) if path else None for path in (save, load))
         save_text, load_text = texts
-        return list(
-            decide_start(save=save_text, load=load_text, auto_resume=auto_resume, ckpt_step=ckpt_step).candidates
-        )
+        return list(decide_start(save=save_text, load=load_text, auto_resume=auto_resume, ckpt_step=ckpt_step))
 
     assert start(None, None) == start(empty, None) == start(tmp_path / "new", None) == []
     assert start(None, a) == start(a, a) == start(empty, a) == [a20]
