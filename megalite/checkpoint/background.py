@@ -29,8 +29,7 @@ from megalite.checkpoint.local import LocalSaves
 from megalite.checkpoint.remote import HopelessSave, attempt_place, send
 from megalite.checkpoint.run_dir import write_small
 from megalite.checkpoint.saving import SaveJob, SaveReport, first_problem
-from megalite.checkpoint.storage import TensorPart
-from megalite.comm import Axis, all_gather_json
+from megalite.comm import Axis, TensorShard, all_gather_json
 from megalite.errors import CheckpointError
 from megalite.events import tell_event
 from megalite.faults import fault_point
@@ -51,21 +50,21 @@ class StagingMemory:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, parts: Sequence[TensorPart]) -> list[TensorPart]:
+    def copy(self, parts: Sequence[TensorShard]) -> list[TensorShard]:
         """The parts with their values as they are now; later changes of the originals have no effect."""
         starts, at = [], 0
         for part in parts:
             starts.append(at)
-            at += -(-part.nbytes // _ALIGN) * _ALIGN
-        cuda = any(part.values.is_cuda for part in parts)
+            at += -(-part.local.nbytes // _ALIGN) * _ALIGN
+        cuda = any(part.local.is_cuda for part in parts)
         if self._bytes.numel() < at or (cuda and not self._bytes.is_pinned()):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # give the old memory back before asking for more
             self._bytes = host_bytes(at, pinned=cuda)
         copies = []
         for part, start in zip(parts, starts, strict=True):
-            space = self._bytes[start : start + part.nbytes].view(part.values.dtype).view(part.values.shape)
-            space.copy_(part.values, non_blocking=cuda)
-            copies.append(TensorPart(part.name, part.global_shape, part.box, space))
+            space = self._bytes[start : start + part.local.nbytes].view(part.local.dtype).view(part.local.shape)
+            space.copy_(part.local, non_blocking=cuda)
+            copies.append(TensorShard(part.name, part.global_shape, part.offset, space))
         if cuda:
             torch.cuda.current_stream().synchronize()
         return copies

@@ -37,7 +37,7 @@ from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.remote import HopelessSave, commit_in_store
 from megalite.checkpoint.reshard import HeldRectangle, SavePlan, share_out
 from megalite.checkpoint.run_dir import directory_name, write_tracker
-from megalite.checkpoint.storage import TensorPart, publish, write_file, write_proof, write_shard_file
+from megalite.checkpoint.storage import publish, write_file, write_proof, write_shard_file
 from megalite.comm import TensorShard
 from megalite.errors import CheckpointError
 from megalite.faults import fault_point
@@ -171,7 +171,7 @@ def write_whole(
     tensors: dict[str, StoredTensor] = {}
     stored: dict[str, StoredFile] = {}
     for number, layer in enumerate(layers):
-        parts = [TensorPart(name, tuple(t.shape), Box.whole(t.shape), t) for name, t in layer.items()]
+        parts = [TensorShard(name, tuple(t.shape), (0,) * t.ndim, t) for name, t in layer.items()]
         tensors |= {name: StoredTensor(DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in layer.items()}
         file_name = f"rank_{number:05d}.safetensors"
         stored[file_name] = write_shard_file(staging / file_name, parts, save_id=save_id, block_bytes=BLOCK_BYTES)
@@ -205,7 +205,7 @@ class SaveJob:
     save_id: str
     rank: int
     plan: SavePlan
-    parts: Sequence[TensorPart]
+    parts: Sequence[TensorShard]
     meta: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     block_bytes: int = BLOCK_BYTES
@@ -213,13 +213,13 @@ class SaveJob:
     flag: str = "save"
 
     @staticmethod
-    def parts_of(shards: Sequence[TensorShard], duties: Mapping[int, Box]) -> list[TensorPart]:
+    def parts_of(shards: Sequence[TensorShard], duties: Mapping[int, Box]) -> list[TensorShard]:
         """What a rank writes, as views of its shards. duties: from `SavePlan.of`."""
         parts = []
         for index, box in duties.items():
             shard = shards[index]
             values = shard.local.detach()[box.slices_in(shard.box)]
-            parts.append(TensorPart(shard.name, shard.global_shape, box, values))
+            parts.append(TensorShard(shard.name, shard.global_shape, box.offset, values))
         return parts
 
     @property

@@ -18,7 +18,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from megalite.checkpoint.format import (
     commit_text,
     to_json,
 )
-from megalite.comm import range_to_rectangles
+from megalite.comm import TensorShard, range_to_rectangles
 from megalite.errors import CheckpointError
 from megalite.inventory import Box
 
@@ -47,25 +46,6 @@ from megalite.inventory import Box
 # writes that end where a multiple of their length ends, and values that begin on a page, are kept by the system in
 # larger units, and read faster.
 _WRITE_BYTES, _PAGE = 2**20, 4096
-
-
-@dataclass(frozen=True)
-class TensorPart:
-    """A rectangle to be written: its logical tensor, its place and its values."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    box: Box
-    values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-    @property
-    def key(self) -> str:
-        """Name inside the safetensors file: the logical name, with its place where it is not the whole tensor."""
-        return self.name if self.box.shape == self.global_shape else f"{self.name}{self.box}"
 
 
 def flat_bytes(values: Tensor) -> memoryview:
@@ -100,17 +80,16 @@ def byte_blocks(values: Tensor, block_bytes: int) -> Iterator[memoryview]:
         yield flat_bytes(gathered[: end - start])
 
 
-def _header(parts: Sequence[TensorPart], save_id: str) -> bytes:
-    """safetensors: the length in 8 bytes, then a JSON object with dtype, shape and data range of every tensor."""
+def _header(parts: Sequence[TensorShard], save_id: str) -> bytes:
+    """safetensors: the length in 8 bytes, then a JSON object with dtype, shape and data range of every tensor. Its name
+    there is the logical one, with its place where it is not the whole tensor."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "save_id": save_id}}
     at = 0
     for part in parts:
-        entries[part.key] = {
-            "dtype": DTYPE_NAMES[part.values.dtype],
-            "shape": list(part.box.shape),
-            "data_offsets": [at, at + part.nbytes],
-        }
-        at += part.nbytes
+        shape, end = tuple(part.local.shape), at + part.local.nbytes
+        name = part.name if shape == part.global_shape else f"{part.name}{part.box}"
+        entries[name] = {"dtype": DTYPE_NAMES[part.local.dtype], "shape": shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _PAGE)
     if len(text) + 8 > MAX_HEADER_BYTES:
@@ -120,7 +99,7 @@ def _header(parts: Sequence[TensorPart], save_id: str) -> bytes:
 
 def write_shard_file(
     path: Path,
-    parts: Sequence[TensorPart],
+    parts: Sequence[TensorShard],
     *,
     save_id: str,
     block_bytes: int,
@@ -129,7 +108,7 @@ def write_shard_file(
     """Streams the parts into a new file and syncs it. Returns its manifest entry. `on_half` is called once, when half
     of the parts are written. Raises OSError (disk full, no permission, file exists)."""
     # Widest first keeps every tensor aligned for readers that map.
-    parts = sorted(parts, key=lambda part: -part.values.element_size())
+    parts = sorted(parts, key=lambda part: -part.local.element_size())
     header = _header(parts, save_id)
     shards: list[StoredShard] = []
     with NewFile(path) as file:
@@ -138,9 +117,9 @@ def write_shard_file(
         for number, part in enumerate(parts):
             if on_half is not None and number == len(parts) // 2:
                 on_half()
-            checksums = tuple(file.write(block) for block in byte_blocks(part.values, block_bytes))
+            checksums = tuple(file.write(block) for block in byte_blocks(part.local, block_bytes))
             shards.append(StoredShard(part.name, part.box, at, checksums))
-            at += part.nbytes
+            at += part.local.nbytes
     return StoredFile(at, len(header), checksum(header), tuple(shards))
 
 

@@ -92,7 +92,7 @@ def test_an_edited_tracker_is_told_to_be_without_effect(tmp_path: Path, caplog: 
         assert caplog.text.count("says 10 and is not read: the run starts from iter_0000020") == told
     caplog.clear()
     decide_start(save=None, load=str(tmp_path), ckpt_step=20)
-    assert not caplog.text
+    assert "is not read" not in caplog.text
 
 
 def test_a_run_in_megatrons_old_format_names_the_converter(tmp_path: Path) -> None:
