@@ -49,7 +49,7 @@ RULES: tuple[tuple[Rule, str | None], ...] = (
     (run.length, None),
     (run.restarts, None),
     (run.precision, None),
-    (run.spikes, None),
+    (run.spikes, "on_spike"),
     (run.qk_clip, "qk_clip"),
     (run.mup, "use_mup"),
     (run.float8, "fp8_format"),

@@ -23,6 +23,7 @@ def _grows(config: Config) -> bool:
 ON: Mapping[str, Callable[[Config], object]] = {
     "recompute_granularity": lambda config: config.model.recompute_granularity == "full",
     "param_offload": lambda config: config.optimizer.offload.param_offload == "cpu",
+    "on_spike": lambda config: config.training.spikes.on_spike == "rollback",
     "rampup_batch_size": _grows,
     "optimizer": lambda config: OPTIMIZER_SPECS[config.optimizer.optimizer].taps,
 }

@@ -33,13 +33,7 @@ def experts(config: Config, world_size: int) -> Iterator[str]:
     if given.moe_router_load_balancing_type == "none" and given.moe_aux_loss_coeff > 0:
         coefficient = show(given.moe_aux_loss_coeff)
         yield f"`moe_aux_loss_coeff`={coefficient}: not with `moe_router_load_balancing_type`=none; drop one of them"
-    yield from _groups(config)
-
-
-def _groups(config: Config) -> Iterator[str]:
-    given = config.model.experts
     groups, chosen = given.moe_router_num_groups, given.moe_router_group_topk
-    k, number = given.moe_router_topk, given.num_experts or 1
     if groups is None and chosen is not None:
         yield f"`moe_router_group_topk`={chosen}: needs `moe_router_num_groups`"
     elif groups is not None and chosen is None:

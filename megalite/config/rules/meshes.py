@@ -56,7 +56,34 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
         yield f"`tensor_parallel_grid`={','.join(map(str, sides))}: {flag} has a grid of its own; use 4d, or drop it"
     if not given.is_grid:
         return
-    yield from _left_out(config, flag)
+    state = "whose layers are cut along one side"
+    reasons = {
+        "sequence_parallel": "a grid splits all activations already",
+        "tp_comm_overlap": "whose halves wait for other messages",
+        "context_parallel_size": "which cuts sequences",
+        "stage_meshes": "whose stages are cut along one side",
+        "num_experts": "whose tokens travel",
+        "model_module": "whose layers are its own",
+        "multi_latent_attention": state,
+        "experimental_attention_variant": state,
+        "qk_layernorm_across_heads": "which is cut along one side",
+        "qk_clip": "which looks at all queries",
+        "mtp_num_layers": state,
+        "lora_rank": state,
+        "fp8_format": "whose scales are of matrices cut along one side",
+        "compile": "whose norms send nothing",
+        "partial_backprop_groups": "which counts whole micro-batches",
+        "embedding_offload": "whose rows are on one host",
+        "loss_by_part": "which looks at all tokens of a micro-batch",
+        "sample_interval": "which generates with layers cut along one side",
+        "eval_task_files": "which scores with layers cut along one side",
+    }
+    spec = OPTIMIZER_SPECS[config.optimizer.optimizer]
+    if spec.whole or spec.statistics:
+        yield f"{flag}: not with `optimizer`={config.optimizer.optimizer}, which needs whole rows; use adam or sgd"
+    if config.model.softmax_type == "learnable":
+        reasons["softmax_type"] = "whose sinks are cut along one side"
+    yield from excluded(config, flag, reasons)
     if (shape := given.shape(ranks)) is None:
         if mode == "4d" and (sides is None or len(sides) != 3):
             yield f"{flag}: needs `tensor_parallel_grid` with three numbers, such as 1 2 {max(1, ranks // 2)}"
@@ -87,35 +114,3 @@ def _divides(config: Config, flag: str, shape: tuple[int, int, int]) -> Iterator
         if size % ranks:
             near = multiples_around(size, ranks)
             yield f"`{name}`={size}: not divisible by the {ranks} ranks of {which}; use {near}"
-
-
-def _left_out(config: Config, flag: str) -> Iterator[str]:
-    """What is defined for tensor parallelism of one dimension alone."""
-    state = "whose layers are cut along one side"
-    reasons = {
-        "sequence_parallel": "a grid splits all activations already",
-        "tp_comm_overlap": "whose halves wait for other messages",
-        "context_parallel_size": "which cuts sequences",
-        "stage_meshes": "whose stages are cut along one side",
-        "num_experts": "whose tokens travel",
-        "model_module": "whose layers are its own",
-        "multi_latent_attention": state,
-        "experimental_attention_variant": state,
-        "qk_layernorm_across_heads": "which is cut along one side",
-        "qk_clip": "which looks at all queries",
-        "mtp_num_layers": state,
-        "lora_rank": state,
-        "fp8_format": "whose scales are of matrices cut along one side",
-        "compile": "whose norms send nothing",
-        "partial_backprop_groups": "which counts whole micro-batches",
-        "embedding_offload": "whose rows are on one host",
-        "loss_by_part": "which looks at all tokens of a micro-batch",
-        "sample_interval": "which generates with layers cut along one side",
-        "eval_task_files": "which scores with layers cut along one side",
-    }
-    spec = OPTIMIZER_SPECS[config.optimizer.optimizer]
-    if spec.whole or spec.statistics:
-        yield f"{flag}: not with `optimizer`={config.optimizer.optimizer}, which needs whole rows; use adam or sgd"
-    if config.model.softmax_type == "learnable":
-        reasons["softmax_type"] = "whose sinks are cut along one side"
-    yield from excluded(config, flag, reasons)

@@ -56,8 +56,6 @@ def spikes(config: Config, world_size: int) -> Iterator[str]:
     """A rollback needs checkpoints that are old enough, and passes over the spike itself."""
     given, settings = config.training.spikes, config.checkpoint
     back, over, interval = given.rollback_iters, given.rollback_skip_iters, settings.save_interval
-    if given.on_spike != "rollback":
-        return
     if settings.save is None or interval is None:
         yield "`on_spike`=rollback: goes back to a checkpoint of this run; add `save` and `save_interval`"
     elif settings.kept is not None and (settings.kept - 1) * interval + 1 < back:
@@ -170,7 +168,11 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
         flag, end = (f"`lr_decay_{unit}`", decay) if decay is not None else (f"`train_{unit}`", train)
         if end is not None and length and length >= end:
             yield f"`lr_warmup_{unit}`={length}: not below {flag}={end}; use {end // 10}, or train longer"
-    yield from _wsd(config)
+    final = [name for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if name in config.given]
+    if optimizer.lr_decay_style == "WSD" and not final:
+        yield "`lr_decay_style`=WSD: needs `lr_wsd_decay_iters` (or `lr_wsd_decay_samples`)"
+    elif optimizer.lr_decay_style != "WSD" and final:
+        yield f"`{final[0]}`={config.given[final[0]]}: needs `lr_decay_style`=WSD"
     yield from _in_samples(config, world_size)
 
 
@@ -197,15 +199,6 @@ def _in_samples(config: Config, world_size: int) -> Iterator[str]:
         flag = "iters" if final.lr_wsd_decay_samples is None else "samples"
         number = final.lr_wsd_decay_iters if final.lr_wsd_decay_samples is None else final.lr_wsd_decay_samples
         yield f"`lr_wsd_decay_{flag}`={number}: {samples:,} samples, above {whole}; decay less, or train longer"
-
-
-def _wsd(config: Config) -> Iterator[str]:
-    style = config.optimizer.lr_decay_style
-    given = [name for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if name in config.given]
-    if style == "WSD" and not given:
-        yield "`lr_decay_style`=WSD: needs `lr_wsd_decay_iters` (or `lr_wsd_decay_samples`)"
-    elif style != "WSD" and given:
-        yield f"`{given[0]}`={config.given[given[0]]}: needs `lr_decay_style`=WSD"
 
 
 def weight_decay(config: Config, world_size: int) -> Iterator[str]:

@@ -144,8 +144,8 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
         for name in ("recompute_method", "recompute_num_layers"):
             if name in config.given:
                 yield f"`{name}`={show(config.given[name])}: needs `recompute_granularity`=full"
-    else:
-        yield from _recomputed_layers(config)
+    elif model.recompute_num_layers is not None:
+        yield from _recomputed_layers(config, model.recompute_num_layers)
     budget = config.parallel.hardware.device_memory_budget_gb
     if model.recompute_granularity in ("auto", "none") and budget is None:
         yield f"`recompute_granularity`={model.recompute_granularity}: needs `device_memory_budget_gb`; leave it out"
@@ -161,12 +161,9 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
         yield f"`cpu_offloading_num_layers`={offloaded}: not with `compile`, which decides itself what is kept"
 
 
-def _recomputed_layers(config: Config) -> Iterator[str]:
+def _recomputed_layers(config: Config, numbers: tuple[int, ...]) -> Iterator[str]:
     """One number for all stages, or under the block method one for each."""
     model, parallel = config.model, config.parallel
-    numbers = model.recompute_num_layers
-    if numbers is None:
-        return
     flag, block = f"`recompute_num_layers`={show(numbers)}", model.recompute_method == "block"
     if len(numbers) > 1 and not block:
         yield f"{flag}: one number for each stage needs `recompute_method`=block; give that, or one number"
