@@ -228,7 +228,12 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     q, kv = model.query_size / tp, model.local_kv_size(tp)
     traders, ring = given.traders, given.ring
     if model.mixer == "delta":
-        own = 2 * config.training.micro_batch_size * _affine_bytes(config, model) / tp
+        # what a piece of a sequence does to states, and the inputs that the convolution behind it wants
+        delta, pieces = model.delta, 2 * given.context_parallel_size
+        keys, reach = delta.linear_key_head_dim, min(delta.linear_conv_kernel_dim - 1, model.seq_length // pieces)
+        affine = size.wide * keys * (keys * delta.linear_num_value_heads + delta.value_size)
+        affine += size.compute * reach * delta.linear_num_key_heads * delta.mixed
+        own = 2 * config.training.micro_batch_size * affine / tp
         return ContextBytes(own * (traders - 1), own * traders * (ring - 1), own * traders * (ring - 1))
     traded = size.compute * tokens * 2 * (q + kv) * (traders - 1) / traders
     if ring == 1:
@@ -237,16 +242,6 @@ def context_bytes(config: Config, layer: Layer) -> ContextBytes:
     if given.cp_comm_type == "all_gather":
         return ContextBytes(traded, once, 2 * once)
     return ContextBytes(traded, once, once + 2 * size.wide * tokens * kv * (ring - 1))
-
-
-def _affine_bytes(config: Config, model: ModelConfig) -> float:
-    """Of what a piece of a sequence does to states, and of the inputs that the convolution behind it wants."""
-    size, given = ElementBytes.of(config), model.delta
-    reach = min(
-        given.linear_conv_kernel_dim - 1, model.seq_length // (2 * config.parallel.context.context_parallel_size)
-    )
-    states = given.linear_key_head_dim * (given.linear_key_head_dim * given.linear_num_value_heads + given.value_size)
-    return size.wide * states + size.compute * reach * given.linear_num_key_heads * given.mixed
 
 
 def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
@@ -260,7 +255,9 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
         gate = 2.0 * size.compute * tokens * model.query_size / config.parallel.tensor_model_parallel_size
         gates = gate * (model.attention_output_gate and model.mixer == "attention")
-        between += size.compute * tokens * _activated_width(config, layer) * config.training.compile
+        if config.training.compile:  # the inputs of the second matrix of the MLP, or of the shared expert
+            made = [p for p in layer.products if p.name.endswith("fc2") and not p.name.startswith("experts.")]
+            between += size.compute * tokens * sum(p.local(p.shards(config.parallel))[1] for p in made)
         return norms + MIXER_BYTES[model.mixer](config, model, on_cpu) + gates + between + dropout
     if not layer.products:
         return 0.0
@@ -271,12 +268,6 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     # each further prediction: three norms, what its matrix reads, a block
     own = 3 * _norm_bytes(config, model, on_cpu) + 2 * length * samples * h * size.compute
     return kept + model.further.depth * (own + kept_bytes(config, model_layers(config.model)[-2], on_cpu=on_cpu))
-
-
-def _activated_width(config: Config, layer: Layer) -> float:
-    """Inputs of the second matrix of the MLP, or of the shared expert, on one rank."""
-    made = [p for p in layer.products if p.name.endswith("fc2") and not p.name.startswith("experts.")]
-    return float(sum(p.local(p.shards(config.parallel))[1] for p in made))
 
 
 def imbalance(config: Config, factor: float) -> float:
@@ -308,12 +299,9 @@ def weight_only_bytes(config: Config, layer: Layer) -> float:
     """What a layer keeps after I until W of a split backward: inputs and output gradients of its matrices (whole
     sequences: the gather of sequence parallelism has been done). A head has computed its gradient, and adds it."""
     tp, size = config.parallel.tensor_model_parallel_size, ElementBytes.of(config)
-    matrices = [product.local(tp) for product in layer.products if not product.core]
-    if layer.is_block:
-        return float(size.compute * micro_tokens(config) * sum(n + k for n, k in matrices))
-    # those of further predictions
-    behind = [p.local(tp) for p in layer.products if not p.core and not p.name.endswith("output")]
-    return _output_bytes(config, layer) + float(size.compute * micro_tokens(config) * sum(n + k for n, k in behind))
+    matrices = [p.local(tp) for p in layer.products if not p.core and not p.name.endswith("output")]
+    kept = float(size.compute * micro_tokens(config) * sum(n + k for n, k in matrices))
+    return kept if layer.is_block else _output_bytes(config, layer) + kept
 
 
 def _output_bytes(config: Config, layer: Layer) -> float:

@@ -114,10 +114,6 @@ def _delta(model: ModelConfig) -> Contents:
     ]
 
 
-def _compressed(model: ModelConfig) -> int:
-    return (model.latent.q_lora_rank or model.hidden_size) + model.latent.compressed
-
-
 class Mixer(NamedTuple):
     """contents: parameters and products. entering: numbers of a token that each rank of the tensor axis needs whole for
     its heads."""
@@ -128,6 +124,6 @@ class Mixer(NamedTuple):
 
 MIXERS: Mapping[str, Mixer] = {
     "attention": Mixer(_attention),
-    "latent": Mixer(_latent, _compressed),
+    "latent": Mixer(_latent, lambda m: (m.latent.q_lora_rank or m.hidden_size) + m.latent.compressed),
     "delta": Mixer(_delta),
 }

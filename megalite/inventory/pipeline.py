@@ -72,9 +72,7 @@ def _built(
     return _changed(program, delayed, room, chunks)
 
 
-def _changed(
-    program: Program, delayed: bool, room: ActivationRoom | None, chunks: WeightChunks | None = None
-) -> Program:
+def _changed(program: Program, delayed: bool, room: ActivationRoom | None, chunks: WeightChunks | None) -> Program:
     """The program with what the configuration changes in it; activations move where they have to keep to some room, and
     weights where they live on the host."""
     program = merge_backward(program)

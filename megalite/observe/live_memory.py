@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.comm import all_gather_json
 from megalite.config import BatchRamp
-from megalite.inventory import MemoryPlan, given_plan, stage_layer_ranges
+from megalite.inventory import MemoryPlan
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
-from megalite.planner import PlannedStages, RankMemory, program_of, rank_memory
+from megalite.planner import PlannedStages, RankMemory, rank_memory
 from megalite.progress import in_units
 
 logger = logging.getLogger(__name__)
@@ -92,16 +93,13 @@ class LiveBytes(TorchDispatchMode):
         if storage.device.type != "cpu" or (known is not None and known[1] == size):
             return
         if known is None:
-            known = (weakref.ref(storage, self._forget(key)), 0)
+            known = (weakref.ref(storage, partial(self._forget, key)), 0)
         self._alive[key] = (known[0], size)  # a resized storage is the same one
         self.now += size - known[1]
         self.peak = max(self.peak, self.now)
 
-    def _forget(self, key: int) -> Callable[[Any], None]:
-        def forget(_: Any) -> None:
-            self.now -= self._alive.pop(key)[1]
-
-        return forget
+    def _forget(self, key: int, _: weakref.ref[Any]) -> None:
+        self.now -= self._alive.pop(key)[1]
 
 
 class MemoryCheckHook(Hook):
@@ -127,11 +125,7 @@ class MemoryCheckHook(Hook):
         least = LEAST_ITERATIONS if on_cpu else WATCHED
         if training.batch_ramp != BatchRamp() or training.seq_length_schedule is not None or to_go < least:
             return  # the first batches are not the ones that the prediction is about
-        config = trainer.config
-        world = trainer.mesh.size("world")
-        plan = given_plan(config) if self._plan is None else self._plan
-        program = program_of(config, world, plan)
-        run = PlannedStages(config, world, program, stage_layer_ranges(config, program), plan, on_cpu)
+        run = PlannedStages.of(trainer.config, trainer.mesh.size("world"), on_cpu=on_cpu, plan=self._plan)
         self._predicted = rank_memory(run, trainer.mesh.coordinate("pp"))
         self._until = trainer.iteration + WATCHED
         if on_cpu:

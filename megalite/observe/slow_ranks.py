@@ -68,6 +68,17 @@ def cuts_of(config: Config, world_size: int) -> list[range] | None:
     return stage_layer_ranges(config, program) if movable else None
 
 
+def way_out(cuts: list[range] | None, seconds: list[float], weights: list[float], core: float) -> Record:
+    """What to do about stages that work so long. weights: of their layers, where these can be moved. core: the share of
+    one that the slowest stage had."""
+    if core < OWN_CORE:
+        return {"slowest_stage_core": core}
+    if cuts is None:
+        return {}
+    found = faster_division(cuts, seconds, weights)
+    return {"slowest_stage_layout": None if found is None else compact_layout(found)}
+
+
 class SlowRankHook(Hook):
     """Names the rank that works much longer than the others of its stage, and says once that stages are uneven.
 
@@ -92,8 +103,6 @@ class SlowRankHook(Hook):
         self._work: deque[float] = deque()
         self._cores_used: deque[float] = deque()
         self._cpu_s = 0.0
-        self._cuts: list[range] | None = None
-        self._weights: list[float] = []
         self._suspect_rank: int | None = None
         self._suspect_stage: int | None = None
         self._said: dict[int, float] = {}
@@ -104,10 +113,6 @@ class SlowRankHook(Hook):
         self._crowded = trainer.device.type == "cpu" and most > self._cores
         self._work = deque(maxlen=max(10, trainer.config.logging.log_interval))
         self._cores_used, self._cpu_s = deque(maxlen=self._work.maxlen), time.process_time()
-        if trainer.mesh.size("pp") > 1:
-            self._cuts = cuts_of(trainer.config, trainer.mesh.size("world"))
-        if self._cuts is not None:
-            self._weights = [float(layer.flops()) for layer in model_layers(trainer.config.model)][1:-1]
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
         # A rank that reads its data slowly is as slow as one that computes slowly: that time is work here.
@@ -125,9 +130,11 @@ class SlowRankHook(Hook):
         work, cores, peaks, stages = (list(column) for column in zip(*rows, strict=True))
         record["peak_memory_bytes"] = int(max(peaks))
         if len(self._work) >= 4 and not self._crowded:
-            self._compare(work, [int(stage) for stage in stages], cores, record)
+            self._compare(trainer, work, [int(stage) for stage in stages], cores, record)
 
-    def _compare(self, work: list[float], stages: list[int], cores: list[float], record: Record) -> None:
+    def _compare(
+        self, trainer: TrainerView, work: list[float], stages: list[int], cores: list[float], record: Record
+    ) -> None:
         rank, ratio = slowest_rank(work, stages) or (None, 0.0)
         if rank is not None and rank == self._suspect_rank:
             record |= {"slowest_rank": rank, "slowest_rank_ratio": ratio, "slowest_rank_host": self._hosts[rank]}
@@ -138,14 +145,8 @@ class SlowRankHook(Hook):
             self._said[stage] = ratio
             hosts = dict.fromkeys(host for host, other in zip(self._hosts, stages, strict=True) if other == stage)
             record |= {"slowest_stage": stage, "slowest_stage_ratio": ratio, "slowest_stage_hosts": ", ".join(hosts)}
-            record |= self._way_out(seconds, by_stage(cores, stages)[stage])
+            cuts = cuts_of(trainer.config, trainer.mesh.size("world"))
+            layers = [] if cuts is None else model_layers(trainer.config.model)[1:-1]
+            weights = [float(layer.flops()) for layer in layers]
+            record |= way_out(cuts, [*seconds.values()], weights, by_stage(cores, stages)[stage])
         self._suspect_stage = stage
-
-    def _way_out(self, seconds: dict[int, float], core: float) -> Record:
-        """What to do about stages that work so long. core: the share of one that the slowest stage had."""
-        if core < OWN_CORE:
-            return {"slowest_stage_core": core}
-        if self._cuts is None or len(self._cuts) != len(seconds):
-            return {}
-        found = faster_division(self._cuts, [*seconds.values()], self._weights)
-        return {"slowest_stage_layout": None if found is None else compact_layout(found)}

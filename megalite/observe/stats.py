@@ -157,7 +157,12 @@ class IntervalStats:
         last = steps[-1]
         began = self._clock()
         routed = [None if step.experts is None else step.experts() for step in steps]
-        measured = _on_host([_scalars(step, experts) for step, experts in zip(steps, routed, strict=True)])
+        scalars: list[Scalars] = []
+        for step, experts in zip(steps, routed, strict=True):
+            values: Scalars = {name: getattr(step, name) for name in _READ}
+            values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(step.further, 1)}
+            scalars.append(values | {name: getattr(experts, name, None) for name in EXPERT_SCALARS})
+        measured = _on_host(scalars)
         seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
         losses = [values["lm_loss"] for values in measured]
         counted = [values["counted_tokens"] != 0 for values in measured]
@@ -265,13 +270,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _scalars(step: StepStats, experts: ExpertStats | None) -> Scalars:
-    """The numbers of a step that may live on the device."""
-    values: Scalars = {name: getattr(step, name) for name in _READ}
-    values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(step.further, 1)}
-    return values | {name: getattr(experts, name, None) for name in EXPERT_SCALARS}
 
 
 def _on_host(steps: Sequence[Scalars]) -> list[dict[str, float | None]]:

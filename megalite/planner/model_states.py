@@ -251,18 +251,13 @@ def _planned(
         on_cpu=on_cpu,
         tied=tied,
     )
-    owner = _fullest(config, plans)
-    return [_bucket(config, plan, owner, on_cpu) for plan in plans]
-
-
-def _fullest(config: Config, plans: Sequence[BucketPlan]) -> int:
-    """The owner that keeps most numbers: masters, and what is kept for whole matrices."""
-    kept: Counter[int] = Counter()
+    kept: Counter[int] = Counter()  # owner -> masters, and what is kept for whole matrices
     for plan in plans:
         if plan.segments[0].whole:
-            for owner in range(len(plan.sizes)):
-                kept[owner] += plan.sizes[owner] + _matrix_state(config, plan, owner)
-    return max(kept, key=lambda owner: kept[owner], default=0)
+            for owner, share in enumerate(plan.sizes):
+                kept[owner] += share + _matrix_state(config, plan, owner)
+    fullest = max(kept, key=lambda owner: kept[owner], default=0)
+    return [_bucket(config, plan, fullest, on_cpu) for plan in plans]
 
 
 def _matrix_state(config: Config, plan: BucketPlan, owner: int) -> int:

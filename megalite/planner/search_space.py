@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
 from typing import Any, NamedTuple
 
 from megalite.config import SECTIONS, Config, all_options, build_section, config_problems, divisors, flat, schedule_file
@@ -212,10 +211,6 @@ def legal_layouts(config: Config, world_size: int, given: frozenset[str], *, sta
 def reasons_against(config: Config, world_size: int, layout: Layout) -> list[str]:
     """What the product's validator says of this layout; data, checkpoints and logging are not what is planned."""
     config = apply(config, layout)
-    return config_problems(config, world_size, broken=_not_planned()) or list(schedule_file(config, world_size))
-
-
-@cache
-def _not_planned() -> frozenset[str]:
-    options = all_options()
-    return frozenset(name for name, option in options.items() if option.section in ("data", "checkpoint", "logging"))
+    others = ("data", "checkpoint", "logging")
+    not_planned = frozenset(name for name, option in all_options().items() if option.section in others)
+    return config_problems(config, world_size, broken=not_planned) or list(schedule_file(config, world_size))

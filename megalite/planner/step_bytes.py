@@ -27,7 +27,11 @@ def step_numbers(config: Config, plan: BucketPlan, owner: int, *, on_cpu: bool) 
         most = max(steps, default=0.0)
     else:
         longest = min(share, max(segment.stop - segment.start for segment in plan.segments))
-        stepped, written = (number * min(longest, STEP_PIECE) for number in _of_element(config))
+        optimizer, method, piece = config.optimizer, config.staleness.method, min(longest, STEP_PIECE)
+        narrow = sum(dtype != "fp32" for dtype in rule.moments(optimizer))
+        numbers = narrow + rule.step + rule.step_nesterov * (method == "nesterov")
+        stepped = piece * max(numbers, int(method == "error-feedback"))
+        written = piece * (2 + narrow) * (method == "predict")  # while the next batch's weights are
         most = 1.0 * (longest if rule.statistics else stepped)
     joined = JOINED if config.optimizer.store_param_remainders and size.compute != size.wide else 0.0
     return max(most + share * (joined + (size.gradient != size.wide)), written)
@@ -41,13 +45,3 @@ def tapped_numbers(config: Config, plan: BucketPlan, owner: int) -> int:
     everywhere = config.optimizer.args.kfac_factors == "all"
     ranges = plan.ranges if everywhere else [segment.ranges[0] for segment in plan.segments_of(owner)]
     return sum(tap(config.optimizer, range_.entry.placement.global_shape) for range_ in ranges)
-
-
-def _of_element(config: Config) -> tuple[int, int]:
-    """While it is stepped, and while the weights that the next batch computes with are written. Of AdamW for what rules
-    of matrices leave to it, too."""
-    optimizer, method = config.optimizer, config.staleness.method
-    rule = OPTIMIZER_SPECS[optimizer.optimizer]
-    narrow = sum(dtype != "fp32" for dtype in rule.moments(optimizer))
-    steps = narrow + rule.step + rule.step_nesterov * (method == "nesterov")
-    return max(steps, int(method == "error-feedback")), (2 + narrow) * (method == "predict")

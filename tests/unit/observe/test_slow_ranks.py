@@ -14,7 +14,7 @@ from megalite.comm.mesh import ParallelMesh
 from megalite.comm.world import World
 from megalite.observe.hooks import Hook, Hooks, TrainerView
 from megalite.observe.loggers import ConsoleHook, evened
-from megalite.observe.slow_ranks import SlowRankHook, by_stage, slowest, slowest_rank
+from megalite.observe.slow_ranks import SlowRankHook, by_stage, slowest, slowest_rank, way_out
 from megalite.observe.stats import IntervalStats, Record
 from megalite.schedule import expand_layout
 from megalite.testing import run_ranks
@@ -115,14 +115,6 @@ def test_the_line_names_a_division_only_where_the_times_allow_one() -> None:
     assert "layers of --model-module" in of_module and "--pipeline-model-parallel-layout" not in of_module
 
 
-class _Work(SlowRankHook):
-    """With the times of its iterations given, and a core of its own."""
-
-    def way_out(self, cuts: list[range], seconds: list[float], core: float = 1.0) -> Record:
-        self._cuts, self._weights = cuts, [1.0] * (cuts[-1].stop - 2)
-        return self._way_out(dict(enumerate(seconds)), core)
-
-
 def test_obeying_never_leads_back() -> None:
     """Layers of known times are dealt as the line says until it names no further division: the slowest stage has become
     faster with each, and none is left."""
@@ -137,7 +129,7 @@ def test_obeying_never_leads_back() -> None:
             seconds = [sum(true[item] for item in cut) for cut in cuts]
             assert max(seconds) < slowest, (true, cuts)
             slowest = max(seconds)
-            layout = _Work(64).way_out(cuts, seconds)["slowest_stage_layout"]
+            layout = way_out(cuts, seconds, [1.0] * layers, core=1.0)["slowest_stage_layout"]
             if layout is None:
                 break
             sizes = [len(stage) for stage in expand_layout(layout).split("|")]
@@ -145,5 +137,5 @@ def test_obeying_never_leads_back() -> None:
         else:
             raise AssertionError("it goes round")
     two = [range(3), range(3, 4)]
-    assert _Work(64).way_out(two, [4.1, 1.0]) == {"slowest_stage_layout": "Et|tL"}
-    assert _Work(64).way_out(two, [4.1, 1.0], core=0.5) == {"slowest_stage_core": 0.5}
+    assert way_out(two, [4.1, 1.0], [1.0] * 2, core=1.0) == {"slowest_stage_layout": "Et|tL"}
+    assert way_out(two, [4.1, 1.0], [1.0] * 2, core=0.5) == {"slowest_stage_core": 0.5}
