@@ -45,7 +45,7 @@ from megalite.inventory.buckets import (
     plan_buckets,
 )
 from megalite.inventory.families import AXIS_FAMILIES, DEALT
-from megalite.inventory.grid_traffic import Exchange, grid_exchanges, moved_by_a_block
+from megalite.inventory.grid_traffic import grid_exchanges, moved_by_a_block
 from megalite.inventory.layers import (
     FLOPS_CONVENTION,
     WORD_EMBEDDINGS,

@@ -30,7 +30,7 @@ from megalite.planner.communication import CommGroup
 from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
 from megalite.planner.hardware import Hardware, Link, available, hardware_of, load_cluster, load_hardware, peak_flops
-from megalite.planner.host_states import chunk_capacity, efficiency, host_traffic
+from megalite.planner.host_states import chunk_capacity
 from megalite.planner.inter_operator import StageCost, plan_stages
 from megalite.planner.intra_operator import block_text
 from megalite.planner.memory import (
@@ -60,7 +60,6 @@ from megalite.planner.search_space import (
 from megalite.planner.software import (
     DEEPSPEED_2021,
     LLAMA_2024,
-    MEGALITE,
     MEGATRON_2021,
     MEGATRON_2022,
     MEGATRON_2024,

@@ -7,7 +7,7 @@ published by others, or `tools/profile_layers.py`). Bandwidths are bytes per sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -110,9 +110,7 @@ def load_hardware(name_or_file: str, *, devices_per_node: int | None = None) -> 
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"`hardware`={name_or_file}: not a YAML file ({str(error).splitlines()[0]})") from error
     hardware = parse_hardware(data, name_or_file)
-    if devices_per_node is None:
-        return hardware
-    return replace(hardware, devices_per_node=devices_per_node)
+    return hardware if devices_per_node is None else replace(hardware, devices_per_node=devices_per_node)
 
 
 def load_cluster(name_or_file: str, devices: int, *, devices_per_node: int | None = None) -> list[tuple[int, Hardware]]:
@@ -140,9 +138,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s that one device could do at best in bf16 or fp16: what MFU, the share of the possible that a run reaches,
     is measured against. None where that is not known (other precisions; a CPU, whose peak depends on clocks and
     instruction sets that its name does not tell)."""
-    found = _listed(device_name)
-    if found is None or precision not in ("bf16", "fp16"):
-        return None
+    found = _listed(device_name) if precision in ("bf16", "fp16") else None
     return load_hardware(found).matrix_flops[precision] if isinstance(found, str) else found
 
 
@@ -159,23 +155,19 @@ def _listed(device_name: str) -> str | float | None:
     return found if found is None or isinstance(found, str) else float(found)
 
 
+_Reader = Callable[[Any, str, list[str]], Any]
+
+
 def parse_hardware(data: Any, where: str) -> Hardware:
     """Build a description from a file's content. Raises ConfigError with every problem."""
     if not isinstance(data, dict):
         raise ConfigError(f"`hardware`={where}: expected a mapping of names to numbers")
     problems: list[str] = []
-    values: dict[str, Any] = {}
     names = {entry.name: entry.default for entry in fields(Hardware) if entry.name != "measured"}
-    for name, default in names.items():
-        raw = data.get(name, None if default is MISSING else default)
-        if name in ("name", "kind"):
-            values[name] = str(raw)
-        elif name in ("intra_node", "inter_node"):
-            values[name] = _link(raw, name, problems)
-        elif name == "matrix_flops":
-            values[name] = _rates(raw, problems)
-        else:
-            values[name] = _number(raw, name, problems)
+    given = {name: data.get(name, None if default is MISSING else default) for name, default in names.items()}
+    readers: dict[str, _Reader] = {**dict.fromkeys(names, _number), "name": _text, "kind": _text}
+    readers |= {"intra_node": _link, "inter_node": _link, "matrix_flops": _rates}
+    values = {name: readers[name](raw, name, problems) for name, raw in given.items()}
     known = {*names, "source"}
     problems += [f"{name}: unknown" for name in data if name not in known]
     if values["kind"] not in ("cuda", "cpu"):
@@ -184,6 +176,10 @@ def parse_hardware(data: Any, where: str) -> Hardware:
         raise ConfigError([f"`hardware`={where}: {problem}" for problem in problems])
     values["devices_per_node"] = int(values["devices_per_node"])
     return Hardware(**values)
+
+
+def _text(raw: Any, *_: object) -> str:
+    return str(raw)
 
 
 def _number(raw: Any, name: str, problems: list[str]) -> float:
@@ -204,7 +200,7 @@ def _link(raw: Any, name: str, problems: list[str]) -> Link:
     return Link(_number(raw["bandwidth"], "bandwidth", problems), _number(raw["latency"], "latency", problems))
 
 
-def _rates(raw: Any, problems: list[str]) -> dict[str, float]:
+def _rates(raw: Any, _: str, problems: list[str]) -> dict[str, float]:
     names = ("bf16", "fp16", "fp32", "fp64")
     if not isinstance(raw, dict) or set(raw) - {"fp8"} != set(names):
         problems.append(f"matrix_flops: expected FLOP/s of {', '.join(names)} (and fp8)")

@@ -14,8 +14,8 @@ priced as one on the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import ElementBytes, MemoryPlan, computations, given_plan, stage_layer_ranges
@@ -33,46 +33,30 @@ def efficiency(ait: float, bandwidth: float, peak: float) -> float:
     return ait * bandwidth / (ait * bandwidth + peak)
 
 
-class TierTraffic(NamedTuple):
-    """Bytes of one device's share of a step, and the bandwidth of that share; 0 where nothing is known of it."""
-
-    nbytes: float
-    bandwidth: float
-
-    @property
-    def seconds(self) -> float:
-        return self.nbytes / self.bandwidth if self.bandwidth else 0.0
+Traffic = Mapping[str, tuple[float, float]]
+"""Of a device's step, tier -> bytes of its share, and the bandwidth of that share, 0 where nothing is known of it."""
 
 
-class HostTraffic(NamedTuple):
-    """Over the link to the host, its memory, the disk."""
-
-    link: TierTraffic
-    host: TierTraffic
-    disk: TierTraffic
-
-    @property
-    def seconds(self) -> float:
-        """Of the step; 0 if nothing is known."""
-        return self.link.seconds + max(self.host.seconds, self.disk.seconds)
-
-
-def host_traffic(config: Config, elements: float, hardware: Hardware, plan: MemoryPlan) -> HostTraffic:
+def host_traffic(config: Config, elements: float, hardware: Hardware, plan: MemoryPlan) -> Traffic:
     """Of the step of `elements` parameters of a device whose states are off it. All devices of a node share its memory
     and its disk."""
     size, in_file = ElementBytes.of(config), plan.file_fraction / plan.fraction if plan.fraction else 0.0
     states = size.wide * (1 + OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer))
     sent = 0.0 if hardware.on_cpu or plan.hosts_params else elements * (size.gradient + size.compute)
-    both = 0.0
+    both, devices = 0.0, hardware.devices_per_node
     if in_file and hardware.disk_read and hardware.disk_write:
         both = 2 / (1 / hardware.disk_read + 1 / hardware.disk_write)
-    return HostTraffic(
-        TierTraffic(sent, hardware.host_link),
-        TierTraffic(
-            elements * (2 * states + size.gradient + size.compute), hardware.host_copy / hardware.devices_per_node
-        ),
-        TierTraffic(in_file * elements * 2 * states, both / hardware.devices_per_node),
-    )
+    return {
+        "the link to the host": (sent, hardware.host_link),
+        "the host's memory": (elements * (2 * states + size.gradient + size.compute), hardware.host_copy / devices),
+        "the disk": (in_file * elements * 2 * states, both / devices),
+    }
+
+
+def host_seconds(traffic: Traffic) -> float:
+    """Of the step; 0 if nothing is known."""
+    link, host, disk = (nbytes / bandwidth if bandwidth else 0.0 for nbytes, bandwidth in traffic.values())
+    return link + max(host, disk)
 
 
 def chunk_capacity(config: Config, world_size: int, hardware: Hardware) -> float:

@@ -321,12 +321,7 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def _stepped(
-    config: Config,
-    plan: MemoryPlan,
-    buckets: Sequence[PlannedBucket],
-    owned: int,
-    size: ElementBytes,
-    on_cpu: bool,
+    config: Config, plan: MemoryPlan, buckets: Sequence[PlannedBucket], owned: int, size: ElementBytes, on_cpu: bool
 ) -> tuple[int, StateBytes]:
     """(Elements whose masters and moments are off the device, the bytes of these there, of the moments that are left,
     and of what comes and goes in the step of those, on a CPU of all), as `parallel.zero` cuts them."""

@@ -20,7 +20,7 @@ from megalite.planner.communication import CommGroup
 from megalite.planner.cost import LayerTimes, Roofline, add_times
 from megalite.planner.data_parallel import DataParallel
 from megalite.planner.hardware import Hardware
-from megalite.planner.host_states import host_traffic
+from megalite.planner.host_states import host_seconds, host_traffic
 from megalite.planner.memory import PlannedStages, RankMemory, pipeline_memory
 from megalite.planner.software import Software
 from megalite.schedule import (
@@ -172,7 +172,7 @@ def _optimizer_step(
 ) -> float:
     """Seconds of a step of `elements` parameters: on the device what is there, then what is off it, as far as the
     `meanwhile` of the next batch does not hide that."""
-    away = host_traffic(config, plan.fraction * elements, hardware, plan).seconds
+    away = host_seconds(host_traffic(config, plan.fraction * elements, hardware, plan))
     if not away:
         return source.optimizer_step(config, elements)
     hidden = meanwhile if config.optimizer.offload.delayed_parameter_update else 0.0

@@ -88,9 +88,15 @@ def limit_of(prediction: Prediction, hardware: Hardware) -> str:
 
 
 def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
-    """One candidate."""
+    """One candidate. Its layout by the names of the flags, of which the last are there only where stages differ."""
+    plan, cut = prediction.plan, prediction.config.parallel.stage_layout.pipeline_model_parallel_layout
+    layout = layout_of(prediction.config).as_dict(prediction.world_size)
+    layout["recompute_granularity"] = _granularity(prediction.config, plan)
+    if plan.recompute[0].method == "block":
+        layout |= {"recompute_method": "block", "recompute_num_layers": [each.number for each in plan.recompute]}
+    layout |= {} if cut is None else {"pipeline_model_parallel_layout": cut}
     return {
-        "layout": _layout(prediction),
+        "layout": layout,
         "step_time_s": prediction.step_time,
         "tokens_per_s": prediction.tokens_per_s,
         "tflops_per_device": prediction.tflops_per_device,
@@ -103,18 +109,6 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
         "step_time_parts_s": prediction.breakdown,
         "limited_by": limit_of(prediction, hardware),
     }
-
-
-def _layout(prediction: Prediction) -> dict[str, Any]:
-    """By the names of the flags; the last ones only where stages differ."""
-    plan, parallel = prediction.plan, prediction.config.parallel
-    layout = layout_of(prediction.config).as_dict(prediction.world_size)
-    layout["recompute_granularity"] = _granularity(prediction.config, plan)
-    if plan.recompute[0].method == "block":
-        layout |= {"recompute_method": "block", "recompute_num_layers": [each.number for each in plan.recompute]}
-    if parallel.stage_layout.pipeline_model_parallel_layout is not None:
-        layout["pipeline_model_parallel_layout"] = parallel.stage_layout.pipeline_model_parallel_layout
-    return layout
 
 
 def table(predictions: Sequence[Prediction], hardware: Hardware) -> str:
@@ -188,16 +182,15 @@ def states_text(prediction: Prediction, hardware: Hardware) -> list[str]:
     traffic = host_traffic(config, owned, hardware, prediction.plan)
     peak = hardware.matrix_flops[config.training.precision.name]
     lines = []
-    for name, (nbytes, bandwidth) in zip(
-        ("the link to the host", "the host's memory", "the disk"), traffic, strict=True
-    ):
+    for name, (nbytes, bandwidth) in traffic.items():
         if nbytes and bandwidth:
             ait = prediction.model_flops / world / nbytes
             lines.append(
                 f"optimizer states over {name}: {ait:,.0f} FLOP a byte, {bandwidth / 1e9:.3g} GB/s a device: "
                 f"{efficiency(ait, bandwidth, peak):.1%} of the peak if nothing hides it (arXiv 2104.07857)"
             )
-    if lines and traffic.disk.nbytes and not traffic.disk.bandwidth:
+    nbytes, bandwidth = traffic["the disk"]
+    if lines and nbytes and not bandwidth:
         lines.append(
             "optimizer states over the disk: its rate is not in the file of `hardware`, and not in the step "
             "(python tools/doctor.py --disk DIR measures it)"

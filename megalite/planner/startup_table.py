@@ -115,10 +115,7 @@ def _run_rows(config: Config, world_size: int, device: str) -> list[tuple[str, s
             f"{batch:,} samples = {number} micro-batch{'es' * (number != 1)} of {training.micro_batch_size} "
             f"{taken_by}; {in_units(batch * seq_length)} tokens per step",
         ),
-        (
-            "training",
-            f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * seq_length)} tokens",
-        ),
+        ("training", f"{iterations:,} iterations, {samples:,} samples, {in_units(samples * seq_length)} tokens"),
         *_local_rows(config, world_size),
         *(("data", f"from sample {first:,} {name}") for first, name in config.data.phases(seq_length)),
     ]

@@ -11,7 +11,8 @@ import pytest
 from megalite.config import Config, parse
 from megalite.errors import ConfigError
 from megalite.inventory import count_parameters
-from megalite.planner import Hardware, Roofline, chunk_capacity, efficiency, host_traffic, load_hardware, predict
+from megalite.planner import Hardware, Roofline, chunk_capacity, load_hardware, predict
+from megalite.planner.host_states import efficiency, host_seconds, host_traffic
 from megalite.planner.result_table import states_text
 from tools.plan import main
 
@@ -98,7 +99,7 @@ def test_the_plan_says_what_is_left_of_the_peak(tmp_path: Path) -> None:
     assert states_text(found, with_host(host_link=25e9, host_copy=100e9))[2].startswith(
         "optimizer states over the disk: its rate is"
     )
-    assert host_traffic(found.config, 1.0, with_host(), found.plan).seconds == 0.0
+    assert host_seconds(host_traffic(found.config, 1.0, with_host(), found.plan)) == 0.0
 
 
 def test_the_largest_model_of_a_machine(capsys: pytest.CaptureFixture[str]) -> None:
