@@ -80,14 +80,15 @@ SEARCHED = tuple(field.name for field in fields(Layout))
 
 def apply(config: Config, layout: Layout) -> Config:
     """The configuration with this layout."""
-    changed = asdict(layout)
+    changed, sections = asdict(layout), ["parallel", "training"]
     if config.parallel.pipeline_schedule_file:
         changed["pipeline_schedule"] = None
     if layout.recompute_granularity != config.model.recompute_granularity:
         full = layout.recompute_granularity == "full"
         changed |= {"recompute_method": "uniform" if full else None, "recompute_num_layers": (1,) if full else None}
-    sections = {name: flat(getattr(config, name)) | changed for name in ("model", "parallel", "training")}
-    return replace(config, **{name: build_section(SECTIONS[name], values) for name, values in sections.items()})
+        sections.append("model")  # else it stays the same object, by which what is known of it is found
+    values = {name: flat(getattr(config, name)) | changed for name in sections}
+    return replace(config, **{name: build_section(SECTIONS[name], found) for name, found in values.items()})
 
 
 def layout_of(config: Config) -> Layout:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from megalite.config import Config, StageLayout
 from megalite.inventory import Layer, Recompute, blocks_of, model_layers
@@ -59,7 +59,7 @@ class MemoryHeadroom(PlannedStages):
 
     usable_bytes: float = 0.0
 
-    @property
+    @cached_property
     def blocks(self) -> list[int]:
         """Transformer layers of each stage."""
         return [len(blocks_of(self.config.model, cut)) for cut in self.cuts]
