@@ -7,6 +7,7 @@ parser gets an `Offer` through a function of a higher floor, which can read chec
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +61,10 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["mup_base_hidden_size"] = model.hidden_size
     if model.delta.experimental_attention_variant is None:
         values |= dict.fromkeys(flat(Delta()))
-    for name in LAYER_PATTERNS:
-        values[name] = _mixed(model, name)
+    for name in (name for name in LAYER_PATTERNS if values[name] is not None):
+        with suppress(ConfigError):  # of a malformed one, which a rule reports
+            layers = [model.listed(name, index) for index in range(model.num_layers)]
+            values[name] = pattern_text(layers) if len(set(layers)) == 2 else None  # it makes no layers differ
     values["lora_alpha"] = None if model.lora.lora_rank is None else model.lora.scale * model.lora.lora_rank
     values["lora_targets"] = " ".join(model.adapted_parts) or None
     if not values["use_rope_scaling"]:
@@ -74,25 +77,11 @@ def effective(model: ModelConfig) -> Mapping[str, Any]:
         values["moe_ffn_hidden_size"] = model.expert_ffn_size
         if model.experts.moe_router_score_function == "sigmoid":
             values["moe_router_pre_softmax"] = None
-        try:
-            layers = model.sparse_layers
-        except ConfigError:  # a rule will say so
-            return values
-        values["moe_layer_freq"] = pattern_text(layers)
-        values |= {"ffn_hidden_size": None} if all(layers) else {}
+        with suppress(ConfigError):
+            sparse = model.sparse_layers
+            values["moe_layer_freq"] = pattern_text(sparse)
+            values |= {"ffn_hidden_size": None} if all(sparse) else {}
     return values
-
-
-def _mixed(model: ModelConfig, name: str) -> str | None:
-    """The pattern as a list where it makes layers differ; as it is where it is malformed, which validation reports."""
-    pattern: str | None = flat(model)[name]
-    if pattern is None:
-        return None
-    try:
-        layers = [model.listed(name, index) for index in range(model.num_layers)]
-    except ConfigError:
-        return pattern
-    return pattern_text(layers) if len(set(layers)) == 2 else None
 
 
 def architecture_differences(saved: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:

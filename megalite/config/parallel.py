@@ -125,11 +125,6 @@ class TensorGrid(Spelled):
         None, "of 4d: ranks that share the inputs, the outputs and the tokens of a layer", ge=1
     )
 
-    @property
-    def is_grid(self) -> bool:
-        """Whether ranks form a grid."""
-        return self.tensor_parallel_mode != "1d"
-
     def shape(self, ranks: int) -> GridShape | None:
         """X, Y, Z of so many ranks; None where they make no such grid, or none is asked for."""
         found, given = grids_of(self.tensor_parallel_mode, ranks), self.tensor_parallel_grid or ()

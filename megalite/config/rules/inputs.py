@@ -30,20 +30,16 @@ def data(config: Config, world_size: int) -> Iterator[str]:
         weights = []
     if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
         yield f"`split`={source.split}: expected up to three weights such as 969,30,1, not all 0"
-    yield from _tokenizer(config)
-
-
-def _tokenizer(config: Config) -> Iterator[str]:
-    source, kind = config.data, config.data.tokenizer_type
-    stand_in, size = source.stand_in_ids(config.model.vocab_size), config.model.vocab_size
+    kind, size = source.tokenizer_type, config.model.vocab_size
+    stand_in = source.stand_in_ids(size)
     known = config.training.dry_run and (size >= 2 or kind in VOCABULARIES)  # then `missing_data` lists what it lacks
     if stand_in is not None:
         if stand_in < 2:
             yield f"`tokenizer_type`={kind}: its file is not given; name it by `tokenizer_model`, or give `vocab_size`"
     elif lacks := source.tokenizer_lacks():
         yield from [] if known else lacks
-    elif kind == "NullTokenizer" and config.model.vocab_size < 2:
-        yield f"`vocab_size`={config.model.vocab_size}: `tokenizer_type`={kind} needs at least 2 ids; give their number"
+    elif kind == "NullTokenizer" and size < 2:
+        yield f"`vocab_size`={size}: `tokenizer_type`={kind} needs at least 2 ids; give their number"
     for name, without in WITHOUT_FILE.items():
         value = getattr(source, name)
         if value is not None and kind in without:

@@ -62,7 +62,7 @@ def tensor_parallel(config: Config, world_size: int) -> Iterator[str]:
             yield f"`stage_meshes`={config.parallel.stage_meshes}: {of_stage}"
     model, size = config.model, config.parallel.tensor_model_parallel_size
     heads, groups = model.num_attention_heads, model.query_groups
-    if config.parallel.tensor_grid.is_grid:
+    if config.parallel.tensor_grid.tensor_parallel_mode != "1d":
         return  # `rules.tensor_grid`
     if heads % size:
         yield f"{TP}={size}: does not divide `num_attention_heads`={heads}; legal: {listed(divisors(heads))}"

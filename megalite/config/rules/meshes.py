@@ -54,7 +54,7 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
     flag = f"`tensor_parallel_mode`={mode}"
     if sides is not None and mode != "4d":
         yield f"`tensor_parallel_grid`={','.join(map(str, sides))}: {flag} has a grid of its own; use 4d, or drop it"
-    if not given.is_grid:
+    if mode == "1d":
         return
     state = "whose layers are cut along one side"
     reasons = {
