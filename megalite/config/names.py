@@ -28,17 +28,18 @@ CONSTANT_FLAGS: Mapping[str, tuple[str, Any]] = {
     "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
 }
 
-#: Names that are no field but are worked out into fields when all is read (`worked_out`) -> the type of their value.
-EXTRA_OPTIONS: Mapping[str, type | None] = {
-    "num_layers_per_virtual_pipeline_stage": int,
-    "group_query_attention": None,
-    "no_position_embedding": None,
-    "use_torch_fsdp2": None,
-    "use_megatron_fsdp": None,
-    "data_parallel_sharding_strategy": str,
-    "rotary_scaling_factor": float,
-    "rope_type": str,
-    "exit_on_missing_checkpoint": None,
+#: Names that are no field but are worked out into fields when all is read (`worked_out`) -> the type of their value,
+#: None for a switch, and what stands for them now.
+EXTRA_OPTIONS: Mapping[str, tuple[type | None, str]] = {
+    "num_layers_per_virtual_pipeline_stage": (int, "`virtual_pipeline_model_parallel_size`"),
+    "group_query_attention": (None, "`num_query_groups` 1"),
+    "no_position_embedding": (None, "`position_embedding_type` rope"),
+    "use_torch_fsdp2": (None, "`zero_stage` 3"),
+    "use_megatron_fsdp": (None, "`zero_stage` 3"),
+    "data_parallel_sharding_strategy": (str, "`zero_stage`"),
+    "rotary_scaling_factor": (float, "`rope_scaling_factor`, type yarn"),
+    "rope_type": (str, "`rope_scaling_type`"),
+    "exit_on_missing_checkpoint": (None, ""),
 }
 
 #: What people call things elsewhere -> what to suggest.

@@ -58,7 +58,7 @@ def _names() -> Mapping[str, _Name]:
     found |= {name: _Name(name, name, made.switch is not None, many=True) for name, made in argument_flags().items()}
     found |= {name: _Name(target, name, False, options[target].many) for name, target in RENAMED.items()}
     found |= {name: _Name(target, name, True) for name, (target, _) in CONSTANT_FLAGS.items()}
-    found |= {name: _Name(name, name, kind is None) for name, kind in EXTRA_OPTIONS.items()}
+    found |= {name: _Name(name, name, kind is None) for name, (kind, _) in EXTRA_OPTIONS.items()}
     return {f"no_{name}": each._replace(negated=True) for name, each in found.items() if each.switch} | found
 
 
@@ -224,7 +224,9 @@ class Reader:
         return value if on else self.options[target].default
 
     def _value(self, typed: Written, target: str) -> Any:
-        option = self.options.get(target) or Option("", target, EXTRA_OPTIONS[target] or bool, False, False, None, {})
+        option = self.options.get(target) or Option(
+            "", target, EXTRA_OPTIONS[target][0] or bool, False, False, None, {}
+        )
         if len(typed.scalars) == 1 and typed.scalars[0].tag == "null":
             if option.many and not option.optional:
                 return ()

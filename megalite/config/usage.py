@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megalite.config.arguments import argument_flags, places, shown_flag
-from megalite.config.names import CONSTANT_FLAGS, RENAMED
+from megalite.config.names import CONSTANT_FLAGS, EXTRA_OPTIONS, RENAMED
 from megalite.config.schema import OneOf, Option
 from megalite.config.values import show
 from megalite.errors import flag_of, spelled
@@ -124,13 +124,4 @@ def accepted_spellings() -> dict[str, str]:
     found |= {alias: flag_of(target) for alias, target in RENAMED.items()}
     for alias, (target, value) in CONSTANT_FLAGS.items():
         found[alias] = flag_of("no_" + target) if value is False else f"{flag_of(target)} {show(value)}"
-    return found | {
-        "num_layers_per_virtual_pipeline_stage": flag_of("virtual_pipeline_model_parallel_size"),
-        "group_query_attention": flag_of("num_query_groups") + " 1",
-        "no_position_embedding": flag_of("position_embedding_type") + " rope",
-        "use_torch_fsdp2": flag_of("zero_stage") + " 3",
-        "use_megatron_fsdp": flag_of("zero_stage") + " 3",
-        "data_parallel_sharding_strategy": flag_of("zero_stage"),
-        "rotary_scaling_factor": shown_flag("rope_scaling_factor") + ", type yarn",
-        "rope_type": shown_flag("rope_scaling_type"),
-    }
+    return found | {name: spelled(now, shown_flag) for name, (_, now) in EXTRA_OPTIONS.items() if now}
