@@ -49,7 +49,7 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
     world.report_phase("start-up: the user's module")
     cp = mesh.context(gathers=config.parallel.context.cp_comm_type == "all_gather")
     dtype, first = parameter_dtype(config), world.is_first
-    found = ForeignModel(config, mesh["tp"], program, world.device, dtype, cp=cp, probe=first)
+    found = ForeignModel(config, mesh["tp"], program, world.device, dtype, cp, probe=first)
     leak = next(filter(None, all_gather_json(found.leak, mesh.world)), None)
     if leak is not None:
         raise ConfigError(

@@ -24,12 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.comm import ParallelMesh, all_reduce_
-from megalite.config import Config
+from megalite.comm import all_reduce_
 from megalite.data import BatchLoader
 from megalite.microbatch import Microbatch
 from megalite.train.build import wide_dtype
 from megalite.train.further import Further
+from megalite.train.host_embedding import Watch
+from megalite.train.run_data import RunData
+
+LossScale = Callable[[int], float | Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,35 +56,25 @@ class GlobalBatch:
 class BatchReader:
     """Fetches batches on demand and forgets them when asked to.
 
-    loader: None in a run that only evaluates.
-    cut: takes this rank's part of a sequence, after its tokens were counted.
-    together: micro-batches of an update (PipeDream); None: all of the batch.
-    loss_scale: number of a batch -> its loss scale; called when the batch is begun.
-    watch: called when a batch has been read, with the number of its first micro-batch, its micro-batches in host
-        memory, whose tokens stay there, and the loader.
+    loader: None in a run that only evaluates. together: micro-batches of an update (PipeDream); None: all of the batch.
+    scale: number of a batch -> its loss scale; called when the batch is begun.
+    watch: called when a batch has been read; tokens of its micro-batches stay in host memory.
     """
 
     def __init__(
-        self,
-        loader: BatchLoader | None,
-        config: Config,
-        mesh: ParallelMesh,
-        device: torch.device,
-        *,
-        cut: Callable[[Microbatch], Microbatch],
-        together: int | None,
-        loss_scale: Callable[[int], float | Tensor],
-        watch: Callable[[int, list[Microbatch], BatchLoader], None] | None,
+        self, data: RunData, loader: BatchLoader | None, together: int | None, scale: LossScale, watch: Watch | None
     ) -> None:
-        self.loader, self._device, self._watch = loader, device, watch
-        self._dp_size, self._cut, self._of_update = mesh.size("stream"), cut, together
+        config, mesh = data.config, data.mesh
+        self.loader, self._device, self._watch = loader, data.device, watch
+        # `cut` takes this rank's part of a sequence, after its tokens were counted.
+        self._dp_size, self._cut, self._of_update = mesh.size("stream"), data.cut, together
         # Tokens are counted over it, so that each has the same weight; None: each micro-batch has.
         self._tokens_over = mesh["stream"] if config.training.calculate_per_token_loss else None
         self.loss_dtype, depth = wide_dtype(config), config.model.further.depth
         self._further = Further(depth, self._tokens_over, self.loss_dtype) if depth else None
         self.part_names = () if loader is None or loader.parts is None else loader.parts.names
         self._seconds = 0.0
-        self._loss_scale = loss_scale
+        self._loss_scale = scale
         self._plan: dict[int, tuple[int, int]] = {}
         self._batches: dict[int, GlobalBatch] = {}
 

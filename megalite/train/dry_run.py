@@ -101,7 +101,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         sizes = {"tp": config.parallel.tensor_model_parallel_size, "cp_heads": context.traders, "cp_ring": context.ring}
         tp, *cp = (Axis(name, size, 0, tuple(range(size))) for name, size in sizes.items())  # that connect nobody
         device, dtype = torch.device("meta"), parameter_dtype(config)
-        foreign = ForeignModel(config, tp, program, device, dtype, cp=ContextAxes(cp[0], cp[1]), look=True)
+        foreign = ForeignModel(config, tp, program, device, dtype, ContextAxes(cp[0], cp[1]), probe=False)
     planned = PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=True)
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]

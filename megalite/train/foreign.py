@@ -98,9 +98,8 @@ def summed_loss(logits: Tensor, microbatch: Microbatch) -> Tensor:
 class ForeignModel:
     """The module of `--model-module` as layers, cut over the stages of a program.
 
-    axis: the tensor-parallel ranks. cp: those that share a sequence. dtype: of parameters. look: build on `meta`, to
-    look at it only.
-    probe: ask whether it reads later tokens, where that is cheap.
+    axis: the tensor-parallel ranks. device: `meta`, to look at it only. dtype: of parameters. cp: ranks that share a
+    sequence. probe: ask whether it reads later tokens, where that is cheap.
     cuts: the layers of each stage. held: (name, local shape, placement) of what learns in each stage, each once.
     still: what of this rank's stages no update changes: buffers that are saved, and parameters that do not learn.
     leak: what `probe` found. Raises ConfigError in one line for whatever cannot be done with it.
@@ -113,21 +112,21 @@ class ForeignModel:
         program: Program,
         device: torch.device,
         dtype: torch.dtype,
+        cp: ContextAxes,
         *,
-        cp: ContextAxes | None = None,
-        look: bool = False,
-        probe: bool = False,
+        probe: bool,
     ) -> None:
         self.name, self._config, size = config.model.module.model_module or "", config, axis.size
         shape = config.training.micro_batch_size, config.model.seq_length
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        look = device.type == "meta"
         module = made(config, look=look)
         check_parameters(self.name, module, look=look)
         module = cast(module, dtype).train()
         copy = small_copy(module, shape) if probe else None
         try:
             table = config.model.module.table if size > 1 else {}
-            sequences = Sequences(config.data.reset_attention_mask, cp or ContextAxes())
+            sequences = Sequences(config.data.reset_attention_mask, cp)
             layers = layers_over(axis, module, (tokens,), table, sequences, ids=config.model.vocab_size)
             self.parts = Parts(layers, sequences.share((tokens,)), program, device)
         except ConfigError as error:

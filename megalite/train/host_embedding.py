@@ -23,6 +23,7 @@ from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, parameter_of
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import ShardedOptimizer
 from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey, StagePlacement
+from megalite.train.run_data import RunData
 
 
 def make_rows(
@@ -105,19 +106,19 @@ class RowsOptimizer(ShardedOptimizer):
         self.rows.after_load(int(self.step_count))
 
 
-def watch_of(
-    config: Config, rows: CachedRows | None, rank: int, keys: Sequence[StageKey], cut: Callable[..., Microbatch]
-) -> Callable[[int, Sequence[Microbatch], BatchLoader], None] | None:
-    """What tells the rows of a rank with stages `keys`, when a batch has been read, what is used next.
+Watch = Callable[[int, Sequence[Microbatch], BatchLoader], None]
+"""Of (the number of a batch's first micro-batch, its micro-batches in host memory, the loader)."""
 
-    rank: coordinate on the pipeline. cut: takes what of a sequence this rank computes.
-    """
+
+def watch_of(data: RunData, rows: CachedRows | None, keys: Sequence[StageKey]) -> Watch | None:
+    """What tells the rows of a rank with stages `keys`, when a batch has been read, what is used next."""
+    config, rank = data.config, data.mesh.coordinate("pp")
     if rows is None:
         return None
     held, key = rows, (0, first_stage(keys))
 
     def watch(first: int, microbatches: Sequence[Microbatch], loader: BatchLoader) -> None:
-        known = [*microbatches, *map(cut, loader.peek(config.optimizer.offload.embedding_lookahead))]
+        known = [*microbatches, *map(data.cut, loader.peek(config.optimizer.offload.embedding_lookahead))]
         ids = [held.own(mb.tokens.numpy()) for mb in known]
         size, forwards = len(microbatches), {FORWARD, RECOMPUTE}
         program = computations(config, size)

@@ -170,17 +170,12 @@ def assemble_trainer(
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
     config, model, mesh = state.config, state.model, data.mesh
     reader = BatchReader(
+        data,
         data.train_loader(progress.consumed_samples) if not config.training.skip_train else None,
-        config,
-        mesh,
-        world.device,
-        cut=data.cut,
-        together=model.together,
+        model.together,
         # The same on every stage. Some begin a batch of 2BW before the last update: its scale is older.
-        loss_scale=lambda batch: updater.loss_scale(
-            previous=model.num_versions > 1 and updater.newest_version() == batch
-        ),
-        watch=watch_of(config, model.rows, mesh.coordinate("pp"), [*model.stages], data.cut),
+        lambda batch: updater.loss_scale(previous=model.num_versions > 1 and updater.newest_version() == batch),
+        watch_of(data, model.rows, [*model.stages]),
     )
     updater = make_updater(state, reader, progress, late=world.device.type == "cuda")
     executor = make_executor(programs, model, mesh, updater, world)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.comm import Axis
+from megalite.comm import Axis, ContextAxes
 from megalite.config import parse
 from megalite.errors import ConfigError
 from megalite.schedule import build_program
@@ -112,7 +112,7 @@ def look(folder: Path, text: str, *, look: bool = True, stages: int = 1) -> Fore
     config = parse([*FLAGS.split(), "--model-module", f"{file}:f"])
     program = build_program("1f1b", stages, stages)
     device = torch.device("meta" if look else "cpu")
-    return ForeignModel(config, Axis.single("tp"), program, device, torch.float32, look=look, probe=not look)
+    return ForeignModel(config, Axis.single("tp"), program, device, torch.float32, ContextAxes(), probe=not look)
 
 
 @pytest.mark.parametrize("dry", [True, False], ids=["dry run", "start"])

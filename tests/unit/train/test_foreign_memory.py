@@ -11,9 +11,10 @@ from equivalence import own_models
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.comm import Axis
-from megalite.config import parse
+from megalite.comm import Axis, ContextAxes
+from megalite.config import Config, parse
 from megalite.inventory import DEFAULT_PLAN, given_plan
+from megalite.schedule import Program
 from megalite.train.announcement import demands_of, judge
 from megalite.train.foreign import ForeignModel
 from megalite.train.planned import PlannedRun, saved_bytes
@@ -45,13 +46,19 @@ def kept_by_autograd(model: ForeignModel) -> int:
     return sum(storage.nbytes() for storage in found.values())
 
 
+def made(config: Config, program: Program) -> ForeignModel:
+    return ForeignModel(
+        config, Axis.single("tp"), program, torch.device("cpu"), torch.float32, ContextAxes(), probe=False
+    )
+
+
 @pytest.mark.parametrize(
     "name", ["untied", *(pytest.param(n, marks=pytest.mark.full) for n in ("mixer", "gpt2", "llama"))]
 )
 def test_activations_are_what_autograd_keeps(name: str) -> None:
     config = parse(f"{BASE} --model-module {Path(own_models.__file__)}:{name}".split())
     program = ProgramCache(config).full(1)
-    model = ForeignModel(config, Axis.single("tp"), program, torch.device("cpu"), torch.float32)
+    model = made(config, program)
     found, again, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given, model.ranges(0))
     assert again == 0
     assert found == kept_by_autograd(model)
@@ -71,7 +78,7 @@ def test_activations_are_what_autograd_keeps(name: str) -> None:
 def test_recomputed_layers_keep_their_inputs_and_come_back_one_by_one() -> None:
     argv = f"{BASE} --model-module {Path(own_models.__file__)}:untied --recompute-granularity full".split()
     program = ProgramCache(parse(argv)).full(1)
-    model = ForeignModel(parse(argv), Axis.single("tp"), program, torch.device("cpu"), torch.float32)
+    model = made(parse(argv), program)
     count = len(model.cuts[0])
     kept, again, _ = saved_bytes(model.parts, model.cuts[0], model.parts.given, model.ranges(0))
     everything, *_ = saved_bytes(model.parts, model.cuts[0], model.parts.given, [(0, count, False)])
