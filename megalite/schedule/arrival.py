@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from fractions import Fraction
-from math import lcm
 from typing import TYPE_CHECKING
 
 from megalite.schedule.action import BACKWARD, COMMUNICATION_KINDS, FORWARD, Action
@@ -23,7 +21,7 @@ from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import BatchRange, BatchSpec, Program
 
 if TYPE_CHECKING:
-    from megalite.schedule.simulate import Costs, Time
+    from megalite.schedule.simulate import Time
 
 
 def share_of(rank: int, ranks: int, limit: int) -> int:
@@ -71,16 +69,12 @@ def arrival_orders(
     return orders
 
 
-def as_arrives(program: Program, costs: Costs, run: BatchSpec) -> Program:
+def as_arrives(program: Program, takes: Callable[[Action], Time], hop: Time, run: BatchSpec) -> Program:
     """A message-driven program in the order that these times give it. run: the batches in which it is looked at."""
     batches = program.batches(run)
     keys = [(rank, kind) for rank in range(program.num_ranks) for kind in (FORWARD, BACKWARD)]
-    times = [*(costs.of(Action(kind, rank, 0), program) for rank, kind in keys), costs.communication]
-    if all(isinstance(time, int | Fraction) for time in times):  # integers compare in a tenth of the time of fractions
-        unit = lcm(*(Fraction(time).denominator for time in times))
-        times = [int(time * unit) for time in times]
-    takes, sizes = dict(zip(keys, times, strict=False)), [batch.size for batch in batches]
-    orders = arrival_orders(program.num_ranks, sizes, program.max_in_flight, lambda *key: takes[key], times[-1])
+    times, sizes = {key: takes(Action(key[1], key[0], 0)) for key in keys}, [batch.size for batch in batches]
+    orders = arrival_orders(program.num_ranks, sizes, program.max_in_flight, lambda *key: times[key], hop)
     before = {batch.iteration: sum(each.size for each in batches[:number]) for number, batch in enumerate(batches)}
 
     def order(rank: int, batch: BatchRange) -> list[Action]:

@@ -174,12 +174,14 @@ def simulate(
     Raises ScheduleError if the lists wait for each other in a circle.
     """
     costs = costs or Costs()
-    program = as_arrives(program, costs, batches) if program.max_in_flight else program
     lists = program.unroll(batches)
+    times = _Times(program, costs, lists)
+    if program.max_in_flight:
+        program = as_arrives(program, times.of, times.communication, batches)
+        lists = program.unroll(batches)
     norms = _Norms(program, batches) if global_norm and not program.update_per_microbatch else None
     links = Links()
     reads = _weights_read(program, batches) if program.chunks is not None else ()
-    times = _Times(program, costs, lists)
     spans = times.given_back(_run(program, lists, times, norms, links, reads))
     transfers = times.given_back(sorted(links.spans, key=lambda span: (span[2], span[0])))
     unit = program.activation_unit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from functools import partial
 from statistics import mean
 
 import pytest
@@ -38,7 +39,7 @@ def test_whatever_arrives_when_the_list_is_valid_and_in_order() -> None:
         program = lower(build_program("message-driven", p, m, max_in_flight=limit))
         program = insert_unshard(program) if rng.random() < 0.5 else program
         costs = uneven(stages(rng, p), Fraction(rng.randint(0, 10), 10))
-        given = as_arrives(program, costs, 2)
+        given = as_arrives(program, partial(costs.of, program=program), costs.communication, 2)
         assert validate(given).in_order
         peaks = simulate(program, costs, batches=2).peak_activations_per_rank
         assert max(peaks) <= min(limit, m) and peaks[-1] == 1
