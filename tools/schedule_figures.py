@@ -24,7 +24,7 @@ def figures(program: Program, timeline: Timeline) -> dict[str, Any]:
     return {
         "schedule": program.name,
         "pipeline_model_parallel_size": program.num_ranks,
-        "virtual_pipeline_model_parallel_size": program.chunks_per_rank,
+        "virtual_pipeline_model_parallel_size": program.placement.chunks_per_rank,
         "num_microbatches": program.num_microbatches,
         "num_batches": num_batches,
         "makespan": number(timeline.makespan),

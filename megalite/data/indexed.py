@@ -249,7 +249,7 @@ class IndexedWriter:
     prefix: path without suffix; its folder is made.
     vocab_size: decides the type on disk (`token_dtype`), unless `dtype` is given.
     partial: tokens are written to `PREFIX.bin.partial`, which outlives an exception; what stands there already is taken
-    over (`following`, `skip`) or cut off (`cut`).
+    over (`following`, and counted in `tokens`) or cut off (`cut`).
     """
 
     def __init__(
@@ -329,10 +329,6 @@ class IndexedWriter:
             raise ValueError(count)
         self._bin.seek(at)
         return np.frombuffer(self._bin.read(nbytes), self.dtype)
-
-    def skip(self, count: int) -> None:
-        """Counts tokens that are in a partial file as written."""
-        self.tokens += count
 
     def flush(self) -> None:
         """From here on the tokens outlive the process in a partial file."""

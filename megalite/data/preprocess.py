@@ -127,7 +127,7 @@ def write_units(
         for unit, result, written in _results(job, units, workers, kept, writers):
             for writer, ids, lengths in zip(writers, result.ids, result.lengths, strict=True):
                 if written:
-                    writer.skip(ids.size)
+                    writer.tokens += ids.size
                 else:
                     writer.write(ids)
                 writer.extend(lengths, goes_on=unit.goes_on)

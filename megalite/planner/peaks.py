@@ -27,7 +27,7 @@ def walked(program: Program) -> int:
     """So many micro-batches show all that a rank ever holds: three rounds through the pipeline, where not all forwards
     come first (tests/unit/planner/test_uneven.py)."""
     m = program.num_microbatches
-    shape = ScheduleShape(program.num_ranks, m, program.chunks_per_rank)
+    shape = ScheduleShape(program.num_ranks, m, program.placement.chunks_per_rank)
     if program.name not in SCHEDULES or SCHEDULES[program.name].in_flight(shape) >= m:
         return m
     period = program.num_ranks * program.placement.round

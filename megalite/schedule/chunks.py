@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import NamedTuple, TypeVar
 
 from megalite.errors import ScheduleError
@@ -113,7 +114,7 @@ def moves_for(
         come = [key for key in kept if key not in there]
         held += sum(sizes[key] for key in come)
         free = [key for key in reversed(there) if key not in kept] if held > room else []
-        next_use = [_next(next_uses[key]) for key in free]
+        next_use = [next_uses[key][0] if next_uses[key] else inf for key in free]
         leave = [free[i] for i in belady(next_use, [sizes[key] for key in free], held=held, room=room)]
         for key in leave:
             del there[key]
@@ -124,10 +125,6 @@ def moves_for(
             raise ScheduleError(f"a layer's weights are {needed:,} bytes, and {room:,} have room; give more")
         moves.append((leave, come))
     return moves
-
-
-def _next(uses: deque[int]) -> float:
-    return uses[0] if uses else float("inf")
 
 
 def chunk_faults(plan: Sequence[ChunkUse], sizes: Mapping[ChunkKey, int], room: int) -> Iterator[tuple[int, str]]:

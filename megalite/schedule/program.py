@@ -171,10 +171,6 @@ class Program:
         return self.placement.num_stages
 
     @property
-    def chunks_per_rank(self) -> int:
-        return self.placement.chunks_per_rank
-
-    @property
     def keeps_gradients(self) -> bool:
         """Whether a gradient exists while some micro-batch runs forward, so that its memory is needed throughout."""
         return self.num_microbatches > 1 or self.asynchronous

@@ -97,7 +97,7 @@ def programs() -> Iterator[tuple[Program, int]]:
         number = max(SCHEDULES[name].min_chunks, 2 if name in ("interleaved", "breadth-first") else 1)
         program = merge_backward(build_program(name, ranks, 4 * ranks, number if number > 1 else None))
         layers = rng.randint(1, 5)
-        room = rng.randint(2, layers * program.chunks_per_rank + 2)
+        room = rng.randint(2, layers * program.placement.chunks_per_rank + 2)
         yield with_chunks(program, chunks_of(program, layers, 7 * room, size=7)), layers
 
 
