@@ -98,14 +98,14 @@ class Renderer:
     to follow."""
 
     def __init__(self, template: str, variables: Mapping[str, Any], characters: int, *, prompt: bool) -> None:
+        self._length = 0
+        self._answers: list[tuple[int, int]] = []
         made = environment()
-        made.extend(on_generation=self._on_generation)
+        made.extend(on_generation=lambda text: self._answers.append((self._length, self._length + len(text))))
         self._template, self._variables = made.from_string(template), variables
         self._tells = GENERATION.search(template) is not None
         self._most = characters
         self._prompt = prompt
-        self._length = 0
-        self._answers: list[tuple[int, int]] = []
 
     def answer(self, line: bytes) -> dict[str, Any]:
         """Text and answers of one conversation."""
@@ -148,9 +148,6 @@ class Renderer:
             if self._length > most:
                 raise TooLong(f"more than {most:,} characters of text")
         return "".join(pieces)
-
-    def _on_generation(self, text: str) -> None:
-        self._answers.append((self._length, self._length + len(text)))
 
 
 def bounded(work: Any, limits: Mapping[str, Any]) -> bytes:

@@ -128,7 +128,12 @@ class Generator:
         chunks = tuple(self._chunks(slot, tokens, len(slots)) for slot, tokens in zip(slots, pending, strict=True))
         program = proved_program(self.placement, len(slots), rounds, chunks)
         turns = self._turns(slots, pending, chunks)
-        self._execute(program, rounds, turns, sampling)
+        choices = self.num_choices or self.parts.config.vocab_size
+        stages = {
+            key: GenerationStage(key[0], rounds, self.parts, turns, sampling, choices)
+            for key in program.placement.stages_of(self.rank)
+        }
+        run_forwards(program, self.rank, stages, self.channel, turns)
         chosen = self._exchange(slots, turns, rounds)
         for place, (slot, tokens) in enumerate(zip(slots, pending, strict=True)):
             before = [len(row.text) for row in slot.mine]
@@ -164,14 +169,6 @@ class Generator:
                 (last if turn.last else before).append(turn)
                 column += part.shape[1]
         return [*last, *before]
-
-    def _execute(self, program: Program, rounds: int, turns: list[Turn], sampling: Sampling) -> None:
-        choices = self.num_choices or self.parts.config.vocab_size
-        stages = {
-            key: GenerationStage(key[0], rounds, self.parts, turns, sampling, choices)
-            for key in program.placement.stages_of(self.rank)
-        }
-        run_forwards(program, self.rank, stages, self.channel, turns)
 
     def _exchange(self, slots: Sequence[Slot], turns: Sequence[Turn], rounds: int) -> Tensor:
         """The chosen tokens of all groups, on every stage: int64 `[replicas, slots, rounds, b]` on the CPU."""
