@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -70,8 +70,8 @@ class Schedule:
     title: str
     paper: str
     build: Callable[[ScheduleShape], Program]
-    problems: Callable[[ScheduleShape], list[str]] = lambda shape: []
-    warnings: Callable[[ScheduleShape], list[str]] = lambda shape: []
+    problems: Callable[[ScheduleShape], Iterable[str]] = lambda shape: ()
+    warnings: Callable[[ScheduleShape], Iterable[str]] = lambda shape: ()
     aliases: tuple[str, ...] = ()
     num_chunks: int | None = 1
     min_chunks: int = 1
@@ -99,7 +99,7 @@ def flush_schedule(
     placement: Callable[[ScheduleShape], StagePlacement],
     rank_order: Callable[[int, ScheduleShape], Iterable[Action]],
     peak: Callable[[int, ScheduleShape], PeakActivations],
-    problems: Callable[[ScheduleShape], list[str]] = lambda shape: [],
+    problems: Callable[[ScheduleShape], Iterable[str]] = lambda shape: (),
     program_facts: Callable[[ScheduleShape], dict[str, Any]] = lambda shape: {},
     **facts: Any,
 ) -> Schedule:
@@ -122,12 +122,11 @@ def flush_schedule(
     return Schedule(name, title, paper, build, problems, **facts)
 
 
-def fewer_than(name: str, shape: ScheduleShape, said: str, least: int, instead: str, why: str = "") -> list[str]:
+def fewer_than(name: str, shape: ScheduleShape, said: str, least: int, instead: str, why: str = "") -> Iterator[str]:
     """The problem of too few micro-batches a batch, if they are. said: how the papers write `least`, p or 2p-1."""
-    if shape.m >= least:
-        return []
-    numbers = f"p = {least} ranks" if said == "p" else f"{said} = {least} (p = {shape.p} ranks)"
-    return [
-        f"`pipeline_schedule`={name}: m = {shape.m} micro-batches per batch are fewer than {numbers}{why}; raise "
-        f"`global_batch_size`, or use `pipeline_schedule`={instead}"
-    ]
+    if shape.m < least:
+        numbers = f"p = {least} ranks" if said == "p" else f"{said} = {least} (p = {shape.p} ranks)"
+        yield (
+            f"`pipeline_schedule`={name}: m = {shape.m} micro-batches per batch are fewer than {numbers}{why}; raise "
+            f"`global_batch_size`, or use `pipeline_schedule`={instead}"
+        )

@@ -17,6 +17,8 @@ Idle (p-2f)/(2f) * (tF+tB) with tF = tB, once for all units; 2f copies of the we
 held.
 """
 
+from collections.abc import Iterator
+
 from megalite.schedule.action import Action, backward, forward
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
@@ -45,22 +47,20 @@ def peak(rank: int, shape: ScheduleShape) -> PeakActivations:
     return PeakActivations(p - p // (2 * f) + 1 + min(within, length - 1 - within))
 
 
-def problems(shape: ScheduleShape, name: str = "chimera", units: int = 1) -> list[str]:
+def problems(shape: ScheduleShape, name: str = "chimera", units: int = 1) -> Iterator[str]:
     """units: of p micro-batches, that a batch consists of a multiple of."""
     p, m, _, f = shape[:4]
-    reasons = []
     if p % (2 * f):
-        reasons.append(
+        yield (
             f"`pipeline_schedule`={name}: p = {p} ranks cannot hold {2 * f} opposite pipelines (p must be a multiple "
             f"of 2f = {2 * f}); change `pipeline_model_parallel_size`, or use `pipeline_schedule`=1f1b"
         )
     if m % (units * p):
         unit = f"p = {p} ranks" if units == 1 else f"{units}p = {units * p} for p = {p} ranks"
-        reasons.append(
+        yield (
             f"`pipeline_schedule`={name}: m = {m} micro-batches per batch is not a multiple of {unit}, the "
             f"unit that its two directions share; change `global_batch_size`, or use `pipeline_schedule`=1f1b"
         )
-    return reasons
 
 
 SCHEDULE = flush_schedule(

@@ -42,13 +42,13 @@ def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
         yield in_turn(backward, turn)
 
 
-def problems(shape: ScheduleShape) -> list[str]:
-    if shape.m % shape.p == 0:
-        return []
-    return [
-        f"`pipeline_schedule`=interleaved: m = {shape.m} micro-batches per batch is not a multiple of p = {shape.p} "
-        f"ranks, which take micro-batches in groups of p; change `global_batch_size`, or use `pipeline_schedule`=1f1b"
-    ]
+def problems(shape: ScheduleShape) -> Iterator[str]:
+    if shape.m % shape.p:
+        yield (
+            f"`pipeline_schedule`=interleaved: m = {shape.m} micro-batches per batch is not a multiple of p = "
+            f"{shape.p} ranks, which take micro-batches in groups of p; change `global_batch_size`, or use "
+            "`pipeline_schedule`=1f1b"
+        )
 
 
 SCHEDULE = flush_schedule(

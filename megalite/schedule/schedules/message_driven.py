@@ -17,8 +17,6 @@ from megalite.schedule.arrival import arrival_orders
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
 
-NAME = "message-driven"
-
 
 def limit_of(shape: ScheduleShape) -> int:
     """L."""
@@ -31,7 +29,7 @@ def _orders(p: int, m: int, limit: int) -> list[list[tuple[str, int]]]:
 
 
 SCHEDULE = flush_schedule(
-    NAME,
+    "message-driven",
     "Message-driven: each rank runs whatever has arrived",
     "Singh and Bhatele 2022, arXiv:2110.13005",
     lambda shape: shape.placement,

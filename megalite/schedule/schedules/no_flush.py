@@ -62,16 +62,15 @@ def window(
         yield step(stage, batch.iteration)
 
 
-def too_far_ahead(name: str, shape: ScheduleShape, ahead: int, why: str, least: int) -> list[str]:
+def too_far_ahead(name: str, shape: ScheduleShape, ahead: int, why: str, least: int) -> Iterator[str]:
     """The problem of a batch that is too short for the forwards that its first rank runs ahead, if it is."""
-    if shape.m >= least:
-        return []
-    rule = "m >= p-1 =" if not shape.workers else "m >="
-    return [
-        f"`pipeline_schedule`={name}: m = {shape.m} micro-batches per batch with p = {shape.placement.num_ranks} "
-        f"ranks: rank 0 runs {ahead} forwards ahead{why} ({rule} {least}); raise `global_batch_size` or use "
-        "`pipeline_schedule`=1f1b"
-    ]
+    if shape.m < least:
+        rule = "m >= p-1 =" if not shape.workers else "m >="
+        yield (
+            f"`pipeline_schedule`={name}: m = {shape.m} micro-batches per batch with p = {shape.placement.num_ranks} "
+            f"ranks: rank 0 runs {ahead} forwards ahead{why} ({rule} {least}); raise `global_batch_size` or use "
+            "`pipeline_schedule`=1f1b"
+        )
 
 
 def least_microbatches(shape: ScheduleShape) -> int:

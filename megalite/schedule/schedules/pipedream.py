@@ -17,6 +17,8 @@ old everywhere, one gradient of one set of weights, for p versions on every rank
 Because a decision to stop is taken one batch ahead, the forwards may not run further than that: m >= p-1.
 """
 
+from collections.abc import Iterator
+
 from megalite.schedule.action import Action
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
@@ -67,7 +69,7 @@ def updates_ahead(shape: ScheduleShape) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def problems(shape: ScheduleShape) -> list[str]:
+def problems(shape: ScheduleShape) -> Iterator[str]:
     ahead = updates_ahead(shape)[0] * shape.placement.round
     return too_far_ahead("pipedream", shape, ahead, ", beyond the next batch", ahead)
 

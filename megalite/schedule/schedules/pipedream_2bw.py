@@ -21,6 +21,8 @@ before rank 0. Its share of the norm leaves when rank 0's does (NORM), and the s
 later if there are that many.
 """
 
+from collections.abc import Iterator
+
 from megalite.schedule.action import Action
 from megalite.schedule.definition import Schedule, ScheduleShape
 from megalite.schedule.program import BatchRange, PeakActivations, Program
@@ -87,18 +89,17 @@ def build(shape: ScheduleShape) -> Program:
     )
 
 
-def problems(shape: ScheduleShape) -> list[str]:
+def problems(shape: ScheduleShape) -> Iterator[str]:
     why = " and would need weights before their update"
     return too_far_ahead("2bw", shape, shape.ahead(0), why, least_microbatches(shape))
 
 
-def warnings(shape: ScheduleShape) -> list[str]:
-    if shape.m >= shape.p or shape.workers:
-        return []
-    return [
-        f"`pipeline_schedule`=2bw: m = p-1 = {shape.m} leaves no slack on rank 0 between an update and its first use: "
-        f"reduction and norm are not hidden; m >= p = {shape.p} micro-batches per batch is faster"
-    ]
+def warnings(shape: ScheduleShape) -> Iterator[str]:
+    if shape.m < shape.p and not shape.workers:
+        yield (
+            f"`pipeline_schedule`=2bw: m = p-1 = {shape.m} leaves no slack on rank 0 between an update and its first "
+            f"use: reduction and norm are not hidden; m >= p = {shape.p} micro-batches per batch is faster"
+        )
 
 
 SCHEDULE = Schedule(

@@ -100,7 +100,7 @@ def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
             f"`chimera_pairs`={shape.f}: {name} has no pairs of opposite pipelines; leave it out, or use "
             "`pipeline_schedule`=chimera"
         )
-    if shape.max_in_flight and schedule.name != message_driven.NAME:
+    if shape.max_in_flight and not schedule.takes_arrivals:
         reasons.append(
             f"`pipeline_max_in_flight`={shape.max_in_flight}: {name} runs a fixed list; leave it out, or use "
             "`pipeline_schedule`=message-driven"
@@ -113,12 +113,12 @@ def schedule_problems(name: str, *numbers: Any, **more: Any) -> list[str]:
             f"`stage_meshes`: {count} replicas of a stage do not divide m = {shape.m} micro-batches per batch; make "
             f"m a multiple of {lcm(*shape.workers)} by `global_batch_size`, or choose replicas that divide {shape.m}"
         )
-    return reasons + schedule.problems(shape)
+    return [*reasons, *schedule.problems(shape)]
 
 
 def schedule_warnings(name: str, *numbers: Any, **more: Any) -> list[str]:
     """Legal, but there is something the user should know (2BW with m = p-1). Numbers: as for `build_program`."""
-    return find_schedule(name).warnings(shape_of(name, *numbers, **more))
+    return list(find_schedule(name).warnings(shape_of(name, *numbers, **more)))
 
 
 def build_program(

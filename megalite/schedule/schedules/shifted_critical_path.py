@@ -36,13 +36,12 @@ def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
             yield forward(rank, warmup + k)
 
 
-def warnings(shape: ScheduleShape) -> list[str]:
-    if shape.p > 1:
-        return []
-    return [
-        "`pipeline_schedule`=shifted-critical-path: recomputes nothing on one pipeline rank, whose stage is the last; "
-        "use `recompute_granularity`=full"
-    ]
+def warnings(shape: ScheduleShape) -> Iterator[str]:
+    if shape.p == 1:
+        yield (
+            "`pipeline_schedule`=shifted-critical-path: recomputes nothing on one pipeline rank, whose stage is the "
+            "last; use `recompute_granularity`=full"
+        )
 
 
 SCHEDULE = flush_schedule(

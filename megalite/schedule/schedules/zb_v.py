@@ -84,14 +84,12 @@ def _order(rank: int, p: int, n: int) -> Iterator[Action]:
             yield do.w(chunk)
 
 
-def warnings(shape: ScheduleShape) -> list[str]:
-    least = 2 * shape.p - 1
-    if shape.m >= least:
-        return []
-    return [
-        f"`pipeline_schedule`=zb-v: m = {shape.m} micro-batches per batch leave gaps; m >= 2p-1 = {least} has none (p "
-        f"= {shape.p})"
-    ]
+def warnings(shape: ScheduleShape) -> Iterator[str]:
+    if shape.m < (least := 2 * shape.p - 1):
+        yield (
+            f"`pipeline_schedule`=zb-v: m = {shape.m} micro-batches per batch leave gaps; m >= 2p-1 = {least} has none "
+            f"(p = {shape.p})"
+        )
 
 
 SCHEDULE = flush_schedule(
