@@ -64,10 +64,11 @@ class SampleSource:
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Which part has a sample, and its number there. Raises IndexError."""
-        if not 0 <= sample < len(self):
-            raise IndexError(f"sample {sample} of {len(self)}")
-        part = bisect_right(self.stops, sample)
-        return part, sample - (self.stops[part - 1] if part else 0)
+        stops = self.stops
+        if not 0 <= sample < stops[-1]:
+            raise IndexError(f"sample {sample} of {stops[-1]}")
+        part = bisect_right(stops, sample)
+        return part, sample - (stops[part - 1] if part else 0)
 
     def cut(self, sample: int) -> Cut:
         """Where the tokens of a sample are. Raises IndexError."""
