@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.comm import Axis, ExpertAxes, Handle, ParallelMesh
 from megalite.config import Config
 from megalite.parallel.expert.deep_ep import deep_ep_over
-from megalite.parallel.expert.plan import Dispatched, Leg, RowCounts, Sent, plan_dispatch
+from megalite.parallel.expert.plan import Dispatched, Leg, Sent, plan_dispatch
 
 
 class TokenLibrary(Protocol):
@@ -53,7 +53,7 @@ class Carried:
     """Tokens on their way, and back again: as `Dispatched`, carried by `axes.library`.
 
     x: `[n, h]`. experts, kept, weights: `[n, k]`, of `num_experts`; kept: None: all. rows: stands for what travels in
-    autograd's graph until it is waited for.
+    autograd's graph until it is waited for. counts: rows of this rank's experts, once it was.
     """
 
     def __init__(
@@ -64,16 +64,12 @@ class Carried:
         self._leg = Leg(self._way.there, self._way.back)
         self.rows, self._weights = self._leg.begin(x, weights)
 
-    @property
-    def counts(self) -> RowCounts:
-        """Rows of this rank's experts."""
-        return self._here.counts
-
     def wait(self) -> Tensor:
         """Rows of this rank's experts, one expert after the other."""
         rows, self._weights = self._leg.end(self.rows, self._weights)
         here = self._way.here
         self._here = Dispatched(rows, plan_dispatch(here, here >= 0, self._local, Axis.single("ep")))
+        self.counts = self._here.counts
         return self._here.wait()
 
     def back(self, y: Tensor) -> Carried:

@@ -196,11 +196,11 @@ class Dispatched:
     they are waited for, and in backward until their gradients are.
 
     Backward runs what came later in forward first: what is computed in between hides both messages.
-    rows: stands for what travels in autograd's graph until it is waited for.
+    rows: stands for what travels in autograd's graph until it is waited for. counts: rows of this rank's experts.
     """
 
     def __init__(self, x: Tensor, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self.counts = plan, plan.counts
         self.rows = conjugates(x, plan, _leaving, _sums)
         if plan.axis.size > 1:
             self._leg = _leg(plan, back=False)
@@ -212,11 +212,6 @@ class Dispatched:
             return self.rows
         (rows,) = self._leg.end(self.rows)
         return conjugates(rows, self._plan, _arranged, _as_received)
-
-    @property
-    def counts(self) -> RowCounts:
-        """Rows of this rank's experts."""
-        return self._plan.counts
 
     def back(self, y: Tensor) -> Dispatched:
         """Starts the experts' results `[sum(counts), h]`, in the order in which their rows came, on their way back."""

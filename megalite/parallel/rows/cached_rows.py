@@ -114,9 +114,9 @@ class CachedRows:
         counts: bool = True,
         replica: int = 0,
     ) -> None:
-        count, columns = host.weights.shape
+        count, columns = host.weights.shape  # rows with padding
         self.host, self.name, self.placement, self.replica = host, name, placement, replica
-        self.counts, self.traffic = counts, Traffic()
+        self.count, self.counts, self.traffic = count, counts, Traffic()
         self.weight = torch.zeros(slots + 1, columns, dtype=dtype, device=mover.device).requires_grad_()
         self.gradient = torch.zeros(slots + 1, columns, dtype=gradient_dtype, device=mover.device)
         self._mover, self._lookahead, self._calls = mover, lookahead, calls
@@ -126,11 +126,6 @@ class CachedRows:
         self._made = 0  # calls of the present use
         self._used = np.zeros(count, bool)  # rows with a gradient, in the cache or saved
         self._reduced: tuple[Rows, Tensor] | None = None
-
-    @property
-    def count(self) -> int:
-        """Rows of this rank, with padding."""
-        return len(self._used)
 
     def own(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Tokens -> rows of this rank, or `ELSEWHERE`."""

@@ -111,11 +111,6 @@ class HostRows:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.weights, *self.kept.values())) + self._steps_of.nbytes
 
-    @property
-    def all(self) -> Rows:
-        """Every row that is trained."""
-        return np.arange(self.trained)
-
     def current(self, rows: Rows) -> Tensor:
         """`[n, h]`: rows that have taken every step."""
         self.catch_up(rows)
@@ -184,7 +179,7 @@ class HostRows:
 
     def settle(self) -> None:
         """Brings every row up to date."""
-        self.catch_up(self.all)
+        self.catch_up(np.arange(self.trained))
         self.restart(self.taken)
 
     def _blocks(self, rows: Rows) -> Iterator[Rows]:

@@ -106,6 +106,7 @@ class Float8Products(Products):
     ) -> None:
         super().__init__(wide)
         self.recipe, self.wide = given.fp8_recipe, wide
+        self._has_one_scale = self.recipe in ("tensorwise", "delayed")  # of a tensor, whatever is contracted
         self.gradients = E5M2 if given.fp8_format == "hybrid" else E4M3
         self.cuts = {dim: [axis for axis in axes if axis.size > 1] for dim, axes in cuts.items()}
         self.keeps, self.postponed = keeps, postponed
@@ -139,11 +140,6 @@ class Float8Products(Products):
         made, kept.gradient = kept.gradient, None
         a = self._operand("dy", dy.t(), ("out", "tokens"), kept) if made is None else made.transposed()
         return product(a, self._operand("x", x.t(), ("in", "tokens"), kept), self.wide)
-
-    @property
-    def _has_one_scale(self) -> bool:
-        """Whether a tensor has one scale, the same whatever is contracted."""
-        return self.recipe in ("tensorwise", "delayed")
 
     def format_of(self, name: str) -> torch.dtype:
         """The dtype of an operand: x, w or dy."""

@@ -35,6 +35,7 @@ class Bucket:
         self, plan: BucketPlan, *, axis: Axis, sharded: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.plan, self.axis, self.sharded = plan, axis, sharded
+        self.numel, self.gradient_dtype = plan.stop - plan.start, dtype
         self.further: Sequence[Axis] = ()
         self.owned_start, self.owned_stop = plan.slice_of(axis.rank) if sharded else (plan.start, plan.stop)
         self.owned = slice(self.owned_start - plan.start, self.owned_stop - plan.start)
@@ -45,14 +46,6 @@ class Bucket:
         self.gradients: Sequence[BucketGradient] = ()
         self.selected = 0
         self._sink_states: dict[int, list[tuple[Tensor, bool, int | None]]] = {}
-
-    @property
-    def numel(self) -> int:
-        return self.plan.stop - self.plan.start
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        return self.empty.dtype
 
     def weights_of(self, version: int) -> StoredWeights:
         """The memory of weight version `version`, a number of updates: the newest `len(weights)` of them exist."""

@@ -43,6 +43,8 @@ class FlatWeights:
         self._buckets, self._axes, self._axis, self._options = buckets, axes, axes.shard, options
         self._memory, self._fill, self._dtype = memory, fill, dtype
         self.unsharder = memory.unsharder
+        self._cut = options.stage == 3 and axes.shard.size > 1  # other ranks have the rest of each bucket
+        self._together = 0 if self._cut or not buckets else buckets[-1].plan.stop  # elements of one tensor
         self._of_parameter: dict[int, ComingWeights] = {}
         self._gathered: list[ComingWeights] = []
         self._attached = False
@@ -51,7 +53,7 @@ class FlatWeights:
 
     def _flatten(self, parameters: Sequence[nn.Parameter]) -> None:
         """Moves one version into flat memory: one tensor, or in stage 3 one per bucket, which is gathered and freed."""
-        flat = self._zeros(0 if self._cut else self._numel)
+        flat = self._zeros(self._together)
         for bucket in self._buckets:
             plan = bucket.plan
             full = self._zeros(bucket.numel) if self._cut else flat[plan.start : plan.stop]
@@ -64,15 +66,6 @@ class FlatWeights:
             bucket.weights.append(weights)
             self._gathered.append(weights)
             self._of_parameter.update({id(parameters[range_.entry.index]): weights for range_ in plan.ranges})
-
-    @property
-    def _cut(self) -> bool:
-        """Whether other ranks have the rest of each bucket."""
-        return self._options.stage == 3 and self._axis.size > 1
-
-    @property
-    def _numel(self) -> int:
-        return self._buckets[-1].plan.stop if self._buckets else 0
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self._dtype, device=self._memory.device)

@@ -36,7 +36,7 @@ class HostedFlatWeights(FlatWeights):
         parameters are views of it. In stage 3 the homes are slices, and the layers are the buckets."""
         mover, tier = self._memory.mover, self._memory.tier
         assert tier is not None, "weights on the host are counted while they are on the device"
-        homes = mover.empty([0 if self._cut else self._numel], self._dtype)
+        homes = mover.empty([self._together], self._dtype)
         layouts: list[Layout] = []
         for bucket in self._buckets:
             plan, home, owned = bucket.plan, homes[bucket.plan.start : bucket.plan.stop], bucket.owned

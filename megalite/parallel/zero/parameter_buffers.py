@@ -39,6 +39,8 @@ class ParameterBuffers:
     memory: of the rank (None: these are its only buffers, on the device where the parameters are).
     order: starts the reductions, shared with other families of the stage over the same axes.
     frozen: nothing trains them: `buckets` is empty, and those of `frozen` have weights alone.
+    on_host: whether the home of the weights is the host. main_dtype: the wider of fp32 and that of the parameters: what
+        masters and moments are kept in.
     """
 
     def __init__(
@@ -59,7 +61,10 @@ class ParameterBuffers:
         self.dtype = first[0][1].dtype if first else torch.float32
         assert all(p.dtype == self.dtype for v in versions for _, p in v), "parameters of a family have one dtype"
         self.rank_memory = memory or RankMemory(first[0][1].device if first else torch.device("cpu"), options)
-        self.device = self.rank_memory.device
+        self.device, self.on_host = self.rank_memory.device, self.rank_memory.tier is not None
+        self.main_dtype = torch.promote_types(self.dtype, torch.float32)
+        halved = options.grad_reduce_in_bf16 and self.dtype == torch.bfloat16
+        self.gradient_dtype = torch.bfloat16 if halved else self.main_dtype
         entries = [
             BufferParameter(
                 i,
@@ -92,11 +97,6 @@ class ParameterBuffers:
             pool=self.rank_memory.scratch(self.gradient_dtype),
         )
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the home of the weights is the host."""
-        return self.rank_memory.tier is not None
-
     def _make_buckets(self, entries: Sequence[BufferParameter], tied: frozenset[str]) -> list[Bucket]:
         axis, options = self.axes.shard, self.options
         plans = plan_buckets(
@@ -109,16 +109,6 @@ class ParameterBuffers:
             tied=tied,
         )
         return [options.bucket(plan, axes=self.axes, dtype=self.gradient_dtype, device=self.device) for plan in plans]
-
-    @property
-    def main_dtype(self) -> torch.dtype:
-        """The wider of fp32 and the parameter dtype: what masters and moments are kept in."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        halved = self.options.grad_reduce_in_bf16 and self.dtype == torch.bfloat16
-        return torch.bfloat16 if halved else self.main_dtype
 
     def memory(self) -> dict[str, int]:
         """Bytes held by this rank for weights and gradients, and for scratch (which exists only in stages 2 and 3)."""

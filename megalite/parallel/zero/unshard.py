@@ -29,12 +29,12 @@ class ComingWeights:
 
     full: all of them, contiguous; the parameters are views of it. Its memory exists only while `resident`.
     sharded: whether something must arrive before they can be read.
-    released_after_use: whether their memory comes and goes.
+    released_after_use: whether their memory comes and goes. nbytes: of `full`, resident or not.
     pinned: they stay until `FlatWeights.reshard`, whichever layer is in use.
     """
 
     def __init__(self, full: Tensor, *, sharded: bool, released_after_use: bool) -> None:
-        self.full = full
+        self.full, self.nbytes = full, full.nbytes
         self.sharded, self.released_after_use = sharded, released_after_use
         self.resident, self.pinned = True, False
         self._arriving: Handle | None = None
@@ -43,11 +43,6 @@ class ComingWeights:
     def held(self) -> tuple[Tensor, ...]:
         """All tensors of these weights on this rank."""
         return (self.full,)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of `full`, resident or not."""
-        return self.full.numel() * self.full.element_size()
 
     def start_gather(self, *, async_op: bool) -> None:
         """Starts to fetch them, if something must arrive; they may be read after `wait`. Perhaps collective."""
