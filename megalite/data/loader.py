@@ -65,18 +65,6 @@ class DocumentMasks:
 NO_MASKS = DocumentMasks()
 
 
-def num_micro_batches(global_batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Micro-batches of one rank in a global batch. Raises DataError where that is no whole number of micro-steps."""
-    step = micro_batch_size * dp_size
-    if global_batch_size <= 0 or global_batch_size % step:
-        raise DataError(
-            f"`global_batch_size`={global_batch_size}: must be a multiple of micro-batch size x data-parallel size "
-            f"({micro_batch_size} x {dp_size} = {step}); nearest {max(step, global_batch_size // step * step)} "
-            f"or {(max(global_batch_size, 0) // step + 1) * step}"
-        )
-    return global_batch_size // step
-
-
 def make_microbatch(
     text: NDArray[np.int64],
     valid: NDArray[np.int64],
@@ -168,7 +156,7 @@ class BatchLoader:
     def next_batch(self, global_batch_size: int) -> list[Microbatch]:
         """This rank's micro-batches of the next global batch; moves `consumed_samples` on by `global_batch_size`.
 
-        Raises DataError where the batch is no whole number of micro-steps, or the samples are used up.
+        Raises DataError where the samples are used up.
         """
         if self.consumed_samples + global_batch_size > len(self.source):
             raise DataError(
@@ -184,8 +172,9 @@ class BatchLoader:
                 yield self._next(global_batch_size)
 
     def _next(self, global_batch_size: int) -> list[Microbatch]:
-        count = num_micro_batches(global_batch_size, self.micro_batch_size, self.dp_size)
         step = self.micro_batch_size * self.dp_size
+        count, rest = divmod(global_batch_size, step)
+        assert count > 0 and not rest, f"the configuration refuses {global_batch_size} samples in steps of {step}"
         pieces = self._pieces(self.consumed_samples)
         batch = [self._take(self.consumed_samples + m * step).in_pieces(pieces) for m in range(count)]
         self.consumed_samples += global_batch_size

@@ -14,7 +14,7 @@ from data_inputs import tokens_of, write_documents
 
 from megalite.data.gpt_dataset import GPTDataset
 from megalite.data.indexed import IndexedDataset, IndexedWriter
-from megalite.data.loader import BatchLoader, DocumentMasks, make_microbatch, num_micro_batches
+from megalite.data.loader import BatchLoader, DocumentMasks, make_microbatch
 from megalite.errors import DataError
 from megalite.microbatch import Microbatch
 
@@ -61,10 +61,11 @@ def test_labels_are_tokens_moved_by_one(dataset: GPTDataset) -> None:
     assert {t.dtype for t in (batch.tokens, batch.labels, batch.positions, batch.sample_ids)} == {torch.int64}
 
 
-def test_a_global_batch_is_a_whole_number_of_micro_steps() -> None:
-    assert num_micro_batches(12, 2, 3) == 2
-    with pytest.raises(DataError, match=r"--global-batch-size=10: must be a multiple .*\(2 x 3 = 6\); nearest 6 or 12"):
-        num_micro_batches(10, 2, 3)
+def test_a_global_batch_is_a_whole_number_of_micro_steps(dataset: GPTDataset) -> None:
+    with BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=3) as loader:
+        assert len(loader.next_batch(12)) == 2
+        with pytest.raises(AssertionError, match="refuses 10 samples in steps of 6"):
+            loader.next_batch(10)
 
 
 def test_threads_follow_a_changing_batch_size_and_a_jump(dataset: GPTDataset) -> None:
