@@ -87,10 +87,7 @@ def partition(
             f"embedding and head; use at most {num_layers + 2} stages, or more layers"
         )
     costs = (0.0, *[1.0] * num_layers, 0.0) if costs is None else tuple(float(cost) for cost in costs)
-    if len(costs) != num_layers + 2 or min(costs) < 0:
-        raise ScheduleError(
-            f"partition: {num_layers + 2} costs >= 0 are needed (embedding, layers, head), got {list(costs)}"
-        )
+    assert len(costs) == num_layers + 2 and min(costs) >= 0, costs
     return Partition(num_layers, _balanced(costs, num_stages))
 
 
