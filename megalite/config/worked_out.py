@@ -62,10 +62,8 @@ def _groups(here: dict[str, GivenOption], below: Mapping[str, GivenOption]) -> N
     switch = here.pop("group_query_attention", None)
     if switch is None or "num_query_groups" in here:
         return
-    if not switch.value:
-        here["num_query_groups"] = replace(switch, name="num_query_groups", value=None)
-    elif "num_query_groups" not in below:
-        here["num_query_groups"] = replace(switch, name="num_query_groups", value=1)
+    if not switch.value or "num_query_groups" not in below:
+        here["num_query_groups"] = replace(switch, name="num_query_groups", value=1 if switch.value else None)
 
 
 def _sharding(here: dict[str, GivenOption]) -> list[str]:

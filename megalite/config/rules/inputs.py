@@ -91,11 +91,8 @@ def tracking(config: Config, world_size: int) -> Iterator[str]:
     log = config.logging
     if log.trace_pipeline is not None and not log.trace_pipeline.endswith((".html", ".svg", ".json", ".txt")):
         yield f"`trace_pipeline`={log.trace_pipeline}: unknown form; end the name in .html, .svg, .json or .txt"
-    interval, files = log.samples.sample_interval, log.eval_tasks.eval_task_files
-    asked = (
-        ("sample_interval", interval, "generate_text"),
-        ("eval_task_files", next(iter(files), None), "evaluate_harness"),
-    )
-    for name, value, tool in asked:
-        if value is not None and config.training.skip_train:
-            yield f"`{name}`={value}: has no effect with `skip_train`; drop it, and use tools/{tool}.py"
+    for name, tool in {"sample_interval": "generate_text", "eval_task_files": "evaluate_harness"}.items():
+        if name in config.given and config.training.skip_train:
+            value = config.given[name]
+            first = value[0] if isinstance(value, tuple) else value
+            yield f"`{name}`={first}: has no effect with `skip_train`; drop it, and use tools/{tool}.py"

@@ -97,18 +97,16 @@ def prefix_layout(config: Config, world_size: int) -> Iterator[str]:
 
 def _in_int8(config: Config) -> Iterator[str]:
     """Codes stand where the weights were: whole, on the device, of one dtype."""
-    stage, offload = config.parallel.zero_stage, config.optimizer.offload
-    others: dict[str, tuple[object, str]] = {
-        "num_experts": (config.model.experts.num_experts, "whose matrices stay as they are; drop one"),
-        "zero_stage": (3 if stage == 3 else None, "which gathers weights; use stage 2"),
-        "param_offload": ("cpu" if offload.param_offload == "cpu" else None, "which sends weights; drop one"),
-    }
-    budget = config.parallel.hardware.device_memory_budget_gb
-    if budget is not None and offload.param_offload == "auto":
-        others["device_memory_budget_gb"] = budget, "which may send weights; add `param_offload` none"
-    for name, (value, why) in others.items():
-        if value:
-            yield f"`frozen_weights_int8`: not with `{name}`={value}, {why}"
+    beside, offload = "`frozen_weights_int8`: not with", config.optimizer.offload.param_offload
+    number, budget = config.model.experts.num_experts, config.parallel.hardware.device_memory_budget_gb
+    if number is not None:
+        yield f"{beside} `num_experts`={number}, whose matrices stay as they are; drop one"
+    if config.parallel.zero_stage == 3:
+        yield f"{beside} `zero_stage`=3, which gathers weights; use stage 2"
+    if offload == "cpu":
+        yield f"{beside} `param_offload`=cpu, which sends weights; drop one"
+    if offload == "auto" and budget is not None:
+        yield f"{beside} `device_memory_budget_gb`={budget}, which may send weights; add `param_offload` none"
 
 
 def lora_warnings(model: ModelConfig) -> Iterator[str]:
