@@ -112,54 +112,64 @@ ReadOffer = Callable[[str, int | None, bool, int | None], Offer | None]
 MegaliteError."""
 
 
-def offered_values(offer: Offer, given: Mapping[str, GivenOption], *, architecture: bool) -> dict[str, GivenOption]:
-    """What the parser takes from an offer, as a level below what users gave.
+@dataclass(frozen=True)
+class Offered:
+    """An offer, what files and flags say alongside it, and whether users asked for its architecture
+    (`--use-checkpoint-args`); else only the tokenizer and the size of the vocabulary are taken."""
 
-    given: what files and flags say; a tokenizer that they name is the one that is used.
-    architecture: `--use-checkpoint-args`; else only the tokenizer and the size of the vocabulary.
-    """
-    values: dict[str, Any] = {"vocab_size": offer.model.vocab_size}
-    if architecture and offer.model.is_foreign:
-        values["seq_length"] = offer.model.seq_length
-    elif architecture:
-        kind = given.get("moe_router_load_balancing_type")
-        dense = offer.model.experts.num_experts is None or (kind is not None and kind.value == "none")
-        balance = () if dense else ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-        values = {name: flat(offer.model)[name] for name in (*effective(offer.model), *TAKEN_FREELY, *balance)}
-        values |= {name: value for name, value in effective(offer.model).items() if name in DERIVED and value}
-        values["max_position_embeddings"] = offer.model.max_positions
-    if not any(name in given and given[name].value is not None for name in TOKENIZER):
-        values |= offer.tokenizer
-    return {name: GivenOption(name, name, value, offer.where) for name, value in values.items()}
+    offer: Offer
+    given: Mapping[str, GivenOption]
+    architecture: bool
+
+    @property
+    def without_tokenizer(self) -> bool:
+        """Whether it is a Hugging Face model whose directory has no tokenizer, and users named none."""
+        numbers = self.offer.huggingface and self.offer.tokenizer.get("tokenizer_type") == "NullTokenizer"
+        return numbers and not self._names_tokenizer
+
+    @property
+    def _names_tokenizer(self) -> bool:
+        return any(name in self.given and self.given[name].value is not None for name in TOKENIZER)
+
+    def values(self) -> dict[str, GivenOption]:
+        """What the parser takes from it, as a level below what users gave; a tokenizer that they name is used."""
+        model = self.offer.model
+        values: dict[str, Any] = {"vocab_size": model.vocab_size}
+        if self.architecture and model.is_foreign:
+            values["seq_length"] = model.seq_length
+        elif self.architecture:
+            kind = self.given.get("moe_router_load_balancing_type")
+            dense = model.experts.num_experts is None or (kind is not None and kind.value == "none")
+            balance = () if dense else ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+            values = {name: flat(model)[name] for name in (*effective(model), *TAKEN_FREELY, *balance)}
+            values |= {name: value for name, value in effective(model).items() if name in DERIVED and value}
+            values["max_position_embeddings"] = model.max_positions
+        if not self._names_tokenizer:
+            values |= self.offer.tokenizer
+        return {name: GivenOption(name, name, value, self.offer.where) for name, value in values.items()}
+
+    def contradictions(self, config: Config, known: Collection[str]) -> Iterator[str]:
+        """Lines about values that make another model. known: names of fields that have no stand-in for a missing or
+        broken value."""
+        model, where = self.offer.model, self.offer.where
+        if self.architecture and model.is_foreign and not config.model.is_foreign:
+            name = model.module.model_module
+            yield f"`use_checkpoint_args`: {where} has no code of its `model_module`={name}; give the flag"
+            return
+        family = self.given.get("model_type")
+        if self.architecture and family is not None and family.value != model.model_type:
+            yield f"`model_type`={family.value}: {where} has {model.model_type}; drop the flag"
+        for name, (ours, theirs) in architecture_differences(model, config.model).items():
+            flag = f"`{name}`={_text(ours)}"
+            if self.architecture and name in self.given:
+                yield f"{flag}: {where} has {_text(theirs)}; drop the flag, or `use_checkpoint_args`"
+            elif not self.architecture and name in known:
+                yield f"{flag}: {where} has {_text(theirs)}; give that, or `use_checkpoint_args`"
 
 
 def is_left_open(given: GivenOption) -> bool:
     """Whether a file says of a field no more than that it is to be worked out (`ffn_hidden_size: null`)."""
     return (given.name in DERIVED and given.value is None) or (given.name == "vocab_size" and given.value == 0)
-
-
-def contradictions(
-    offer: Offer, config: Config, given: Mapping[str, GivenOption], *, architecture: bool, known: Collection[str]
-) -> Iterator[str]:
-    """Lines about values that make another model than the offered one.
-
-    given: what files and flags say.
-    architecture: `--use-checkpoint-args`.
-    known: names of fields that have no stand-in for a missing or broken value.
-    """
-    if architecture and offer.model.is_foreign and not config.model.is_foreign:
-        name = offer.model.module.model_module
-        yield f"`use_checkpoint_args`: {offer.where} has no code of its `model_module`={name}; give the flag"
-        return
-    family = given.get("model_type")
-    if architecture and family is not None and family.value != offer.model.model_type:
-        yield f"`model_type`={family.value}: {offer.where} has {offer.model.model_type}; drop the flag"
-    for name, (ours, theirs) in architecture_differences(offer.model, config.model).items():
-        flag = f"`{name}`={_text(ours)}"
-        if architecture and name in given:
-            yield f"{flag}: {offer.where} has {_text(theirs)}; drop the flag, or `use_checkpoint_args`"
-        elif not architecture and name in known:
-            yield f"{flag}: {offer.where} has {_text(theirs)}; give that, or `use_checkpoint_args`"
 
 
 def new_positions(offer: Offer | None, model: ModelConfig) -> Iterator[str]:

@@ -16,15 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megalite.config.architecture import (
-    TOKENIZER,
-    Offer,
-    ReadOffer,
-    contradictions,
-    is_left_open,
-    new_positions,
-    offered_values,
-)
+from megalite.config.architecture import Offered, ReadOffer, is_left_open, new_positions
 from megalite.config.data import WITHOUT_FILE
 from megalite.config.elastic import elastic_problems, elastic_warnings, training_ranks
 from megalite.config.files import (
@@ -115,8 +107,7 @@ def parse_with_origins(
     broken = {*reader.broken, *missing}
     checks: list[str] = []
     if offered is not None:
-        asked, known = offered.architecture, options.keys() - broken
-        checks += contradictions(offered.offer, config, offered.given, architecture=asked, known=known)
+        checks += offered.contradictions(config, options.keys() - broken)
     started = world_size if world_size is not None else (config.parallel.nprocs or 1)
     config, world = _elastic(config, started, started if world_size is None else local_size or started, broken)
     checks += [*config_problems(config, world, broken=frozenset(broken)), *elastic_problems(config, started, world)]
@@ -170,24 +161,9 @@ def ignored_line(ignored: Sequence[str]) -> str | None:
     return f"Megatron-LM flags without effect here (docs/megatron_flags.md): {', '.join(ignored)}" if ignored else None
 
 
-@dataclass(frozen=True)
-class _Offered:
-    """An offer, what users gave alongside it, and whether they asked for its architecture."""
-
-    offer: Offer
-    given: Mapping[str, GivenOption]
-    architecture: bool
-
-    @property
-    def without_tokenizer(self) -> bool:
-        """Whether it is a Hugging Face model whose directory has no tokenizer, and users named none."""
-        numbers = self.offer.huggingface and self.offer.tokenizer.get("tokenizer_type") == "NullTokenizer"
-        return numbers and all(name not in self.given or self.given[name].value is None for name in TOKENIZER)
-
-
 def _with_offer(
     levels: Sequence[Sequence[GivenOption]], reader: Reader, read_offer: ReadOffer | None
-) -> tuple[_Offered | None, list[Sequence[GivenOption]]]:
+) -> tuple[Offered | None, list[Sequence[GivenOption]]]:
     """Puts what `--load` offers below the other levels, where that is asked for or it is a Hugging Face model."""
     given = {each.name: each for level in levels for each in level}
     value = {name: each.value for name, each in given.items()}
@@ -222,13 +198,14 @@ def _with_offer(
             reader.broken |= {name for name, option in reader.options.items() if option.section == "model"}
     if offer is None or not (asked or offer.huggingface):
         return None, list(levels)
-    below = offered_values(offer, given, architecture=asked)
+    offered = Offered(offer, given, asked)
+    below = offered.values()
     above = [[each for each in level if not (each.name in below and is_left_open(each))] for level in levels]
     given = {each.name: each for level in above for each in level}
-    return _Offered(offer, given, asked), [list(below.values()), *above]
+    return replace(offered, given=given), [list(below.values()), *above]
 
 
-def _not_offered(lines: Iterable[str], merged: Mapping[str, GivenOption], offered: _Offered | None) -> Iterator[str]:
+def _not_offered(lines: Iterable[str], merged: Mapping[str, GivenOption], offered: Offered | None) -> Iterator[str]:
     """Of values that came with the model nobody can drop one."""
     taken = {name for name, each in merged.items() if offered is not None and each.where == offered.offer.where}
     for line in lines:
@@ -237,7 +214,7 @@ def _not_offered(lines: Iterable[str], merged: Mapping[str, GivenOption], offere
             yield line
 
 
-def _required(option: Option, offered: _Offered | None) -> str:
+def _required(option: Option, offered: Offered | None) -> str:
     line = f"{option.marked}: required (as a flag, or as '{option.name}' in a `config` file)"
     if offered is not None and not offered.architecture and option.section == "model":
         return f"{line}; `use_checkpoint_args` takes it from {offered.offer.where}"
