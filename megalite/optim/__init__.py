@@ -10,7 +10,7 @@ Proof: `tests/unit/optim/`; of the corrections `tests/equivalence/test_staleness
 """
 
 from megalite.optim.loss_scaler import DynamicLossScaler, LossScaler, build_scaler
-from megalite.optim.lr_schedule import LearningRateSchedule, WeightDecaySchedule
+from megalite.optim.lr_schedule import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.optim.optimizers import OPTIMIZERS
 from megalite.optim.rule import EMA, UpdateRule, pieces
 from megalite.optim.staleness import CORRECTIONS, LAST_STEP, Delay

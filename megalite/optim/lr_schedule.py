@@ -11,13 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+RampStyle = Literal["constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
     """Linear warm-up from `warmup_init` to `lr`, then a decay to `min_lr`. All lengths in samples.
 
-    style, wsd_style: choices of `--lr-decay-style`, `--lr-wsd-decay-style`.
     decay_samples: where the decay ends (counted from the start of training, warm-up included); `min_lr` holds after it.
     wsd_decay_samples: length of the final decay of WSD (warm-up, stable, decay: arXiv 2404.06395), which ends at
     `decay_samples`.
@@ -25,11 +29,11 @@ class LearningRateSchedule:
 
     lr: float
     min_lr: float = 0.0
-    style: str = "linear"
+    style: DecayStyle = "linear"
     decay_samples: int = 1
     warmup_samples: int = 0
     warmup_init: float = 0.0
-    wsd_style: str = "exponential"
+    wsd_style: WsdStyle = "exponential"
     wsd_decay_samples: int = 0
 
     def __call__(self, samples: int) -> float:
@@ -45,7 +49,8 @@ class LearningRateSchedule:
         return self.min_lr + self._coefficient(samples) * (self.lr - self.min_lr)
 
     def _coefficient(self, samples: int) -> float:
-        form, begin = self.style, self.warmup_samples
+        form: str = self.style
+        begin = self.warmup_samples
         if form == "WSD":
             form, begin = self.wsd_style, self.decay_samples - self.wsd_decay_samples
             if samples <= begin:
@@ -55,12 +60,11 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay from `start` to `end` over `ramp_samples`; `end` holds after it. style: a choice of
-    `--weight-decay-incr-style`."""
+    """Weight decay from `start` to `end` over `ramp_samples`; `end` holds after it."""
 
     start: float
     end: float
-    style: str = "constant"
+    style: RampStyle = "constant"
     ramp_samples: int = 0
 
     def __call__(self, samples: int) -> float:

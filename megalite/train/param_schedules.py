@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from megalite.checkpoint import Meta
 from megalite.config import Config, Decay, Warmup, flat, show
 from megalite.errors import ConfigError, flag_of
-from megalite.optim import LearningRateSchedule, WeightDecaySchedule
+from megalite.optim import DecayStyle, LearningRateSchedule, RampStyle, WeightDecaySchedule, WsdStyle
 from megalite.train.starting_point import StartingPoint
 
 META = "opt_param_scheduler"
@@ -54,17 +54,17 @@ class ParamSchedules:
         rate = LearningRateSchedule(
             lr=settings.lr,
             min_lr=settings.min_lr,
-            style=settings.lr_decay_style,
+            style=cast(DecayStyle, settings.lr_decay_style),
             decay_samples=decay,
             warmup_samples=settings.lr_warmup.samples(sizes.final, decay),
             warmup_init=settings.lr_warmup.lr_warmup_init,
-            wsd_style=settings.lr_wsd_decay.lr_wsd_decay_style,
+            wsd_style=cast(WsdStyle, settings.lr_wsd_decay.lr_wsd_decay_style),
             wsd_decay_samples=settings.lr_wsd_decay.samples(sizes.final),
         )
         ramp = settings.weight_decay_ramp
         start = settings.weight_decay if ramp.start_weight_decay is None else ramp.start_weight_decay
         end = settings.weight_decay if ramp.end_weight_decay is None else ramp.end_weight_decay
-        style = ramp.weight_decay_incr_style
+        style = cast(RampStyle, ramp.weight_decay_incr_style)
         own = None
         if settings.decoupled_lr is not None:
             own = replace(rate, lr=settings.decoupled_lr, min_lr=settings.ends_min_lr)
