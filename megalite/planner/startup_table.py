@@ -244,7 +244,12 @@ def _memory_rows(
     """What the fullest rank needs; where the GPU is not known, also how much several kinds have for tensors, and which
     have too little. in_float8: of its weights."""
     memory = ranks[heaviest]
-    rows = [("memory", _memory_line(memory, heaviest, len(ranks), in_float8))]
+    held = {name: in_units(getattr(memory, name), "B") for name in (*PARTS, "host", "file") if getattr(memory, name)}
+    if in_float8:
+        held["weights"] += f" ({in_units(in_float8, 'B')} of them copies in fp8)"
+    where = f" on the ranks of pipeline coordinate {heaviest}, the fullest" if len(ranks) > 1 else " on each rank"
+    parts = ", ".join(f"{name} {amount}" for name, amount in held.items())
+    rows = [("memory", f"{in_units(memory.total, 'B')}{where}: {parts}")]
     if device != "GPU":
         return rows
     known = [each for each in map(load_hardware, available()) if not each.on_cpu]
@@ -256,17 +261,6 @@ def _memory_rows(
         text += f"; {TOO_SMALL}: {', '.join(small)} (largest: {terms})"
         text += f", {NO_ROOM}" * (len(small) == len(known))
     return [*rows, ("room", text)]
-
-
-def _memory_line(memory: RankMemory, rank: int, num_ranks: int, in_float8: float) -> str:
-    beside = f" ({in_units(in_float8, 'B')} of them copies in fp8)" if in_float8 else ""
-    parts = [
-        f"{name} {in_units(getattr(memory, name), 'B')}{beside * (name == 'weights')}"
-        for name in (*PARTS, "host", "file")
-        if getattr(memory, name)
-    ]
-    where = f" on the ranks of pipeline coordinate {rank}, the fullest" if num_ranks > 1 else " on each rank"
-    return f"{in_units(memory.total, 'B')}{where}: {', '.join(parts)}"
 
 
 def budget_rows(
