@@ -66,8 +66,7 @@ def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokeni
 
     Raises DataError where it cannot be made, or is not named where it must be.
     """
-    stand_in = cfg.stand_in_ids(vocab_size or 0)
-    if stand_in:
+    if stand_in := cfg.stand_in_ids(vocab_size or 0):
         return NullTokenizer(stand_in)
     files = [path for source in sources_of(cfg).values() for path in parse_blend(source.words, source.flag)[0]]
     raw = [path for path in dict.fromkeys(files) if not is_indexed(strip_suffix(path))]

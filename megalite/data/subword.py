@@ -58,16 +58,13 @@ class _FastTokenizer(Tokenizer):
             raise DataError(
                 f"{origin}: puts id {max(self.front)} in front of texts; its ids end at {self.vocab_size - 1}"
             )
-        self.splits_at_newline = self._is_byte_level()
-        added = [token.content for token in backend.get_added_tokens_decoder().values()]
-        self._table = WordTable(self.encode, added) if self.splits_at_newline else None
-
-    def _is_byte_level(self) -> bool:
-        """GPT-2's pre-tokenizer alone: no word reaches over a newline between two non-space characters."""
+        # GPT-2's pre-tokenizer alone: no word reaches over a newline between two non-space characters
         pre, model = self.definition.get("pre_tokenizer") or {}, self.definition.get("model") or {}
         plain = pre.get("type") == "ByteLevel" and not pre.get("add_prefix_space") and pre.get("use_regex", True)
         deterministic = model.get("type") == "BPE" and not model.get("dropout")
-        return bool(plain and deterministic and not self.definition.get("normalizer"))
+        self.splits_at_newline = bool(plain and deterministic and not self.definition.get("normalizer"))
+        added = [token.content for token in backend.get_added_tokens_decoder().values()]
+        self._table = WordTable(self.encode, added) if self.splits_at_newline else None
 
     def encode(self, text: str) -> list[int]:
         with within(self._origin, "fails on a text"):

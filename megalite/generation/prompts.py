@@ -25,8 +25,7 @@ MOST_BYTES = 1 << 26
 
 def read_prompts(path: str, flag: str) -> list[str]:
     """The field `prompt` of each line of a JSONL file, or each line of another that is not empty. Raises DataError."""
-    problem = input_problem(path, MOST_BYTES)
-    if problem:
+    if problem := input_problem(path, MOST_BYTES):
         raise DataError(f"{flag}={path}: {problem}")
     if path.endswith(JSONL_SUFFIXES):
         try:
@@ -46,8 +45,7 @@ def read_talks(path: str, flag: str, begin: Sequence[dict[str, Any]] = ()) -> li
     user says; of another file each line that is not empty. begin: what `--system` puts in front. Raises DataError."""
     if not path.endswith(JSONL_SUFFIXES):
         return [[*begin, said("user", text)] for text in read_prompts(path, flag)]
-    problem = input_problem(path, MOST_BYTES)
-    if problem:
+    if problem := input_problem(path, MOST_BYTES):
         raise DataError(f"{flag}={path}: {problem}")
     with open_text(path, flag) as file:
         try:

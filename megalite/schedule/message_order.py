@@ -57,14 +57,9 @@ def fifo_faults(lists: Sequence[Sequence[Action]]) -> Iterator[MessageFault]:
                 yield MessageFault(f"rank {target} receives {recv}, which rank {source} never sends", target, position)
 
 
-def rendezvous_faults(
-    lists: Sequence[Sequence[Action]], placement: StagePlacement, model: str = "pair"
-) -> list[MessageFault]:
-    """Runs the lists under rendezvous semantics; returns where ranks are stuck, nothing if all of them finish."""
-    return _Rendezvous(lists, placement, model).run()
+class Rendezvous:
+    """The lists of all ranks, run under rendezvous semantics by a model of which messages share an order."""
 
-
-class _Rendezvous:
     def __init__(self, lists: Sequence[Sequence[Action]], placement: StagePlacement, model: str) -> None:
         self.lists, self.placement, self.model = lists, placement, model
         self.position = [0] * len(lists)
@@ -74,7 +69,8 @@ class _Rendezvous:
         self.queues: dict[tuple[int, Hashable], deque[Action]] = defaultdict(deque)
         self.queues_of: dict[int, set[tuple[int, Hashable]]] = defaultdict(set)
 
-    def run(self) -> list[MessageFault]:
+    def faults(self) -> list[MessageFault]:
+        """Where ranks are stuck; nothing if all of them finish."""
         todo = set(range(len(self.lists)))
         while todo:
             rank = todo.pop()

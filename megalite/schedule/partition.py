@@ -292,8 +292,7 @@ def expand_layout(layout: str) -> str:
         text = text[: match.start()] + body + text[match.end() :]
         if len(text) > 100_000:
             raise ScheduleError(f"{flag}: more than 100000 layers when written out")
-    wrong = re.search(r"[^EtmL|]", text)
-    if wrong:
+    if wrong := re.search(r"[^EtmL|]", text):
         raise ScheduleError(
             f"{flag}: cannot read {wrong[0]!r}; the letters are E t m L | ( ) * and commas, as in Et*3|(tt|)*2,tL"
         )

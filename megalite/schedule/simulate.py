@@ -354,8 +354,7 @@ def _run(
                 for norm, end in norms.add(key, clock[rank]) if norms is not None else ():
                     done[norm] = end
                     ready += waiting.pop(norm, [])
-    stuck = [rank for rank in range(program.num_ranks) if position[rank] < len(lists[rank])]
-    if stuck:
+    if stuck := [rank for rank in range(program.num_ranks) if position[rank] < len(lists[rank])]:
         places = ", ".join(f"rank {rank} at {lists[rank][position[rank]]}" for rank in stuck)
         raise ScheduleError(f"schedule {program.name}: the ranks wait for each other: {places}")
     spans.sort(key=lambda span: (span.start, span.rank, span.end))

@@ -32,12 +32,10 @@ def load_program(path: str | Path) -> Program:
     """Read and prove a schedule file. Raises ScheduleError that names file and line, or draws the broken rule."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        program = parse_program(path.read_text(encoding="utf-8"))
+        validate(program)
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"`pipeline_schedule_file`={path}: cannot be read ({error})") from error
-    try:
-        program = parse_program(text)
-        validate(program)
     except ScheduleError as error:
         raise ScheduleError(f"`pipeline_schedule_file`={path}: {error}") from error
     return program

@@ -45,7 +45,7 @@ from megalite.schedule.action import (
 )
 from megalite.schedule.chunks import chunk_faults, least_room, plan_chunks, sizes_of
 from megalite.schedule.memory import activation_counts, gradient_buffers, live_versions
-from megalite.schedule.message_order import MessageFault, fifo_faults, rendezvous_faults
+from megalite.schedule.message_order import MessageFault, Rendezvous, fifo_faults
 from megalite.schedule.passes import insert_communication
 from megalite.schedule.program import BatchRange, BatchSpec, Program
 from megalite.schedule.simulate import ResultKey, dependencies, produced, simulate
@@ -98,7 +98,7 @@ def _checks(program: Program, run: Sequence[BatchRange], lists: Lists) -> Iterat
     yield "V3 receives in the order of the sends", _first(fifo_faults(lists))
     # A rank must not wait for one of several neighbours behind a message to another; only gloo tells what has arrived.
     model = "pair" if program.placement.workers or program.max_in_flight else "direction"
-    yield "V3 no deadlock when sends wait for receives", rendezvous_faults(lists, program.placement, model)
+    yield "V3 no deadlock when sends wait for receives", Rendezvous(lists, program.placement, model).faults()
     if program.rounds is not None:
         yield "V8 no rank waits while it has a group to work on", _first(_idle(program, run, lists))
         return

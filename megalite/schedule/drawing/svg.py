@@ -256,8 +256,7 @@ def _legend(canvas: _Canvas, height: float) -> Iterator[str]:
         notes.append("darker: second chunk of the rank")
     if len(canvas.timeline.batch_starts) > 1:
         notes.append("paler: every second batch")
-    steps = [span for span in canvas.timeline.spans if span.action.kind == STEP]
-    if steps:
+    if steps := [span for span in canvas.timeline.spans if span.action.kind == STEP]:
         notes.append("grey up to ▲: optimizer step" if any(s.end > s.start for s in steps) else "▲ optimizer step")
     if canvas.timeline.transfers:
         weights = any(span.action.kind == FETCH for span in canvas.timeline.transfers)

@@ -21,7 +21,7 @@ from megalite.schedule import (
     simulate,
     validate,
 )
-from megalite.schedule.message_order import fifo_faults, rendezvous_faults
+from megalite.schedule.message_order import Rendezvous, fifo_faults
 from megalite.schedule.passes import insert_reduce
 
 Edit = Callable[[list[Action]], list[Action]]
@@ -238,9 +238,9 @@ def test_one_communicator_for_both_directions_would_deadlock() -> None:
     """Why the transport keeps the directions apart: what the three models of the validator tell about 1F1B."""
     program = lower(build_program("1f1b", 3, 4))
     lists = program.unroll(2)
-    assert not rendezvous_faults(lists, program.placement, "pair")
-    assert not rendezvous_faults(lists, program.placement, "direction")
-    assert rendezvous_faults(lists, program.placement, "rank")
+    assert not Rendezvous(lists, program.placement, "pair").faults()
+    assert not Rendezvous(lists, program.placement, "direction").faults()
+    assert Rendezvous(lists, program.placement, "rank").faults()
 
 
 def test_receives_placed_by_their_user_would_cross() -> None:
