@@ -274,7 +274,7 @@ class IndexedWriter:
         self._temporary = [f"{self.prefix}{suffix}.{ending}" for suffix in (".bin", ".idx")]
         try:
             os.makedirs(os.path.dirname(os.path.abspath(self.prefix)), exist_ok=True)
-            self._bin = open(self._temporary[0], "a+b" if partial else "wb")  # noqa: SIM115 (closed by close or abort)
+            self._bin = open(self._temporary[0], "a+b" if partial else "wb")  # noqa: SIM115 (closed at the exit)
         except OSError as error:
             raise DataError(f"{self.prefix}.bin: cannot be written ({error.strerror}); name another folder") from None
 
@@ -375,19 +375,14 @@ class IndexedWriter:
                 f"{self.prefix}.bin: cannot be written ({error.strerror or error}); make room, or name another folder"
             ) from None
 
-    def abort(self) -> None:
-        """Leave nothing behind but a partial file."""
-        with contextlib.suppress(OSError):  # of a full disk: what is buffered has no room
-            self._bin.close()
-        for path in self._temporary[1:] if self._partial else self._temporary:
-            if os.path.exists(path):
-                os.unlink(path)
-
     def __enter__(self) -> IndexedWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self.abort()
+            return
+        with contextlib.suppress(OSError):  # of a full disk: what is buffered has no room
+            self._bin.close()
+        for path in self._temporary[1:] if self._partial else self._temporary:
+            Path(path).unlink(missing_ok=True)
