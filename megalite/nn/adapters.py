@@ -57,15 +57,6 @@ class Bottleneck(nn.Module):
         return y + up
 
 
-class Bottlenecks(nn.Module):
-    """Both of a block."""
-
-    def __init__(self, config: ModelConfig, ctx: LayerContext) -> None:
-        super().__init__()
-        parameters = list(bottlenecks(config))
-        self.attention, self.mlp = Bottleneck(parameters[:4], ctx), Bottleneck(parameters[4:], ctx)
-
-
 class Prefix(nn.Module):
     """Keys and values in front of the text, `[2, P, g/t * d]`."""
 
@@ -111,7 +102,8 @@ class ExpertAdapters(nn.Module):
 def adapt(block: nn.Module, mlp: nn.Module, config: ModelConfig, ctx: LayerContext) -> None:
     """Gives a block, its linear layers and those of its experts the adapters that the configuration names."""
     if "bottleneck" in config.adapted_parts:
-        block.adapters = Bottlenecks(config, ctx)
+        own = list(bottlenecks(config))
+        block.adapters = nn.ModuleDict({"attention": Bottleneck(own[:4], ctx), "mlp": Bottleneck(own[4:], ctx)})
     add_adapters(block, config, ctx)
     linears = {"fc1": mlp.experts.fc1, "fc2": mlp.experts.fc2} if isinstance(mlp, MoE) else {}
     for name, linear in linears.items():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from megalite.config import ModelConfig, depth_ratio
 from megalite.microbatch import Microbatch
-from megalite.nn.adapters import Bottlenecks, adapt
+from megalite.nn.adapters import adapt
 from megalite.nn.attention.blocked import register_operator
 from megalite.nn.attention.latent import LatentAttention
 from megalite.nn.attention.layer import Attention
@@ -67,7 +67,7 @@ class Block(nn.Module):
         self.mlp_norm = norm(there=before)
         self.mlp = MLP(config, ctx) if config.experts.num_experts is None else MoE(config, index, ctx)
         self.post_mlp_norm = norm(there=behind)
-        self.adapters: Bottlenecks | None = None
+        self.adapters: nn.ModuleDict | None = None
         if config.adapted_parts:
             adapt(self, self.mlp, config, ctx)
         self.attention_dropout, self.mlp_dropout = (
@@ -93,9 +93,7 @@ class Block(nn.Module):
             attention[2:4] = [Segment(lambda x: proj.run(mix.run(x)), (*mix.owners, *proj.owners))]
         enter, *attention, attended = attention
         begin, *mlp, made = mlp
-        middle, last = (
-            ((), ()) if self.adapters is None else (self.adapters.attention.children(), self.adapters.mlp.children())
-        )
+        middle, last = ((), ()) if self.adapters is None else (each.children() for each in self.adapters.values())
 
         def norm(x: Tensor) -> tuple[Any, ...]:
             return x, enter.run(x.to(self.dtype) if self.input_norm is None else self.input_norm(x))
@@ -115,7 +113,7 @@ class Block(nn.Module):
     def after_attention(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """(x with the attention's result y added, the MLP's input)."""
         if self.adapters is not None:
-            y = self.adapters.attention(y)
+            y = self.adapters["attention"](y)
         if self.post_attention_norm is not None:
             y = self.post_attention_norm(y)
         y = self.attention_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)
@@ -127,7 +125,7 @@ class Block(nn.Module):
     def after_mlp(self, x: Tensor, y: Tensor, microbatch: Microbatch) -> Tensor:
         """x with the MLP's result y added."""
         if self.adapters is not None:
-            y = self.adapters.mlp(y)
+            y = self.adapters["mlp"](y)
         if self.post_mlp_norm is not None:
             y = self.post_mlp_norm(y)
         y = self.mlp_dropout(y, microbatch.sample_ids, microbatch.places, training=self.training)

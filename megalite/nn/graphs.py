@@ -53,17 +53,15 @@ class BlockGraphs:
             return Block.forward(block, x, microbatch, cache)
         if index == 0:
             self._runs += 1
-            self._lane = self._begin(x, microbatch) if self._runs > GRAPH_WARM_UP else None
+            self._lane = None
+            if self._runs > GRAPH_WARM_UP:
+                self._lane = self.free.pop() if self.free else Lane(self, x, microbatch)
+                self._lane.begin(x, microbatch)
         if self._lane is None:
             return Block.forward(block, x, microbatch)
         y = _Replay.apply(x, self._lane, index)
         # What leaves the stage may still be on its way when the lane is used again.
         return y.clone() if block is self.blocks[-1] else y
-
-    def _begin(self, x: Tensor, microbatch: Microbatch) -> Lane:
-        lane = self.free.pop() if self.free else Lane(self, x, microbatch)
-        lane.begin(x, microbatch)
-        return lane
 
 
 class _Backward(NamedTuple):

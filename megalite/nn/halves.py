@@ -165,7 +165,6 @@ class HalvedStack(LayerStack):
 def split(microbatch: Microbatch) -> tuple[Microbatch, Microbatch]:
     """(The first half of the samples, the second)."""
     middle = microbatch.shape[0] // 2
-
     half = replace(microbatch, share=None if microbatch.share is None else microbatch.share / 2)
     return of_samples(half, slice(middle)), of_samples(half, slice(middle, None))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +20,18 @@ from megalite.inventory import placement_of
 BLOCK_ELEMENTS = 1 << 20
 
 
-def named_logical_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields (logical name, parameter) of every parameter once, in the order of definition.
+def logical_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(Logical name, parameter) of every parameter once, in the order of definition.
 
     The name is the path inside the module, or the parameter's own `logical_name` where it has one (the word embedding,
     and the copy of it that a tied head on another stage holds).
     """
-    for path, parameter in module.named_parameters():
-        yield getattr(parameter, "logical_name", path), parameter
+    return [(getattr(parameter, "logical_name", path), parameter) for path, parameter in module.named_parameters()]
 
 
 def initialize(module: nn.Module, *, seed: int) -> None:
     """Fills all parameters in place."""
-    for name, parameter in named_logical_parameters(module):
+    for name, parameter in logical_parameters(module):
         fill(name, parameter, seed=seed)
 
 

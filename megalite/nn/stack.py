@@ -24,7 +24,7 @@ from megalite.microbatch import Microbatch
 from megalite.nn.block import Block
 from megalite.nn.embedding import Embedding
 from megalite.nn.head import Head
-from megalite.nn.init import named_logical_parameters
+from megalite.nn.init import logical_parameters
 from megalite.nn.kv_cache import LayerCache
 from megalite.parallel.tensor import LossKernels
 
@@ -105,9 +105,7 @@ class LayerStack(nn.Module):
         """The layers in the order of the model."""
         return [self.get_submodule(name) for name in self.names]
 
-    def logical_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """(logical name, parameter), each parameter once."""
-        return list(named_logical_parameters(self))
+    logical_parameters = logical_parameters  # as a method
 
 
 def trainable(x: Tensor) -> Tensor:

@@ -180,7 +180,8 @@ class Ledger:
     """All lines, all memory, and the races that were found.
 
     allocated, peak: bytes on the device, now and at most. locked: addresses of memory that was page-locked in place.
-    log: what happens, in the order in which the host does it (`record.py`). prices: what work takes (`timing.py`).
+    races: each pair of source lines once. log: what happens, in the host's order (`record.py`). prices: what work takes
+    (`timing.py`).
     """
 
     def __init__(self) -> None:
@@ -194,13 +195,8 @@ class Ledger:
         self._local = threading.local()
         self.lines: list[Line] = []
         self.locked: set[int] = set()
-        self._races: dict[tuple[str, str, str], str] = {}
+        self.races: dict[tuple[str, str, str], str] = {}
         self.allocated = self.peak = 0
-
-    @property
-    def races(self) -> list[str]:
-        """What was found, each pair of source lines once."""
-        return list(self._races.values())
 
     def line(self, name: str) -> Line:
         """A new line."""
@@ -361,7 +357,7 @@ class Ledger:
         """A race: the second runs while the first may still run, or before it has begun."""
         freed = "" if first.freed is None else f"\n    (that memory was freed at {first.freed})"
         text = f"{kind}: {second}\n    does not wait for {first}{freed}"
-        self._races.setdefault((kind, first.place, second.place), text)
+        self.races.setdefault((kind, first.place, second.place), text)
 
     def synced(self, why: str) -> None:
         """The host has waited for the device."""

@@ -47,7 +47,7 @@ class Gpu:
     @property
     def races(self) -> list[str]:
         """Pairs of accesses that nothing orders: what, both lines of the source, both streams."""
-        return self.ledger.races
+        return list(self.ledger.races.values())
 
     @contextmanager
     def state(self, **values: Any) -> Iterator[None]:

@@ -15,7 +15,7 @@ from megalite.inventory import placement_of
 from megalite.inventory.layers import count_parameters
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.init import logical_normal, named_logical_parameters
+from megalite.nn.init import logical_normal, logical_parameters
 from megalite.parallel.tensor.context import LayerContext
 
 SHAPE: dict[str, Any] = dict(num_layers=3, hidden_size=32, num_attention_heads=4, seq_length=8, vocab_size=50)
@@ -108,7 +108,7 @@ def test_tied_embeddings_are_one_parameter_on_one_stage_and_two_copies_on_two() 
     assert whole.get_parameter("head.output.weight") is embedding
     assert embedding.sink_uses == 2  # type: ignore[attr-defined]
     last = build_stack(config, specs[-1:], LayerContext(), init_seed=1)
-    copies = dict(named_logical_parameters(last.get_submodule("head")))
+    copies = dict(logical_parameters(last.get_submodule("head")))
     assert torch.equal(copies["embedding.word_embeddings.weight"], embedding)
     assert not hasattr(copies["embedding.word_embeddings.weight"], "sink_uses")
 

@@ -16,7 +16,6 @@ from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import placement_of
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.init import named_logical_parameters
 from megalite.parallel.tensor.context import LayerContext
 from megalite.testing import run_ranks, run_single
 
@@ -67,7 +66,7 @@ def body_model(
     stack = build_stack(config, layer_specs(config), ctx, init_seed=11)
     if backend:
         stack.compile_blocks(backend)
-    parameters = list(named_logical_parameters(stack))
+    parameters = stack.logical_parameters()
     if sinks:
         for _, p in parameters:
             attach_sink(p, GradSink(torch.full_like(p, 9.0), uses=getattr(p, "sink_uses", 1)))
