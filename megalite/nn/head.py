@@ -7,13 +7,12 @@ from torch import Tensor, nn
 
 from megalite.comm import all_gather
 from megalite.config import ModelConfig, width_ratio
-from megalite.inventory import vocabulary
+from megalite.inventory import WORD_EMBEDDINGS, vocabulary
 from megalite.microbatch import Microbatch
 from megalite.nn.mtp import FurtherPredictions
 from megalite.nn.norm import Norm
 from megalite.nn.router import Attach
 from megalite.parallel.tensor import (
-    WORD_EMBEDDINGS,
     LayerContext,
     LossKernels,
     VocabShard,

@@ -28,7 +28,7 @@ from megalite.engine import (
     sharded_maker,
 )
 from megalite.gradient import WeightGradQueue
-from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, boundary_shape, given_plan
+from megalite.inventory import DEFAULT_PLAN, WORD_EMBEDDINGS, MemoryPlan, Recompute, boundary_shape, given_plan
 from megalite.microbatch_notes import ExpertLoads, Magnitudes
 from megalite.models import LayerSpec, build_stack, layer_specs
 from megalite.nn import BlockGraphs, LayerStack, fill, on_grid
@@ -36,7 +36,7 @@ from megalite.optim import Delay
 from megalite.parallel.expert import expert_axes
 from megalite.parallel.pipeline import SharedRows, Stage, holders, replica_axes, stage_type
 from megalite.parallel.rows import CachedRows
-from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, gather_rounded
+from megalite.parallel.tensor import LayerContext, gather_rounded
 from megalite.parallel.tiers import ActivationOffload, Mover, SavedTensors
 from megalite.parallel.zero import RankMemory, StageOptions, ZeroOptions
 from megalite.schedule import Program, StageKey, StagePlacement

@@ -13,13 +13,13 @@ from megalite.comm import Axis, ParallelMesh, TensorShard, all_reduce_
 from megalite.config import OPTIMIZER_SPECS, Config, rates_of
 from megalite.data import BatchLoader
 from megalite.engine import rule_maker
-from megalite.inventory import computations, placement_of, vocabulary
+from megalite.inventory import WORD_EMBEDDINGS, computations, placement_of, vocabulary
 from megalite.microbatch import Microbatch
 from megalite.nn import fill
 from megalite.observe import Hook, Record, TrainerView
 from megalite.parallel.pipeline import replica_axes
 from megalite.parallel.rows import Access, CachedRows, HostEmbedding, HostRows, RowRule, Traffic
-from megalite.parallel.tensor import WORD_EMBEDDINGS, LayerContext, parameter_of
+from megalite.parallel.tensor import LayerContext, parameter_of
 from megalite.parallel.tiers import Mover
 from megalite.parallel.zero import ShardedOptimizer
 from megalite.schedule import FORWARD, GRADIENT_KINDS, RECOMPUTE, StageKey, StagePlacement

@@ -17,7 +17,7 @@ from megalite.parallel.tensor.adapters import LowRank, add_adapters
 from megalite.parallel.tensor.context import LayerContext, new_parameter, parameter_of, weight_and_bias
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products
-from megalite.parallel.tensor.embedding import WORD_EMBEDDINGS, VocabParallelEmbedding, lookup
+from megalite.parallel.tensor.embedding import VocabParallelEmbedding, lookup
 from megalite.parallel.tensor.float8 import check_float8, gather_rounded
 from megalite.parallel.tensor.int8 import dequantised, hold_in_8_bits, in_8_bits
 from megalite.parallel.tensor.late_messages import LateMessage, Message, added_at_once, enter_parallel, leave_parallel

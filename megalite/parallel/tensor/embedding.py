@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from megalite.comm import Axis, reduce_from_axis, scatter_sum_sequence
 from megalite.gradient import Node, WeightGradQueue, sink_of
-from megalite.inventory import Parameter
+from megalite.inventory import WORD_EMBEDDINGS, Parameter
 from megalite.parallel.tensor.context import LayerContext, parameter_of
-
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 
 
 class VocabParallelEmbedding(nn.Module):
