@@ -40,11 +40,7 @@ def host_pools(rank: int | None, proc: Path = PROC, cgroups: Path = CGROUPS) -> 
     machine = machine_id(proc)
     swap, host = sizes.get("SwapFree", 0.0), f"host {socket.gethostname()}"
     pools = [Pool(machine, host, sizes["MemAvailable"], sizes["MemTotal"], swap)]
-    for folder, limit, used, given_back, swap_left in _control_groups(proc / "self/cgroup", cgroups):
-        stat = _numbers(folder / "memory.stat")
-        free = max(0.0, limit - used + sum(stat.get(name, 0.0) for name in given_back))
-        key = f"{machine} cgroup {folder.stat().st_dev}:{folder.stat().st_ino}"
-        pools.append(Pool(key, f"the control group of {host}", free, limit, min(swap, swap_left)))
+    pools += _control_groups(proc / "self/cgroup", cgroups, pools[0])
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = _text(proc / "self/statm").split()
     if rank is not None and space != resource.RLIM_INFINITY and pages:
@@ -63,10 +59,9 @@ def machine_id(proc: Path = PROC) -> str:
     return _text(proc / "sys/kernel/random/boot_id") or socket.gethostname()
 
 
-def _control_groups(table: Path, mount: Path) -> Iterator[tuple[Path, float, float, tuple[str, ...], float]]:
-    """(Folder, limit, in use, entries of memory.stat that can be given back, swap left) of each group with a limit, of
-    version 1 or 2. A group that is seen from inside a container is not where the table says, but one of its parents
-    is."""
+def _control_groups(table: Path, mount: Path, machine: Pool) -> Iterator[Pool]:
+    """Those with a limit, of version 1 or 2. A group that is seen from inside a container is not where the table says,
+    but one of its parents is."""
     for line in _text(table).splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         second = controllers == ""
@@ -82,7 +77,10 @@ def _control_groups(table: Path, mount: Path) -> Iterator[tuple[Path, float, flo
             if limit is not None and used is not None and limit < NO_LIMIT:
                 most, swapped = _number(folder / "memory.swap.max"), _number(folder / "memory.swap.current")
                 left = max(0.0, most - (swapped or 0.0)) if most is not None else float("inf")
-                yield folder, limit, used, given_back, left
+                stat, at = _numbers(folder / "memory.stat"), folder.stat()
+                free = max(0.0, limit - used + sum(stat.get(name, 0.0) for name in given_back))
+                key = f"{machine.key} cgroup {at.st_dev}:{at.st_ino}"
+                yield Pool(key, f"the control group of {machine.name}", free, limit, min(machine.swap, left))
 
 
 def _text(path: Path) -> str:
