@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,11 @@ class StagingMemory:
 
     def copy(self, parts: Sequence[TensorShard]) -> list[TensorShard]:
         """The parts with their values as they are now; later changes of the originals have no effect."""
-        starts, at = [], 0
-        for part in parts:
-            starts.append(at)
-            at += -(-part.local.nbytes // _ALIGN) * _ALIGN
+        *starts, total = accumulate((-(-part.local.nbytes // _ALIGN) * _ALIGN for part in parts), initial=0)
         cuda = any(part.local.is_cuda for part in parts)
-        if self._bytes.numel() < at or (cuda and not self._bytes.is_pinned()):
+        if self._bytes.numel() < total or (cuda and not self._bytes.is_pinned()):
             self._bytes = torch.empty(0, dtype=torch.uint8)  # give the old memory back before asking for more
-            self._bytes = host_bytes(at, pinned=cuda)
+            self._bytes = host_bytes(total, pinned=cuda)
         copies = []
         for part, start in zip(parts, starts, strict=True):
             space = self._bytes[start : start + part.local.nbytes].view(part.local.dtype).view(part.local.shape)

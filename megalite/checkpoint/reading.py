@@ -23,7 +23,6 @@ from megalite.checkpoint.format import (
     Manifest,
     StoredFile,
     StoredShard,
-    check_file_name,
     checksum,
     parse_manifest,
     proves,
@@ -198,7 +197,6 @@ def copy_extras(path: Place, manifest: Manifest, into: Path) -> None:
 
 def read_extra(path: Place, manifest: Manifest, name: str) -> bytes:
     """A verified file that travels with the weights."""
-    check_file_name(name, str(path))
     entry = manifest.extra_files.get(name)
     if entry is None:
         raise CheckpointError(f"{path}: holds no file {name!r} (has: {', '.join(manifest.extra_files) or 'none'})")

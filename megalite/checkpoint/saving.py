@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,9 +133,8 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     """The plan from all ranks' `describe`; the same on every rank. Ranks whose `rows` are one object are looked at
     once. Raises CheckpointError where ranks disagree about a tensor or the shards do not cover it exactly once."""
     tensors: dict[str, StoredTensor] = {}
-    keys = dict.fromkeys(id(description.rows) for description in descriptions)
-    places = {key: number for number, key in enumerate(keys)}
-    kinds = [places[id(description.rows)] for description in descriptions]
+    places: dict[int, int] = {}
+    kinds = [places.setdefault(id(description.rows), len(places)) for description in descriptions]
     members: list[list[int]] = [[] for _ in places]
     for rank, kind in enumerate(kinds):
         members[kind].append(rank)
@@ -148,12 +148,9 @@ def make_plan(descriptions: Sequence[Description]) -> SavePlan:
     boxes: dict[str, list[Box]] = {name: [] for name in tensors}
     for name, box in plan.writers:
         boxes[name].append(box)
-    problems: dict[Any, str | None] = {}  # moments are cut as their weights, layers alike: looked at once
+    problem_of = cache(tiling_problem)  # moments are cut as their weights, layers alike: looked at once
     for name, tensor in tensors.items():
-        tiling = tensor.shape, tuple(boxes[name])
-        if tiling not in problems:
-            problems[tiling] = tiling_problem(tiling[1], tensor.shape)
-        if problem := problems[tiling]:
+        if problem := problem_of(tuple(boxes[name]), tensor.shape):
             raise CheckpointError(f"tensor {name}: {problem}: the shards given to save() are not the whole tensor")
     return plan
 

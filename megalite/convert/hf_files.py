@@ -228,8 +228,7 @@ def _write_weights(source: ModelSource, family: HuggingFaceFamily, staging: Path
         file = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for pair in pairs:
-            values = source.read(pair.ours)
-            values = converted(pair.ours, values, dtype)
+            values = converted(pair.ours, source.read(pair.ours), dtype)
             parts = pair.form.to_theirs(source.model, values)
             tensors |= {name: _alone(part) for name, part in zip(pair.theirs, parts, strict=True)}
             tensors |= {name: parts[0].clone() for name in pair.copies}
