@@ -93,7 +93,7 @@ class SharedExchange:
         step = max(1, SLOT_BYTES // (flat.element_size() * self._size))
         for begin in range(0, flat.numel(), step):
             part = flat[begin : begin + step]
-            self._post(rows[:, begin : begin + step], partial(_sum_of_rows, rank=self._rank, out=part))
+            self._post(rows[:, begin : begin + step], partial(_reduce, out=part, op="sum", row=self._rank))
         return self._last_posted()
 
     def all_to_all_rows(self, out: Tensor, x: Tensor, traffic: Sequence[Sequence[int]]) -> Exchange:
@@ -156,18 +156,14 @@ class SharedExchange:
                     time.sleep(NAP_SECONDS)
 
 
-def _reduce(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """out = op of the parts, in the order of ranks."""
+def _reduce(parts: Sequence[Tensor], out: Tensor, op: str, row: int | None = None) -> None:
+    """out = op of the parts, or of this row of each, in the order of ranks."""
+    parts = parts if row is None else [part.view(len(parts), -1)[row] for part in parts]
     table: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
     combine = table[op]
     combine(parts[0], parts[1], out=out)
     for part in parts[2:]:
         combine(out, part, out=out)
-
-
-def _sum_of_rows(parts: Sequence[Tensor], rank: int, out: Tensor) -> None:
-    """out = the sum of this rank's row of every part."""
-    _reduce([part.view(len(parts), -1)[rank] for part in parts], out, "sum")
 
 
 def _gather(parts: Sequence[Tensor], targets: Tensor) -> None:

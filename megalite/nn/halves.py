@@ -50,9 +50,8 @@ from megalite.nn.stack import LayerStack, trainable
 from megalite.parallel.tensor import LateMessage, added_at_once
 
 _PER_SAMPLE = (
-    *("tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts", "host_tokens"),
-    "token_losses",
-)
+    "tokens", "labels", "positions", "loss_mask", "sample_ids", "document_starts", "host_tokens", "token_losses",
+)  # fmt: skip
 
 
 class Half:
