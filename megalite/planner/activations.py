@@ -34,7 +34,8 @@ class StageActivations:
     """Bytes of one micro-batch in one stage.
 
     full: from forward to backward, without the next two. boundary: the stage's input. head: what the output layer
-    keeps. weight_only: after I until W of a split backward; weight_only_block: the least share of a block.
+    keeps. weight_only: after I until W of a split backward; weight_only_block: the least share of a block. moved: what
+    waits on the host (`--offload activations`).
     """
 
     full: float
@@ -42,6 +43,7 @@ class StageActivations:
     head: float
     weight_only: float
     weight_only_block: float
+    moved: float = 0.0
 
     @property
     def total(self) -> float:
@@ -57,6 +59,11 @@ def _segments(config: Config, blocks: int, how: Recompute) -> tuple[int, int, in
     again = [end - begin for begin, end, twice in recompute_ranges(blocks, range(blocks), how) if twice]
     kept, split = blocks - sum(again), find_schedule(config.parallel.schedule).splits_backward
     return kept, len(again), max(again, default=0) if split or not kept else 0
+
+
+def _offloaded(config: Config, on_cpu: bool) -> int:
+    """First blocks of each stage whose activations wait on the host; on a CPU they are where they were."""
+    return 0 if on_cpu else config.model.cpu_offloading_num_layers
 
 
 def recomputed(config: Config, items: range, how: Recompute) -> range:
@@ -76,10 +83,9 @@ def stage_activations(
     here = model_layers(config.model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
     kept, segments, _ = _segments(config, len(blocks), how)
-    full = (
-        add_up(blocks[len(blocks) - kept :], lambda layer: kept_bytes(config, layer, on_cpu=on_cpu))
-        + segments * entrance
-    )
+    stays = max(len(blocks) - kept, _offloaded(config, on_cpu))
+    full = add_up(blocks[stays:], lambda layer: kept_bytes(config, layer, on_cpu=on_cpu)) + segments * entrance
+    moved = add_up(blocks[len(blocks) - kept : stays], lambda layer: kept_bytes(config, layer))
     # sines and cosines, shared by the blocks
     rotary = [layer.model.rotary_dim for layer in blocks if layer.model.position_embedding_type == "rope"]
     full += size.compute * tokens * max(rotary, default=0)
@@ -91,7 +97,8 @@ def stage_activations(
         head -= entrance
     waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)
-    found = StageActivations(max(full, 0.0), boundary, max(head, 0.0), add_up(here, waiting.__getitem__), least)
+    later = add_up(here, waiting.__getitem__)
+    found = StageActivations(max(full, 0.0), boundary, max(head, 0.0), later, least, moved)
     if config.parallel.hardware.cuda_graph_impl == "none" or not blocks:
         return found
     # What the CUDA graphs of a micro-batch hold (`nn.graphs`): of each block what its products' weight gradients are
@@ -157,4 +164,7 @@ def _block_workspace(config: Config, blocks: list[Layer], how: Recompute, *, on_
     if longest:  # made again, and let go as the backward goes through it; its input is there already
         again = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks))
         block += longest * again - boundary_bytes(config)
-    return block
+    # A block whose backward runs is on the device, and the one before it on its way; blocks that stayed have gone.
+    moved = _offloaded(config, on_cpu)
+    largest = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks)) if moved else 0.0
+    return block + max(0, min(2, moved) - len(blocks[moved:])) * largest

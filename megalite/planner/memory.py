@@ -143,6 +143,9 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
     block = max(space[1] - kept[stage].head * (space[0] > 0) for stage, space in spaces.items())
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
     host = float(states.host)
+    if any(each.moved for each in kept.values()):
+        peaks = memory_peaks(program, rank)
+        host += max(sum(count * kept[stage].moved for stage, count, *_ in peak.counts) for peak in peaks)
     if program.room is not None:
         held = moved(program, rank)
         full, host = max(0.0, held.device - head), host + held.host

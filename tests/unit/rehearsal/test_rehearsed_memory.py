@@ -208,3 +208,15 @@ def test_results_that_are_scaled_behind_a_kernel_are_planned(more: str) -> None:
     (each,) = rehearse_run(rehearsed([*SMALL, *flags.split()], 1, steps=1), [0]).memory
     assert each.planned is not None
     assert each.allocated == pytest.approx(each.planned.total - PRODUCT_WORKSPACE, rel=0.015)
+
+
+@pytest.mark.parametrize(("blocks", "layout", "size"), [(3, "", 1), (8, "", 1), (2, TWO, 2)])
+def test_activations_that_wait_on_the_host_are_planned(blocks: int, layout: str, size: int) -> None:
+    """A block is on the device for its backward, and the one before it on its way."""
+    flags = (
+        f"--num-layers 8 --hidden-size 256 --seq-length 2048 --micro-batch-size 4 --vocab-size 200 {layout} "
+        f"--offload activations={blocks}"
+    )
+    for each in rehearse_run(rehearsed([*SMALL, *flags.split()], size, steps=1), list(range(size))).memory:
+        assert each.planned is not None and each.planned.host > 64 * MIB
+        assert each.allocated == pytest.approx(each.planned.total - PRODUCT_WORKSPACE, rel=0.05), each.rank
