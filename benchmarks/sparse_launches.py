@@ -69,20 +69,14 @@ def count(recipe: str) -> Launches:
 @contextmanager
 def as_chosen_on_a_gpu() -> Iterator[None]:
     """Its kernels for experts, and one for attention."""
-    from torch import Tensor
-
     from benchmarks.counted_launches import as_on_a_gpu
 
-    names = ("nn.router", "nn.attention.core", "parallel.expert.grouped")
-    router, core, grouped = (importlib.import_module(f"megalite.{name}") for name in names)
-
-    def largest(x: Tensor, k: int) -> Tensor:
-        return x.detach().sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+    names = ("nn.attention.core", "parallel.expert.grouped")
+    core, grouped = (importlib.import_module(f"megalite.{name}") for name in names)
 
     with ExitStack() as stack:
         stack.enter_context(as_on_a_gpu())
         stack.enter_context(patch.object(grouped, "by_one_kernel", lambda *_: True))
-        stack.enter_context(patch.object(router, "largest", largest))
         stack.enter_context(patch.object(core, "choose", lambda need: "blocked"))
         yield
 

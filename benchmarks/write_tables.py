@@ -60,8 +60,10 @@ def pairs(cases: list[Json]) -> list[list[str]]:
 
 
 def device(cases: list[Json]) -> list[list[str]]:
-    """Time, rate, MFU, peak memory of each variant, and how many times as fast it is as its peers."""
-    rows = [["what", "ms", "tokens/s", "MFU", "peak GiB", "times as fast as"]]
+    """Time, rate, MFU, peak memory of each variant, its launches where they were counted, and how many times as fast it
+    is as its peers."""
+    counts = any("launches" in found for case in cases for found in case["variants"].values())
+    rows = [["what", "ms", "tokens/s", "MFU", "peak GiB", *(["launches"] if counts else []), "times as fast as"]]
     for case in cases:
         for name, found in case["variants"].items():
             rate, mfu = (f"{found['rate']:,.0f}" if "rate" in found else "", found.get("mfu"))
@@ -71,8 +73,9 @@ def device(cases: list[Json]) -> list[list[str]]:
                 if ours == name and f"{ours} / {peer}" in case["ratios"]
             ]
             memory = f"{found['device_mib'] / 1024:.1f}" if "device_mib" in found else ""
-            cells = [f"{1e3 * found['median']:,.4g}", rate, f"{mfu:.1%}" if mfu else "", memory, ", ".join(beside)]
-            rows.append([name, *cells])
+            launches = [str(found.get("launches", ""))] if counts else []
+            cells = [f"{1e3 * found['median']:,.4g}", rate, f"{mfu:.1%}" if mfu else "", memory, *launches]
+            rows.append([f"{case['name']}: {name}" if counts else name, *cells, ", ".join(beside)])
     return rows
 
 

@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from megalite.config import OPTIMIZER_SPECS, Config
@@ -136,7 +136,29 @@ class Roofline:
         size = ElementBytes.of(config)
         moments = OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer)
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute + self.software.optimizer
-        return self.traffic(elements * moved, 20)
+        orthogonal = self._orthogonalising(config) * elements if config.optimizer.optimizer == "muon" else 0.0
+        return self.traffic(elements * moved, 20) + orthogonal
+
+    def _orthogonalising(self, config: Config) -> float:
+        """Seconds that Muon takes for an owned element beside an elementwise rule, the mean of the model's. Ranks of a
+        tensor axis compute the whole matrix, each of them."""
+        total = seconds = 0.0
+        for layer, alike in Counter(model_layers(config.model)).items():
+            for each in layer.parameters:
+                total += alike * math.prod(each.local(config.parallel))
+                if layer.is_block and each.decay and not each.frozen and len(each.shape) > 1:
+                    rows, columns = sorted(each.shape[-2:])
+                    ranks = config.parallel.experts.expert_model_parallel_size if each.dealt else 1
+                    matrices = alike * math.prod(each.shape[:-2]) / ranks
+                    seconds += matrices * self._newton_schulz(config, rows, columns)
+        return seconds / total
+
+    def _newton_schulz(self, config: Config, rows: int, columns: int) -> float:
+        """Seconds of five steps of a matrix with no more rows than columns, each of three products and of passes over
+        what they make in 16 bits; before and behind them the update is made in fp32."""
+        product = partial(self.product, config)
+        step = product(rows, rows, columns) + product(rows, rows, rows) + product(rows, columns, rows)
+        return 5 * (step + self.traffic(10.0 * rows * (rows + columns), 4)) + self.traffic(50.0 * rows * columns, 9)
 
     def step_overhead(self, samples: float) -> float:
         """Seconds of a step besides layers, messages and the optimizer, with that many samples read by a rank."""
