@@ -4,8 +4,6 @@ A wheel holds `pretrain_gpt.py` and the tools for users in `megalite/scripts/`; 
 commands. Under a launcher that starts a Python program: `torchrun -m megalite.commands pretrain ...`.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

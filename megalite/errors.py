@@ -12,8 +12,6 @@ Command-line programs print `str(error)` on standard error (rank 0 only, no trac
 `assert` is kept for the project's own invariants and never shows a user's mistake.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import ClassVar

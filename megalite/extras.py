@@ -1,8 +1,6 @@
 """Optional packages: imported where they are used, by a name that leads to the extra of pyproject.toml that installs
 them."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

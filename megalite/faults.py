@@ -5,8 +5,6 @@ does: no flag and no environment variable can make a fault point act. Only the r
 `megalite.testing.fault.install` in a process that it has forked; the lookup below is then no longer empty.
 """
 
-from __future__ import annotations
-
 import sys
 
 

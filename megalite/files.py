@@ -1,7 +1,5 @@
 """Files that users name: is there one, and can it be read more than once? And the clock that stamps them."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -11,8 +11,6 @@ layers hand over the computation of their weight gradient instead of running it,
 action `W`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field

@@ -3,8 +3,6 @@
 A number that is not known (another system than Linux, a file that is not there) is left out: no pool, no complaint.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

@@ -8,8 +8,6 @@ has long arrived; else add a row here and in docs/gpus.md. `tests/unit/rehearsal
 each row, and fails where a row has no wait any more.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from types import MappingProxyType

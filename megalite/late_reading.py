@@ -1,7 +1,5 @@
 """Reads numbers from the device late, when their asynchronous copy has long arrived, so that the host does not wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ ExpertLoads        what the routers did; `train.expert_report` and `engine.exper
 Magnitudes         how large the operands of products were, for float8's scales; `engine.scale_history` asks
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """Host memory of exactly the size that is asked for, page-locked where a GPU copies to it or from it."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from contextlib import suppress

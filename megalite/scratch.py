@@ -4,8 +4,6 @@ A launcher holds a lock on a file in its folder, and its ranks inherit it. The s
 end, so a folder whose lock is free has no owner.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

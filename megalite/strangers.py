@@ -6,8 +6,6 @@ a name of theirs: it never says yes, and asks nobody. Pickles and chat templates
 `FencedProgram` in a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import weakref

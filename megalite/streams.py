@@ -6,8 +6,6 @@ the null device replaces the one that failed, for Python and for libraries alike
 escaped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -10,8 +10,6 @@ written is the state at the moment of the call. A save to a disk fails at once. 
 is tried again, until MOST_FAILED of them wait; then `failure` says so, and the ranks end the run by their vote.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """`Checkpointer`: what the trainer sees. Collective over its axis; an axis of one rank needs no communication."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -5,8 +5,6 @@ bytes are checksummed in blocks of `block_bytes`, so a rank can verify a slice w
 is JSON and safetensors: reading a checkpoint never executes anything.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -3,8 +3,6 @@
 The folder itself is asked: ranks that see each other's files in it are on one host, whatever it is called.
 """
 
-from __future__ import annotations
-
 import logging
 import uuid
 from collections.abc import Callable

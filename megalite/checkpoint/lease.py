@@ -5,8 +5,6 @@ too, from a holder whose process is gone (same host) or whose version has not ch
 No clock of a store or of another host is read. Who finds another token in it has lost it, and commits nothing more.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

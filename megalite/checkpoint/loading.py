@@ -3,8 +3,6 @@
 Values are written through the shards' views; the only buffer is one block.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 The chain of trust begins with COMMITTED (`format.py`). A disk is read at once into its place.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -9,8 +9,6 @@
 Deletion takes COMMITTED away first. What a run has set aside keeps its data, under `iter_0000100.aside-<save id>/`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -7,8 +7,6 @@ A file travels in messages of the size of a block, and is compared with its chec
 has arrived.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ their intersection. Saving is the choice of who writes which part of a box that 
     +-----+-----+                  +--------+                       +-----+---+
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

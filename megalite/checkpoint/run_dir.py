@@ -4,8 +4,6 @@ A directory is listed; the tracker file `latest_checkpointed_iteration.txt` is w
 read.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ The two ways of saving share this file; they differ in where the values come fro
 and in how the ranks' reports reach the coordinator (a collective, or files in the staging directory).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import shutil

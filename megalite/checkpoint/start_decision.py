@@ -10,8 +10,6 @@
 Rank 0 decides for all (`Checkpointer.decide_start`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

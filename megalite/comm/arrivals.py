@@ -4,8 +4,6 @@ gloo cannot be asked whether a receive is complete, only waited for; so a thread
 its direction is posted as soon as one is complete, so that no sender waits for this rank's computations.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ Activations are sequence first (`[s, b, h]`), so all work on dim 0 without a cop
 identity. Linear layers have collectives of their own in their backward, hidden by products (`parallel.tensor.linear`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ process group. Names that end in `_` work in place; the others return new tensor
 a handle whose `wait()` must be called before the result is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 

@@ -5,8 +5,6 @@ stream before each wait and one behind it; in between is the wait alone. Nobody 
 the device has passed are read once an iteration, so a wait is counted an iteration or so later.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

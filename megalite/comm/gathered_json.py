@@ -1,7 +1,5 @@
 """Small values of every rank, as JSON: what ranks have found, decided or measured."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

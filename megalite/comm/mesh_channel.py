@@ -5,8 +5,6 @@ A message of the program is several here: those of a `TransferPlan`. Every one i
 elsewhere; they go between world ranks, point to point, and need no groups but the stage's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -11,8 +11,6 @@ With `headers=True` a small message goes ahead of each tensor and says what foll
 rank that receives something other than its schedule says raises RuntimeFailure with rank, stage and micro-batch.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A vote is a small collective, so a rank that dies or stops is noticed as anywher
 time it needs.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar

@@ -6,8 +6,6 @@ flat buffer, and a contiguous range of a row-major tensor is at most `2 * ndim -
 resharding, gradient-norm counting and conversion all speak this one language, so none of them needs to know another.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

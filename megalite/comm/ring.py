@@ -1,7 +1,5 @@
 """Passing a tensor to the next rank of an axis while the one of the rank before arrives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -16,8 +16,6 @@ Counters are plain aligned 64-bit words, which x86 makes visible in the order th
 across hosts and on GPUs `share_axis` changes nothing and torch.distributed carries the messages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

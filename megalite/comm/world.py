@@ -1,7 +1,5 @@
 """Rank, world size, device and host of this process, and how it reports what it is doing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

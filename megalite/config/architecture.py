@@ -4,8 +4,6 @@ A checkpoint (or a Hugging Face directory) knows its model. `--use-checkpoint-ar
 parser gets an `Offer` through a function of a higher floor, which can read checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field

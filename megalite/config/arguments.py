@@ -7,8 +7,6 @@ A section that is such a flag says so itself, and its docstring begins with the 
     class WandB(Spelled, flag="wandb", needs="wandb_project")
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The checkpoint section: what is saved, when, and what a run starts from."""
 
-from __future__ import annotations
-
 from megalite.config.schema import OneOf, Section, Spelled, option
 from megalite.files import served_url, staging_folder
 

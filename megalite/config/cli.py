@@ -9,8 +9,6 @@ A name given twice at one level under two spellings with different values (`--sw
 the same name given twice is not: the last one counts, as scripts that append `"$@"` expect.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

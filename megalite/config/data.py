@@ -1,7 +1,5 @@
 """The data section: corpora, their split and blend, and the tokenizer."""
 
-from __future__ import annotations
-
 from megalite.config.batch_size import parse_words
 from megalite.config.schema import Section, option
 

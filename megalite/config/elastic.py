@@ -7,8 +7,6 @@ a host is lost:                   0 1 | 2 3    4 5 | 6 7                     d =
 global batch 9:                   0 1 | 2 3    4 5 | 6 7    + + | +  +       d = 1, or 3: it must divide the batch
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.legal import config_problems

@@ -3,8 +3,6 @@
 Of a schedule file the content is read too: it is small, and what is wrong with it is known before a rank starts.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -8,8 +8,6 @@ Megatron-LM's two forms: a number N speaks of every N-th layer, a list of 0 and 
     1,0,0                #..
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable

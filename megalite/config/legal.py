@@ -4,8 +4,6 @@
 random layouts and keeps those for which `config_problems(config, world_size)` is empty.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The logging section: console, metrics.jsonl, trackers, profiler."""
 
-from __future__ import annotations
-
 from megalite.config.schema import Section, Spelled, option
 
 

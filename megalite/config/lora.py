@@ -8,8 +8,6 @@ those of Hugging Face's models, which `peft` takes:
     MLP, up             linear_fc1, c_fc (one, with the gate); gate_proj, up_proj (one each)
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from megalite.config.schema import Spelled, option

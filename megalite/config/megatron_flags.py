@@ -5,8 +5,6 @@ for a line of a log; what changes the model, its training or what is kept of it 
 Proof: `tests/unit/config/test_megatron_flags.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache

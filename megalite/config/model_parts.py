@@ -1,7 +1,5 @@
 """Parts of the model section: RoPE, latent and linear attention, experts, further tokens, QK-clip, a foreign module."""
 
-from __future__ import annotations
-
 import math
 
 from megalite.config.schema import Spelled, option

@@ -1,7 +1,5 @@
 """Names that users type: aliases, and the nearest to a misspelled one."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any

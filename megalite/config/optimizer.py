@@ -1,7 +1,5 @@
 """The optimizer section: update rule, learning-rate and weight-decay schedules, clipping."""
 
-from __future__ import annotations
-
 from megalite.config.schema import OneOf, Option, Section, Spelled, option, required
 from megalite.config.staleness import StalenessCorrection
 from megalite.config.update_rules import OPTIMIZER_SPECS

@@ -1,7 +1,5 @@
 """The parallel section: how the model and the batch are spread over ranks, and by which pipeline schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

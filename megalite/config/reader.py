@@ -4,8 +4,6 @@ The command line is scanned by hand: argparse stops at the first mistake, abbrev
 flag. Here all mistakes are collected and nothing is guessed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """How generation chooses the next token: the flags of tools/generate_text.py, judged without torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from megalite.errors import ConfigError

@@ -1,7 +1,5 @@
 """`Config` <-> the text of config.yaml and the dictionary of a checkpoint's manifest."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """`--stage-meshes`: a mesh of its own for each pipeline stage, as text and as numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import cache

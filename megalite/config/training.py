@@ -1,7 +1,5 @@
 """The training section: batch, length, precision, evaluation, when to stop."""
 
-from __future__ import annotations
-
 from megalite.config.batch_size import BatchSizeSchedule
 from megalite.config.schema import OneOf, Section, Spelled, option, required
 

@@ -1,7 +1,5 @@
 """The text of `--help`, from the same schema as everything else."""
 
-from __future__ import annotations
-
 import functools
 import textwrap
 from collections.abc import Iterator, Mapping

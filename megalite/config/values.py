@@ -3,8 +3,6 @@
 The text of both is read by one set of rules, so that `lr: 1e-3` (a string to YAML 1.1) and `--lr 1e-3` mean the same.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 import re

@@ -1,7 +1,5 @@
 """Names of Megatron-LM that are no field of their own: what they come to, once a level, or all of them, is read."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any

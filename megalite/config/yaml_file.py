@@ -5,8 +5,6 @@ text (`values.convert` reads them by the field's type), so YAML 1.1's surprises 
 `no` a boolean) do not exist. Aliases, tags, duplicate keys, deep nesting and large files are refused.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass

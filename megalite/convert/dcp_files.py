@@ -13,8 +13,6 @@ step.pt is a number, which stage 3 leaves to the counts of the run. Names and sh
 module, whatever the layout was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

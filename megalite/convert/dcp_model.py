@@ -14,8 +14,6 @@ What a run has left beside its weights, torchtitan's or DeepSpeed's: Adam's mome
 The schedules of such a run are programs, and its place in the data is its loader's own: the flags say both anew.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Directories of torch.distributed.checkpoint, written by torch's own writer, rectangle by rectangle."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Mapping, Sequence

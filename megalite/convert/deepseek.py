@@ -8,8 +8,6 @@ second. So the rows of the rotated channels are reordered: evens, then odds.
 A group of experts counts by its best two there, and by its best k / groups here: where these differ a model is refused.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any

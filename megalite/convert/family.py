@@ -5,8 +5,6 @@ holds for `.weight` and `.bias` alike. `{i}` is the number of a block, `{e}` of 
 has its logical tensor (a bias, an untied output), so a family lists all that it may have.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ side by side; its fused projection keeps query, key and value of a head together
 our order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ model.safetensors                       one file, or
 model-00001-of-00003.safetensors ...    several and model.safetensors.index.json: {"weight_map": {name: file}}
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -3,8 +3,6 @@
 transformers 5 writes a `tokenizer_class` that 4.57 does not know; `PreTrainedTokenizerFast` loads in both.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -15,8 +15,6 @@ All experts of a block are one tensor there, whose columns alternate gate and va
 the way down. What is published has them in MXFP4 (`quantized.py`); transformers writes them in 16 bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint of megalite's own on disk: read tensor by tensor, written layer by layer; means of several."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Megatron-LM's `args`: the settings of a model there, read into a ModelConfig and written from one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ iter_0000100/common.pt                            args, iteration, groups of the
 A gated linear_fc1 holds all gates, then all values, whatever its tensor parallelism was.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

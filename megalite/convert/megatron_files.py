@@ -6,8 +6,6 @@ iter_0000100/mp_rank_00/model_optim_rng.pt        tensor-parallel rank; of a pip
     args, checkpoint_version, iteration, model (virtual stages: model0, model1, ...), optimizer, ...
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -13,8 +13,6 @@ with Transformer Engine's, whose linear layers hold the norm before them (`trans
 The router is whole in every file, the shared expert is cut like a dense MLP: they are among `RULES`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The parent's side of `megatron_unpickle.py`, which opens the pickles of Megatron-LM and torch.distributed.checkpoint:
 plain values and bytes of tensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ In `torch_dist` layers that are all the same lie on top of one another, one rect
 own name. Whole tensors know no layout: Megatron-LM loads them at any. What they are called: `megatron_dist.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping

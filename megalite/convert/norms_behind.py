@@ -9,8 +9,6 @@ a token. OLMo 3 (arXiv 2512.13961): the same with a window in three of four laye
 others.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

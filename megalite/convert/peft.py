@@ -8,8 +8,6 @@ family names the linear layers of the other side (`family.py`): an adapter of a 
 keys and values of Llama) becomes several with the same A; an adapter of a part of a layer is refused.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -8,8 +8,6 @@
 What a folder says of itself (`quantization_config`) decides which is looked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -9,8 +9,6 @@ projections are apart, each with all heads. Published folders have a part for im
 what is under `text_config` and `model.language_model.` is read, the rest is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """All families, and which of them a model is."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from functools import cached_property

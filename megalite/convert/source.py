@@ -1,7 +1,5 @@
 """Sources of a conversion: models that give their logical tensors one by one; and the directory that is written."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -7,8 +7,6 @@
 A checkpoint keeps them in one folder: there `additional_chat_templates.NAME.jinja` stands for the file of that folder.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Container, Iterator, Mapping

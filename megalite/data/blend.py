@@ -1,7 +1,5 @@
 """Several corpora as one: weights, and whose sample comes next; one after the other, in phases."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

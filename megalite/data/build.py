@@ -1,7 +1,5 @@
 """From the data section to the three splits: the one entry of this room."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

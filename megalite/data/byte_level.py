@@ -7,8 +7,6 @@ whose class is the same in Unicode 3.2 and today: a text that holds another one,
 `<|endoftext|>`, goes the library's way.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import unicodedata

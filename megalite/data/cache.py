@@ -5,8 +5,6 @@ A folder is staged beside its place and renamed, so that a killed or a second wr
 processes of one machine from doing the same twice.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

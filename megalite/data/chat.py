@@ -8,8 +8,6 @@ A template with `{% generation %}` blocks says itself what the assistant wrote. 
 assistant adds to the conversation with its prompt, up to white space after it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The parent's side of `chat_renderer.py`: conversations in, their texts out, within limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

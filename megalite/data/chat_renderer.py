@@ -10,8 +10,6 @@ a signal whose default action ends the process, so that no call into C can outla
                                                                      {"refused": why} or {"limit": what}
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -6,8 +6,6 @@ any end-of-document token; each line of a JSONL file and each file of the defaul
 one (if the tokenizer has one). Tokens are kept in a cache whose key is content, tokenizer and split.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

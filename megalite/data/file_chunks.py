@@ -5,8 +5,6 @@ worker. A text file is one document; it is cut after newlines that stand between
 tokenizer that says so joins text.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -12,8 +12,6 @@ A sample has S + 1 tokens: its last one is the first of the next cut, for the la
 The random stream is `numpy.random.RandomState(seed)`, used first for document_index, then for shuffle_index.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Bounds on tokenizers of other people, which else end in a panic, in hours or with all memory."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator, Mapping

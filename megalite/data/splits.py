@@ -1,8 +1,6 @@
 """Which data a run reads, by split and by phase: the files behind `--data-path` and its kin, and which part of the
 documents (or characters) trains, validates and tests (`--split A,B,C`, Megatron's arithmetic)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """From flags to a tokenizer, from a tokenizer to a checkpoint, and back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path

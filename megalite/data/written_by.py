@@ -4,8 +4,6 @@ Ids of one tokenizer read by another are a text of nonsense that trains, so whoe
 and where these differ (GPT-2's pair of files and a tokenizer.json say the same) the ids of a text.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

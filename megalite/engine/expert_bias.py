@@ -7,8 +7,6 @@ The bias has neither gradient nor moments; otherwise it is a weight: part of a w
 left alone by an update that is skipped. Every rank of a stage holds all of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """Micro-batches through the pipeline without a backward: evaluation, scoring, generation, the library's `evaluate`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ update that is skipped. What is scaled are the masters, whose new values are wri
 that STEP has made; older versions of 2BW stay. An average of the weights takes the masters in before they are scaled.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast

@@ -1,7 +1,5 @@
 """The optimizer of a rank: its update rule, corrected for the age of its gradients, and where its state lies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

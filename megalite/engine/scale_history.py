@@ -5,8 +5,6 @@ on all ranks of a stage, and at every layout: an update appends the largest magn
 micro-batches and all ranks that hold parts; 0 where it is not finite (and the update is skipped).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

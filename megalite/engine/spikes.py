@@ -7,8 +7,6 @@ norm. A spike enters as the limit that it exceeded: it does not hide the next, a
 The deviation is at least a quarter of the mean: norms of large batches hardly differ, small ones double without harm.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

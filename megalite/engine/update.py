@@ -14,8 +14,6 @@ buffer (`update % gradient buffers`). Synchronous schedules, 2BW and PipeDream d
 REDUCE, NORM and STEP, and in how many weight versions they keep.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

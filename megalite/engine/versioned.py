@@ -9,8 +9,6 @@ given its stages. One that also changes what the optimizer keeps is given it aft
 Where other state lies: CONTRIBUTING, "Adding state that an update changes".
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Literal

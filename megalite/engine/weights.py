@@ -6,8 +6,6 @@ Who makes the stages does not matter here: `megalite.train` makes them of our la
 `megalite.library` of a user's list of layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

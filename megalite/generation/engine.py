@@ -9,8 +9,6 @@ Replicas share out the requests and go their own ways. Where they hold each othe
 slot, with equally long prompts, so that all of them run the same layers at the same time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache

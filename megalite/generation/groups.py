@@ -8,8 +8,6 @@ A sequence sees its text from `start` on. When that would be more than the model
 newer half of them: a new prompt for its whole group. Neither depends on what is beside it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 

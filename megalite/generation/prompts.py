@@ -1,7 +1,5 @@
 """Prompts of a file, and their ids."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -10,8 +10,6 @@ The noise of a token is a hash of (seed, number of the prompt, position in the t
 whatever is generated beside it and whatever came before. Sums and logarithms are in fp64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

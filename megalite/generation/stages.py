@@ -5,8 +5,6 @@ first of a round:   tokens [b] (of the prompt in round 0, else those that have c
 last of a round:    [n, b, h]  ->  the tokens that were chosen, int64 [b]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast

@@ -4,8 +4,6 @@ The template is a stranger's program: it is rendered within limits, in a process
 first rank alone, since it may ask for the date.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ Without overlap these are the windows of `--full-validation`, so the numbers agr
 an overlap of n every label but those of the first window has at least n tokens of context; it is counted once.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

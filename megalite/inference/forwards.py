@@ -1,7 +1,5 @@
 """Micro-batches through a loaded model, whichever ranks hold it: what evaluation is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import cast
 

@@ -6,8 +6,6 @@
 it into the harness's own base class, which is imported only then. `TaskEvaluator` asks a run's tasks on the way.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

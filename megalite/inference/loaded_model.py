@@ -5,8 +5,6 @@ Both are self-contained: configuration, weights by name, and the tokenizer's fil
 nothing of it is changed. Each rank reads what it holds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@
 Both read local files. `harness.py` offers the same scoring to lm-evaluation-harness.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

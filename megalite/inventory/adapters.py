@@ -1,8 +1,6 @@
 """Adapters: low-rank ones beside linear layers (LoRA, arXiv 2106.09685), and layers of their own: which there are, and
 what they consist of."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

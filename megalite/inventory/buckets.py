@@ -16,8 +16,6 @@ Inside a flat bucket the parameters are sorted by `ElementKind`, so that an opti
 hundreds of small tensors.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

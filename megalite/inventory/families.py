@@ -9,8 +9,6 @@ another precision (a router in fp32) are of the same family but have buffers of 
 order in which every rank reduces and steps.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 DEALT = frozenset({"ep"})

@@ -1,7 +1,5 @@
 """What the ranks of a grid send one another for a layer (`parallel.grid`), in numbers; no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ Layers may differ; those with the same description are one object, so whatever i
 by it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ What flags say is `given_plan`; what a budget of memory leaves open `planner.wit
 stays as it was given, so that a run which begins with it decides anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

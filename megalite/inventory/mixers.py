@@ -1,7 +1,5 @@
 """What mixes the tokens of a block, by the name of the mixer: its parameters and its matrix products."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A logical tensor of a layer: its shape, and how a layout cuts it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

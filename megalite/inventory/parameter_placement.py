@@ -1,7 +1,5 @@
 """Where a parameter lies: which rectangle of its logical tensor a rank holds, and what that means for its gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What layers are made of: matrix products, and the parameters of norms and linear layers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 

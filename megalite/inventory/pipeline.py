@@ -3,8 +3,6 @@
 The trainer executes what these functions return, and the planner prices it.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from typing import Any
 

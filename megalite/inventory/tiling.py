@@ -3,8 +3,6 @@
 Layers compute in these pieces, and the planner counts their memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megalite.inventory.memory_plan import Recompute

@@ -17,8 +17,6 @@ receiver to the last, each of which sends one on while the next one arrives: a p
     to A hosts of B ranks, by the time of one copy over a host's link      directly A B      relayed 1 + (A - 1) / K
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache

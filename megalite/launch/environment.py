@@ -7,8 +7,6 @@
 `megalite.launch.launcher` passes the real environment; tests pass dictionaries.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ fp32; a device that gets it wrong once is broken. Takes seconds; `tools/prove_la
 steps.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 import tempfile

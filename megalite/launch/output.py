@@ -1,7 +1,5 @@
 """What is said: log lines, errors, the end by a signal, in the words of the command line; hosts that are left out."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import signal

@@ -8,8 +8,6 @@ The store is a plain key-value service that needs no collective, so a host that 
 waited for. The proof is `tests/distributed/launch/test_launch_self_test.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -8,8 +8,6 @@ No exception: libraries swallow what is raised while they are imported, and the 
 here leave it to the system, which ends them wherever they are, and to their supervisor, which tells.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -13,8 +13,6 @@ collective does not. That distinguishes a frozen rank from the ranks that wait f
 Needs no torch. The proof is `tests/faults/test_launcher.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -5,8 +5,6 @@
 torchrun itself ends with 1 whatever a rank says, so a cluster cannot tell a run to start again from one to give up.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 

@@ -1,8 +1,6 @@
 """Whether all ranks give as many micro-batches, and the ranks of a replica the same samples: inputs of one rank's list
 with the targets of another's, which the first and the last stage would take, train in silence."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -4,8 +4,6 @@ weights     masters `<name>` of what learns; parameters that do not learn and pe
 optimizer   `optimizer/<moment>/<name>`, `optimizer/step`
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Shapes and costs come from one pass over meta tensors: nothing is computed, no parameter is copied.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

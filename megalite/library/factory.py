@@ -1,7 +1,5 @@
 """A module by its name: `package.module:factory` or `my_model.py:factory`, as `--model-module` gives it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """What a user gives a `Pipeline`, and what is wrong with it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from difflib import get_close_matches

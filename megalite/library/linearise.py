@@ -6,8 +6,6 @@ the chain              the rest, in order; cut between two operations where few 
 passengers             a tensor of a skip that goes on to a later layer, carried along by the layers between
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A plain `nn.Linear` inside them splits its backward like our own layers do: sche
 (Zero Bubble, arXiv 2401.10241) gain with it what they gain with ours. Other modules compute both gradients at once.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Names of parameters, the same at any layout: `3.weight` is that of layers[3]; traced layers keep their module's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any

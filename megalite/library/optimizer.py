@@ -1,7 +1,5 @@
 """Gradients of a pipeline of your own: summed over the replicas, clipped, and turned into updates under ZeRO."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Layers cut over the stages of a placement: what each stage holds, in which shapes things cross, what it weighs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Ranks for a function: the launcher without a configuration."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

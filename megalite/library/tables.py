@@ -1,8 +1,6 @@
 """Rows that a traced module looks up: are there as many as its ids reach? A table that is too short fails in the first
 step, with a stack of torch's frames, or on a GPU with a device that is lost; here it is one line before the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

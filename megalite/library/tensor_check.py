@@ -5,8 +5,6 @@ in both is cut there. A norm, a softmax or a product along such a dimension woul
 are not the parts of halves; and a view may not put the cut behind another dimension (fused queries, keys and values).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """How long each of somebody's layers takes, and what watches a step: a profiler's spans, a timeline in a file."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

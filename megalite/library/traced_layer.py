@@ -1,7 +1,5 @@
 """Layers out of a module of one piece: `layers_from_module`."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Somebody's module as a graph of operations: `torch.export` over fake tensors, so nothing is computed or copied."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """The table of model families: functions from the configuration to layer specs. gpt and llama share the block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

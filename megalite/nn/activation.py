@@ -5,8 +5,6 @@ Each has its gradient beside it, (input, gradient of the result) -> gradient of 
 activation again in backward needs no second graph for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

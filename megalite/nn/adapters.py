@@ -15,8 +15,6 @@ The products are those of the experts themselves (`parallel.expert.GroupedProduc
 and summed as theirs are. What is kept for backward is x A^T, `[rows, R]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

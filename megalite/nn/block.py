@@ -14,8 +14,6 @@ With experts (`nn.experts`) the last two are: add, norm, route, to the experts |
 Two micro-batches can alternate between them, so that one computes while a message of the other is in flight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ map: each rank computes those of its pieces, all exchange them, whatever `cp_com
 A cache keeps the state and the last inputs of the convolution; its size does not grow.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

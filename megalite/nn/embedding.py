@@ -1,7 +1,5 @@
 """The first layer: turns tokens (and learned positions) into the residual stream."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -7,8 +7,6 @@ out over `ep`. Where ranks share an expert each needs all tokens of the others: 
 parallelism, and are the same anyway without it; the sum over the ranks is that of an MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -17,8 +17,6 @@ Invariant: the same kernels on the same numbers as without, so the same bits. Pr
 on stand-ins that refuse what a graph cannot hold, and spoil all memory that another graph may use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """The layers of a model whose tensor-parallel ranks form a grid (`parallel.grid`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The last layer: final norm, output projection and cross entropy over the vocabulary's shards."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

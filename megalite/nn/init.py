@@ -5,8 +5,6 @@ The normal deviates of a logical tensor are drawn in blocks of whole rows, each 
 fp32; a rank draws only the blocks that its rectangle touches, cuts its part out and casts it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

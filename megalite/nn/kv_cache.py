@@ -1,7 +1,5 @@
 """Keys and values of the tokens seen so far: what makes the next token cost one token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The feed-forward half of a block: up, activation, down."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from megalite.config import ModelConfig

@@ -10,8 +10,6 @@ They are a part of the head, so nothing but h_0 comes from elsewhere; word embed
 first stage's, tied to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -6,8 +6,6 @@ near 1 than near 0, and the sum is made in fp32 or wider.
 Queries and keys are normalised head by head (Qwen3), or over all heads of a token (OLMoE, arXiv 2409.02060).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

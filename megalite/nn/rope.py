@@ -7,8 +7,6 @@ For sequences longer than those of its first training, a model may divide all po
 2306.15595) or lower only its low frequencies (Llama 3.1, arXiv 2407.21783; YaRN, arXiv 2309.00071).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -19,8 +19,6 @@ f_e counts all tokens of a sequence, on whatever ranks they are, and has no grad
 its own tokens: nothing is scaled by the size of any axis.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

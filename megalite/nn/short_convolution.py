@@ -4,8 +4,6 @@ One function with a backward of its own: on a CPU it goes through the tokens blo
 cache from the first tap to the last division, and keeps nothing but its inputs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Recomputation (Chen et al., arXiv 1604.06174; granularity and methods as Megatro
 Dropout is keyed, so a recomputed block sees the same masks without any generator state being saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

@@ -1,8 +1,6 @@
 """Functions that torch.compile leaves out. `torch.compiler.disable` imports the compiler, a second of each start, where
 it decorates a function: here it does so once something is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Generic, ParamSpec, TypeVar

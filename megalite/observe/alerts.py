@@ -4,8 +4,6 @@ records --> PrometheusHook --> metrics.prom (for node_exporter's textfile collec
         --> EventHook      --> megalite.events --> the command
 """
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 records of metrics.jsonl -> series (iteration, value) -> an SVG of WIDTH x HEIGHT
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections import defaultdict

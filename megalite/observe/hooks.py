@@ -11,8 +11,6 @@ on which rank is decided where they are made (`observers.make_hooks`). A hook se
 and never changes it.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -5,8 +5,6 @@ are optional packages; `make_hooks` wraps them in `guarded`: a missing package, 
 warning and the tracker, never the training.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -4,8 +4,6 @@
 writes for everyone; the profiler writes a file for each rank that it was asked for.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

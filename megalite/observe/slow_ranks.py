@@ -1,7 +1,5 @@
 """The search for a rank that is slower than the others of its stage, and for stages that are uneven."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -6,8 +6,6 @@ A `StepStats` may carry tensors that still live on the device. They are read onl
 transfer, so between log lines the host never waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 import resource
 import sys

@@ -17,8 +17,6 @@ parameter has to lie in one piece, and the result is that of one process (to rou
 Each expert of a stack is a parameter of its own: its root mean squares are over its elements alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

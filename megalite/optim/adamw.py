@@ -7,8 +7,6 @@ second does: a bf16 value (8 bits) does not change by less than 0.4 %, so with `
 `--exp-avg-sq-dtype fp32` unless memory forces you to change it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as adamw_kernel

@@ -18,8 +18,6 @@ of it is gathered there, so that A and G are those of one process; the matrix it
 two matrices share their A.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

@@ -1,8 +1,6 @@
 """Loss scaling: fp16 gradients below 6e-8 are zero, so the loss is multiplied by a scale and the gradient divided by
 it."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ is read before the step's own samples are counted), and a step that is skipped (
 schedule.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

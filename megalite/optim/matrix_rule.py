@@ -1,7 +1,5 @@
 """The base of rules for whole matrices: AdamW for everything else, and the parts of a matrix that an axis cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 

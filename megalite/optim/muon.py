@@ -10,8 +10,6 @@ is not orthogonalising the whole. Which matrices: those of the blocks; embedding
 AdamW's.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

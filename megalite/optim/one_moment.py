@@ -1,8 +1,6 @@
 """Rules of one moment: SGD with momentum, and Lion, which takes only the sign of its update. Half of Adam's state, a
 quarter where Lion's moment is in bf16."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

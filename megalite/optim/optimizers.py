@@ -1,7 +1,5 @@
 """The table of optimizers: the name on the command line -> what builds the update rule over parameter groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

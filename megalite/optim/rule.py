@@ -7,8 +7,6 @@ Whether a step is taken is decided on the device: with `found_inf` (torch's name
 and keeps the old values where `found_inf` is 1. So the host never waits for a norm.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

@@ -15,8 +15,6 @@ are then block-diagonal. A matrix `[r, c]` keeps its two moments and `2 (r min(r
 the one ZeRO rank that owns it; one that tensor parallelism cuts is gathered first, as for Muon.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -17,8 +17,6 @@ bases of) the whole, as for Muon. Which matrices: those of the blocks, of expert
 router. A matrix that the first batch has not used (of an expert without tokens) begins with its own coordinates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -15,8 +15,6 @@ A correction is an update rule around another, and sees nothing but its tensors:
 device. The masters are what is evaluated, saved and exported; `write_compute_weights` alone knows of extrapolated ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Layer by layer as `megalite.inventory.activation_bytes` lists them; with full re
 only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -14,8 +14,6 @@ With `--optimizer-offload-path` masters and moments go into files: all that leav
 keep is refused, with the least one that could be.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable

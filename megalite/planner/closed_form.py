@@ -16,8 +16,6 @@ the x ranks that share them and back, forward and backward: four all-to-alls, ea
 nodes by `CommGroup.all_to_all`).
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ the other groups of the node use theirs: no link is shared. A ring pays its late
 the faster one counts, as the libraries choose. Inside a node a profile's measured rates come first.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property

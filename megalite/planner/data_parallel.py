@@ -5,8 +5,6 @@ never hide: the last sum of gradients, whose backward is the last thing that a b
 weights, which the first forward waits for. Every message pays the latency of its ring, which grows with the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Closed forms of seconds and bytes: what ranks all layouts before the best of them are simulated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple

@@ -7,8 +7,6 @@ These passes are slower than others of as many bytes, so what counts is measured
 weights' gradients are added by a pass of their own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

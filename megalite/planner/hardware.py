@@ -5,8 +5,6 @@ Rates are what data sheets say; the efficiencies beside them are what well-writt
 published by others, or `tools/profile_layers.py`). Bandwidths are bytes per second of one device in one direction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace

@@ -4,8 +4,6 @@ The run follows what `schedule.plan_chunks` makes of it, and the planner prices 
 (tests/unit/planner/test_host_params.py compares the bytes with those of real buffers).
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -11,8 +11,6 @@ Bandwidths are those of the hardware file (`python tools/doctor.py` measures the
 priced as one on the device.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -10,8 +10,6 @@ work, with its share of the gradients' reduction. t_max runs over the distinct p
 t_max alone is no better than the best plan. Costs are compared relatively: they may be microseconds or years.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from math import inf

@@ -15,8 +15,6 @@ sequence parallelism. Norms count by what they keep; their time goes with the pr
 Alpa. Of all ways the engine runs two chains, which the search for layouts tries.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import product

@@ -11,8 +11,6 @@
 Not in it: what the driver and the libraries take for themselves (a number of the hardware file).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache

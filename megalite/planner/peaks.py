@@ -1,7 +1,5 @@
 """The points of a batch at which a rank holds the most memory, by a walk through its program."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from itertools import chain

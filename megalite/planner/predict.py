@@ -5,8 +5,6 @@ warm-up, steady state, drain          simulate(program, seconds per stage and ac
 + tied embeddings, norm, optimizer step
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -8,8 +8,6 @@ second inside a node). A layout whose point is missing takes the nearest one, sc
 difference; so does one that shares sequences.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What a search found, as a table for people and as JSON for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path

@@ -5,8 +5,6 @@ all that may be legal ──> seconds and a lower bound of bytes by closed forms
     memory binds ──> other cuts for the best of them (uneven.py) ──> table, Pareto front
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterable

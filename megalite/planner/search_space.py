@@ -7,8 +7,6 @@ rank, no expert-tensor size that is the tensor-parallel one, no ZeRO stage at on
 schedule has its own. Sequences are not cut into parts of less than 4,096 tokens, which would only lose.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace

@@ -5,8 +5,6 @@ an element, of a forward; a backward makes `backward` times as many. They are co
 attention are rounded values for a kernel's forward and backward, in the range that its paper shows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ Plain arithmetic on the configuration: `--dry-run` prints the same table without
 needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

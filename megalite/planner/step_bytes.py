@@ -7,8 +7,6 @@
 Proof: tests/unit/planner/test_model_states.py counts what the rules allocate.
 """
 
-from __future__ import annotations
-
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import STEP_PIECE, BucketPlan, ElementBytes
 

@@ -14,8 +14,6 @@ layers costs the seconds of its layers, of the embedding or the head where it ha
 layers with which it fits; the cut with the least slowest stage is found over all ways to deal the layers.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ are then simulated as the programs that would run.
 Devices are in the order of ranks. Where a cluster has nodes of several kinds (`classes`), a stage lies on one kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -6,8 +6,6 @@ elsewhere   another layout continues from the checkpoint
 format      the layout against one process (PipeDream: its stages alone), both in the user's bf16, fp16 or fp32
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -8,8 +8,6 @@ nothing with `megalite.optim`.
 W is the master, U the rule's step, d the updates that a gradient lacks, s `--staleness-lookahead`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 

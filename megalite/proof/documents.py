@@ -1,7 +1,5 @@
 """Loss by document: which texts an iteration has read, and what each of them cost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,8 +1,6 @@
 """Other layouts for the same small configuration: the one that its checkpoint is taken to, and the plain one that it is
 compared with in the user's number format."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """A look at each gradient when what this rank computed of it is complete, and before anything is reduced."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Where nothing is otherwise than in the run, numbers are equal in every digit, te
 that changes the order of additions, they are as close as rounding can bring them, and `Past.otherwise` says what.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

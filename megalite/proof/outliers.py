@@ -7,8 +7,6 @@ Student's t with 5 degrees of freedom, whose tails are those of real text, gives
 divided by the number of documents that were looked at (Bonferroni).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median

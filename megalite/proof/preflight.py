@@ -9,8 +9,6 @@ A rank that computes wrong numbers differs from its replicas, and is named with 
 odd one; of two both). Nothing is written: no checkpoint, no metrics.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

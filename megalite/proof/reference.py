@@ -8,8 +8,6 @@
 Samples have global numbers, so that a rank finds what it should have computed whatever it computes and whenever.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

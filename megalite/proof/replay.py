@@ -1,7 +1,5 @@
 """A replay on its ranks: the way to the iteration, the iteration itself, the comparison with the run."""
 
-from __future__ import annotations
-
 import logging
 import math
 import tempfile

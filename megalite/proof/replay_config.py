@@ -1,7 +1,5 @@
 """The configuration of a replay: the run's own at the iteration, writing nothing, and what may not differ from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A gradient that is wrong after its reduction was computed wrongly (backward) or 
 ranks held before decides. A sample that no rank has computed is a difference of the first layer that should have.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence

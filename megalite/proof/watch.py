@@ -9,8 +9,6 @@ Nothing is sent: every rank reads the reference by itself and writes its finding
 even if it dies of what it found.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Ranks of a stage that differ along an axis do the same, the first of the axis apart: it counts losses, writes, draws.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megalite.comm import ParallelMesh, World

@@ -3,8 +3,6 @@
 `Tensor.device` and its kin are replaced on the class, not by a mode: modes are off inside hooks of autograd.
 """
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Process groups of a rank that is alone: a communicator is a list of ranks, and to make one costs nothing."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from types import FrameType, SimpleNamespace

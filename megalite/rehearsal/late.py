@@ -8,8 +8,6 @@ first. Collectives are carried with what the device holds when they are launched
 Memory that goes while work on it waits (no `record_stream`) is NaN as soon as its pool has given it to somebody else.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

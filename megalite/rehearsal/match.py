@@ -4,8 +4,6 @@ A call begins when the calls before it on its rank are over (`Call.after`), and 
 on the other ranks have begun: nobody is taken to buffer anything. Ranks that were not rehearsed do what their like do.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A short batch was rehearsed. What an action allocates and frees for one micro-ba
 of the whole program are replayed with what was seen of the first micro-batch, of one that repeats, and of the last.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter, defaultdict

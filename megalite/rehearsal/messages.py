@@ -9,8 +9,6 @@ gloo works on copies, which `wait` delivers: what a planted race does to the mem
 carries them (a rehearsal of one rank), what arrives is what this rank itself holds (`values.py`).
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

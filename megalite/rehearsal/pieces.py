@@ -1,7 +1,5 @@
 """What each rank would write of a checkpoint: together every piece once, and nobody what another writes."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

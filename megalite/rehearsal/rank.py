@@ -3,8 +3,6 @@
 Nothing is read from disk, and nothing is written: data are drawn, and their tokenizer has numbers for words.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """A whole rehearsal, of a run or of a user's function: the ranks, the checks over them, and what is told of it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import re

@@ -6,8 +6,6 @@ ranks leave out the same micro-batches, so messages still have both ends; that t
 at every start (`schedule.validate`), and how much memory its order needs is composed from what was seen (`memory.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

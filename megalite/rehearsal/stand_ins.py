@@ -1,7 +1,5 @@
 """Kernels that a GPU would choose, in the place of those that torch chooses where there is no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

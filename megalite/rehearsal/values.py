@@ -9,8 +9,6 @@ returned is remembered. Small tensors whose values the host has put there, or th
     a collective    as if every rank held what this one holds; a sum of real numbers is not 0
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any

@@ -8,8 +8,6 @@ Copies between the places, as torch makes them (aten/src/ATen/native/cuda/Copy.c
     not non_blocking                               the host waits
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any

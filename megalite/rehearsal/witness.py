@@ -3,8 +3,6 @@
 A race that the clocks have found gives other numbers here, and numbers that differ without a race are a fault of ours.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Any

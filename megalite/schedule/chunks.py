@@ -10,8 +10,6 @@ starts one use ahead, if there is room, and has the time of one layer's computat
 device is old.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace

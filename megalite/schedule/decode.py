@@ -15,8 +15,6 @@ where there are few groups. A chunk's keys and values stay in its stage's cache;
                                         rank 1  ... 1F1 1F2 1F0 ... 3F0
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

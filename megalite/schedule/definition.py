@@ -1,7 +1,5 @@
 """`Schedule`: what a module of `schedules/` declares; `ScheduleShape`: the numbers that a program is built for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple

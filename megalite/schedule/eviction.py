@@ -8,8 +8,6 @@ moves its chunks so). Layers' weights (`chunks.py`), saved activations (`transfe
 (`parallel/rows/slots.py`) are chosen here. Proof: tests/unit/schedule/test_eviction.py, against every other choice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

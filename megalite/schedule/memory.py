@@ -1,7 +1,5 @@
 """Counting what one rank holds while it runs its list: activations, weight versions, gradient buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 

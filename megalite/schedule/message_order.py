@@ -11,8 +11,6 @@ issued them. Three models of which messages share an order:
 Computation is never blocked by a send; it waits for its own receives.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple

@@ -12,8 +12,6 @@ uneven layer counts are balanced, not refused. Instructions: `--decoder-first-pi
 Invariant: the slices are the whole list, in order, without gap or overlap; no layer is ever lost.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

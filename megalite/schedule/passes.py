@@ -22,8 +22,6 @@ Both ranks of 1F1B with two micro-batches, as the schedule writes them and after
 Each pass takes a Program and returns a Program, so its result can be drawn, proved and priced like any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial

@@ -7,8 +7,6 @@ Generators and passes take milliseconds for a long list. A template keeps their 
 distinct numbers in them, so that the list of another batch costs a few hundred additions and one pass over the columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice

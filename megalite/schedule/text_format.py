@@ -13,8 +13,6 @@ input alone and runs its forward again. STEP, REDUCE and messages may be left ou
 schedule, and dropped here if given, because the passes know where they belong.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

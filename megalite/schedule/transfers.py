@@ -13,8 +13,6 @@ ended, what PREFETCH brings from its beginning on; the capacity holds at every c
 the time of one computation for each transfer before anybody waits.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

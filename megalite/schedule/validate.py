@@ -20,8 +20,6 @@ Of a program of forwards alone (`decode.py`) V2, V3 and
 A refused program is drawn with `<-- HERE` at the culprit.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache

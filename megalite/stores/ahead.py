@@ -1,7 +1,5 @@
 """Ranges of one object, read before they are asked for: neighbours merged, several requests at once."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """S3's protocol, through the client that s3fs sets up (credentials, region and endpoint as users configure them)."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import logging

@@ -1,7 +1,5 @@
 """`Store`: what a bucket can do, with retries that are ours. fsspec's clients make one attempt each."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

@@ -3,8 +3,6 @@
 No gradient by hand, no view of interleaved rows: the row numbers of each part are written out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

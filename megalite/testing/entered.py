@@ -1,7 +1,5 @@
 """Which functions of the product a piece of work enters: what a reader of it has to read."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

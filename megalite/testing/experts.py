@@ -2,8 +2,6 @@
 loss. No permutation, no message, no gradient by hand: what `nn.experts` must equal.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

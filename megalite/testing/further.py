@@ -1,8 +1,6 @@
 """What multi-token prediction reads and is asked for, token by token as its definition says it: what `train.further`
 must equal for one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

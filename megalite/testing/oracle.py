@@ -7,8 +7,6 @@ No executor, no schedule, no flat buffer, no process group: what every layout mu
     delay 1   PipeDream-2BW (arXiv 2006.09503, section 3.1): W(t+1) = W(t) - f(g(W(t-1))), W(-1) = W(0)
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

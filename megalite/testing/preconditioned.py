@@ -1,7 +1,5 @@
 """SOAP and Shampoo once more, of whole logical tensors, sharing nothing with `megalite.optim`; the table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Megatron-LM's formulas for the learning rates and the weight decay of a step, without `megalite.optim`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

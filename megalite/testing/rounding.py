@@ -24,8 +24,6 @@ context parallelism merges is kept in fp32. The largest distance of `DRAWS` such
 2^-9.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ torch.optim's AdamW, SGD and Muon, Lion and Adafactor from their papers. What th
 counts otherwise is said where it is converted.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The standard library's `ForkingPickler` would pass tensors through shared memory
 tensors travel as plain bytes. For tests only: both ends are ours.
 """
 
-from __future__ import annotations
-
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 

@@ -6,8 +6,6 @@ tests pytest, which a user has not), and never runs a tensor operation: a proces
 threads cannot be forked safely.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

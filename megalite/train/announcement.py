@@ -6,8 +6,6 @@ goes inside a layer counted once, since no two ranks need be there at one time. 
 is.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Iterator, Sequence

@@ -14,8 +14,6 @@ of an update, whatever the masks say: loss_scale / (n * dp), `Microbatch.share`.
 batch, however many updates it makes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, replace

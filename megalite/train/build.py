@@ -3,8 +3,6 @@
 layer specs -> modules without memory -> flat buffers, which give them memory -> optimizer over the buffers
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

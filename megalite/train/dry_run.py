@@ -1,7 +1,5 @@
 """`--dry-run`: everything that can be known and checked before a process or a tensor exists."""
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

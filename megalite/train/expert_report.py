@@ -1,7 +1,5 @@
 """What the routers of all ranks did in one batch, as the numbers of a log line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -8,8 +8,6 @@ the sum over the tokens becomes its mean by the same factor that makes that of t
 a micro-batch, or where each token has the same weight over the batch and all replicas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`--embedding-offload`: the word embedding of a run, its part in the optimizer's step, and what the log says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any

@@ -10,8 +10,6 @@ All ranks make the same choice: a GEMM must not depend on where it is computed. 
 checkpoint holds it, so that a resume on the same type of device stays bit for bit.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import time

@@ -19,8 +19,6 @@ micro-batch by itself (ZeRO 2 and 3), one that has not computed a layer joins in
 Proof: `tests/equivalence/test_partial_backprop.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache

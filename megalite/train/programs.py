@@ -1,7 +1,5 @@
 """The pipeline programs of a run, each validated once."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path

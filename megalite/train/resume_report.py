@@ -6,8 +6,6 @@ flags         schedules of learning rate and weight decay (--override-opt-param-
 changed       layout: pp2, schedule 1f1b -> tp2, ZeRO stage 1; --lr 0.001 -> 0.0005
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -12,8 +12,6 @@ killed on the way comes to the same spike by the same window of norms, and decid
 iterations behind the range of an earlier one is no progress: the range grows. Samples do not move with the batch size.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Container
 from dataclasses import asdict, astuple, dataclass, field

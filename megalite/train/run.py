@@ -5,8 +5,6 @@
                              checkpoint (run_state.py)             -> progress  /
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Data of a run: tokenizer, splits, and the batches that training and evaluation read."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -17,8 +17,6 @@ A run of another framework's becomes one of ours by writing the same (`convert/m
 Everything is logical: no rank, stage or place in memory is written down, so any layout can resume from it.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import asdict, dataclass, field, replace

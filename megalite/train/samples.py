@@ -5,8 +5,6 @@ token cannot be split), without recomputation or compilation, and without any co
 whole on each rank meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast

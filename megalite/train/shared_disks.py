@@ -4,8 +4,6 @@ Rank 0 writes a file with a new name (what was never asked for is in no host's a
 host looks for it, and writes one itself. The proof is `tests/distributed/train/test_shared_disks.py`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -7,8 +7,6 @@
 `offer_of` is asked while flags are read, before ranks start; `open_start` on every rank.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,8 +1,6 @@
 """Evaluation inside a training run: the summed loss of a split, through the same pipeline and with the newest
 weights."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

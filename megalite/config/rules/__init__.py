@@ -7,8 +7,6 @@ other values: a condition of `idle.py`. Only conditions on values, or across sec
 the file of its topic, put it in `RULES`, add its row to `test_bad_input.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from megalite.config.root import Config

@@ -1,7 +1,5 @@
 """Rules of features that go with little else: settings beside which they are refused, and why."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from math import gcd
 

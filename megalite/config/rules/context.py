@@ -1,7 +1,5 @@
 """Rules of the sequence: what context parallelism must divide and goes together with, and a curriculum of lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from math import prod

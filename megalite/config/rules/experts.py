@@ -1,7 +1,5 @@
 """Rules of mixture of experts: the router's numbers, what experts are cut into, and what does not go together yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.root import Config

@@ -1,7 +1,5 @@
 """Rules of a module of the user's own (`--model-module`): what is ours alone is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.model import ModelConfig

@@ -4,8 +4,6 @@ What is switched off, and the points in time that a training never reaches. A ch
 impossible is a rule of its topic and no warning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

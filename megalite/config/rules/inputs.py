@@ -1,7 +1,5 @@
 """Rules of what a run reads and writes: data, tokenizer, checkpoints, trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.data import PATHS, VOCABULARIES, WITHOUT_FILE

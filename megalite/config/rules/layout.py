@@ -1,7 +1,5 @@
 """Rules of the layout: world, tensor and pipeline parallelism, schedule, global batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from megalite import schedule as schedules

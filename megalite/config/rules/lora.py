@@ -1,7 +1,5 @@
 """Rules of fine-tuning with adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.lora import TARGETS, TOGETHER

@@ -1,7 +1,5 @@
 """Rules of ranks that form other shapes: stages that differ (`--stage-meshes`), grids of tensor-parallel ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Rules of a run: length, restarts, precision, spikes, QK-clip, float8, learning rate, weight decay, optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.root import Config

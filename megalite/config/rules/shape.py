@@ -1,7 +1,5 @@
 """Rules of the model's shape and of recomputation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from megalite.config.layer_pattern import layer_pattern

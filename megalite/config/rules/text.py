@@ -1,7 +1,5 @@
 """Small words of advice that several rules share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 TP = "`tensor_model_parallel_size`"

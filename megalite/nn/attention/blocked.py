@@ -12,8 +12,6 @@ put together.
 The softmax's weights are kept for backward, half of s x s for each head.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

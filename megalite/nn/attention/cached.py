@@ -9,8 +9,6 @@ turn, caches it. Each attends to its own part, and the parts are merged by their
 on one rank, and one message of `[b, heads, d + 1]` a layer is all that travels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,8 +17,6 @@ Adding one: its file in this room, a row of `KERNELS` before those that it is fa
 `inventory/activation_bytes.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Attention where the sequence is cut over ranks: heads traded for tokens, then a ring or gathered keys, then back."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

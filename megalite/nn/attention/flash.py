@@ -11,8 +11,6 @@ The kernel's backward computes P = exp(S - lse) and delta = rowsum(dO * O) from 
 and result it gives each rectangle's share of the gradient (FlashAttention-2, arXiv 2307.08691).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

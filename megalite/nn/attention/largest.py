@@ -4,8 +4,6 @@ It costs the scores once more (a third of the attention's forward) and memory fo
 for the backward. Entered only where somebody asks for it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -16,8 +16,6 @@ q_n k_n = (W_k^T q_n) c, and W_v stands behind the sum over c.
 Kernels want as many channels of values as of keys: the fewer are padded with zeros.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -7,8 +7,6 @@ what these make, and each attends with its own queries. Backward, the gradients 
 over the ranks that share them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

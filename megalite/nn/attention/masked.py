@@ -10,8 +10,6 @@ channels. Then y = y' exp(l' - l) / (1 - p).
 `choose` tries them once for each dtype, against tiles.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -14,8 +14,6 @@ does to O it does through their l (`masked.py`)::
 Nothing is kept from forward to backward, and the host reads nothing of who sees whom from the device.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

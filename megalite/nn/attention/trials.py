@@ -1,8 +1,6 @@
 """Whether a library's kernel of attention gives what tiles give here, in this dtype: a small case, tried once.
 FlashAttention 3 takes the place of torch's own kernel on Hopper GPUs where it is installed and does."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Which positions of a sequence a rank holds, the cut of a micro-batch, and tokens traded for heads (Ulysses, arXiv
 2309.14509): of s/A tokens and all groups to all s tokens and g/A groups."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -7,8 +7,6 @@ As the other linear layers do, backward adds weight gradients straight into the 
 (`megalite.gradient`), and computes an activation before the product again.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -8,8 +8,6 @@ backward    dX = dY W,  dW = dY^T X                     gathers dY, W and X agai
 LayerNorm and RMSNorm of tokens whose features several ranks share send two numbers a token each way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ to its caller when its turn comes. Micro-batches come from a `MicrobatchSource` 
 drops them after their last use.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

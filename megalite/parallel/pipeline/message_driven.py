@@ -7,8 +7,6 @@ Ranks that compute a micro-batch together follow the first of them, for their co
 Proof: `tests/equivalence/test_message_driven.py`: delays drawn anew never change a bit.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -9,8 +9,6 @@ over the copies, and each copy must get the same update, so the sum is computed 
 ZB-V and DualPipe-V hold both ends on one rank (no message at all), Chimera holds both ends on both outer ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

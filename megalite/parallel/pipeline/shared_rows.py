@@ -9,8 +9,6 @@ Every row is summed by one replica of each end, in one order of all contribution
 A replica leaves zeros where others have summed; the reduction over the stage's replicas that follows adds them up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -12,8 +12,6 @@ A split backward (Zero Bubble, arXiv 2401.10241) computes the gradient of the in
 the weight gradients on the way (`megalite.gradient`), and runs them later.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -12,8 +12,6 @@ dropped as they come. Dropout is keyed, so the masks are the same too; a module 
 torch's generators, says by `repeat` how it is run again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

@@ -6,8 +6,6 @@
 Each rank notes begin and end of its actions on its own clock; the clocks are set to zero at a barrier.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`CachedRows`: rows on the host, a cache of them on the device, what an update does to both, and the layer over it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The rows of an embedding in host memory, each as many steps old as it is, and the rule that updates a few of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Which row is where in the cache, and which one leaves: the one whose next use is the farthest. Uses to come are
 known as far as batches are: the sampler is pure, and a program says in which order a rank works."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -6,8 +6,6 @@ read      a forward reads its weights         added     a backward adds to its g
 updated   the optimizer has stepped; it was given the gradients of these rows      skipped   it has left out a step
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from megalite.errors import RuntimeFailure

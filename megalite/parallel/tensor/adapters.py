@@ -8,8 +8,6 @@ gradients are summed with those of norms, after the reduction. As in the layers 
 the parameters' sinks, at once or when the schedule says so. What is kept for backward is x A^T, `[tokens, R]`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

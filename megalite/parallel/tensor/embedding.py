@@ -1,7 +1,5 @@
 """The word embedding cut over the tensor axis by rows of the vocabulary (Megatron-LM, arXiv 1909.08053)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

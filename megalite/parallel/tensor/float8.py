@@ -20,8 +20,6 @@ On a CPU the same rounded numbers are multiplied as they are, in fp32 or wider. 
 (`torch._scaled_mm`), and what tests compare layouts by.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

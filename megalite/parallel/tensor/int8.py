@@ -6,8 +6,6 @@ The scale is that of a whole row, also where ranks share it, so the numbers are 
 for bit one on the dequantised weights. Backward dequantises again, so nothing but codes is kept between the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -15,8 +15,6 @@ micro-batch in between, in the forward and in the backward (Domino, arXiv 2409.1
 Autograd runs the node that was made last first, so a backward is the mirror image of its forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

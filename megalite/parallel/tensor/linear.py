@@ -14,8 +14,6 @@ A nonlinearity in front of a row-parallel layer is fused into it and recomputed 
 of the activations that a block keeps (4 of 21 s b h with GELU at 512 tokens); recomputation costs one elementwise pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar

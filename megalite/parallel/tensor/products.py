@@ -5,8 +5,6 @@ bf16 at 9 GFLOP/s, fp32 at 75). There the operands are widened to fp32 for the G
 nothing else changes, and no digit is lost. Everywhere else GEMMs keep the precision of their operands.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

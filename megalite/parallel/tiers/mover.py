@@ -20,8 +20,6 @@ The rules of lifetime, which are kept here and nowhere else:
     reuse     Page-locked memory is written again only behind `Arrival.synchronize` of the copy that reads it.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import deque

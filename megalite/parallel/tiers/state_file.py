@@ -8,8 +8,6 @@ Pages of the bucket that is being stepped are in memory, those of the next one a
 may write out and drop whenever it needs room.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -8,8 +8,6 @@ Ren et al., "ZeRO-Offload", arXiv 2101.06840, section 5.2. Norm and finiteness a
 The masters must not be read or written before `finish_step`; everything here that does so calls it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property

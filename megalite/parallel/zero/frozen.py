@@ -1,7 +1,5 @@
 """Weights that nothing trains: no gradient, no master. They are loaded once: they are the model beside adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from megalite.comm import TensorShard, shards_of_range

@@ -1,7 +1,5 @@
 """Collectives over tensors that live on the host: piece by piece, through the device's memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

@@ -7,8 +7,6 @@ freed; and the activations' memory is given back once a batch, before the last g
 on a GPU, or where the C library is another one.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

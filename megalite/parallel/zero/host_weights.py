@@ -7,8 +7,6 @@
 A weight that leaves the device is dropped: its home has the same values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

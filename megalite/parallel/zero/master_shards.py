@@ -8,8 +8,6 @@ A master shard knows its gradient, its compute weights, and which rectangles of 
 update rule gets to know of shards are parameter groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Options of data parallelism, and what a pipeline stage asks of its buffers, resolved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

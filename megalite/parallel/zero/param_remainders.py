@@ -9,8 +9,6 @@ bit patterns, so the master comes back bit for bit. It exists only while its buc
 Halves cannot go to even: every even weight would then have 2^16 + 1 masters, which 16 bits cannot tell apart.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ gradients            [ bucket 0 |  bucket 1  |     bucket 2    ]    main dtype (
                        complete first            complete last
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

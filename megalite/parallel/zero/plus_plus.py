@@ -16,8 +16,6 @@ Proof: `tests/equivalence/test_zero_plus_plus.py` (a training equals its emulati
 have the bits of plain ZeRO-3, bytes are those of the paper).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Memory that all buffers of a rank share: scratch, the order in which weights come, and the way to the host."""
 
-from __future__ import annotations
-
 import torch
 
 from megalite.parallel.tiers import Mover, TieredMemory

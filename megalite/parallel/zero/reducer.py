@@ -1,7 +1,5 @@
 """Sums a stage's gradients over the ranks that hold copies of its parameters, while the backward runs."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial

@@ -9,8 +9,6 @@ So a weight is rounded once, as it is where each rank rounds what it has gathere
 for bit. The slices that the optimizer writes are never rounded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ There is one master per element; the compute weights are the masters where they 
 The update rule sees a few long flat tensors, so any `torch.optim.Optimizer` with an elementwise update works.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

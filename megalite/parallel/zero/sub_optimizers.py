@@ -5,8 +5,6 @@
 A step is `begin_step`, `rule.step()`, `end_step`. `host_optimizer.py` has those of masters that are elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 

@@ -9,8 +9,6 @@ A layer is freed when another one is gathered, not when its forward ends. So a l
 gather of updated weights, which overlaps the first forward after a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any

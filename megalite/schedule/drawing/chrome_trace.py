@@ -5,8 +5,6 @@ named like `F3 (stage 1)`, STEPs are instants. A simulated and a measured timeli
 side, as two processes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

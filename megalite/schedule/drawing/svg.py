@@ -7,8 +7,6 @@ ends; a tick under a lane is the end of an optimizer step, grey where its time w
 the action. No script, no font, no link: one text file.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ in front, `4F0`. A pair that runs together is `F2b0`. Times that share no unit (
 one letter per action.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, gcd, lcm

@@ -1,7 +1,5 @@
 """The table of schedules. To add one, write a file beside this one and add a line here."""
 
-from __future__ import annotations
-
 from math import lcm
 from types import MappingProxyType
 from typing import Any
