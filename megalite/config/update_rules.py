@@ -102,6 +102,7 @@ class OptimizerSpec:
     of a number of Newton-Schulz over those of a master) -> numbers that do of a parameter that lies in one piece.
     of_tap: (settings, shape without tensor parallelism) -> numbers that a batch adds up of what such a parameter's
     gradient is made of, on every rank with `kfac_factors`=all; None: it does not look at that.
+    orthogonal: it brings the singular values of a matrix to 1, by products.
     statistics: for each matrix it keeps a number for each row and each column instead.
     settings: fields of the optimizer section that other rules refuse.
     only_decays: a step of any slice whose gradient and moments are 0 multiplies it by 1 - lr weight_decay, no more.
@@ -120,6 +121,7 @@ class OptimizerSpec:
     step_nesterov: int = 0
     of_step: Callable[[OptimizerConfig, Shape, Shape, float], float] = _newton_schulz
     of_tap: Callable[[OptimizerConfig, Shape], int] | None = None
+    orthogonal: bool = False
     statistics: bool = False
     settings: tuple[str, ...] = ()
     only_decays: bool = True
@@ -164,7 +166,11 @@ OPTIMIZER_SPECS: Mapping[str, OptimizerSpec] = {
         nesterov="its update weighs the newest gradient by itself",
     ),
     "muon": OptimizerSpec(
-        scales=True, whole=_blocks_matrix, lookahead_of_rest=2.0, nesterov="its momentum is Nesterov's already"
+        scales=True,
+        whole=_blocks_matrix,
+        orthogonal=True,
+        lookahead_of_rest=2.0,
+        nesterov="its momentum is Nesterov's already",
     ),
     "soap": OptimizerSpec(
         whole=_square_enough,

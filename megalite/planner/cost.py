@@ -134,14 +134,15 @@ class Roofline:
     def optimizer_step(self, config: Config, elements: float) -> float:
         """Seconds of norm, update and cast of that many owned elements."""
         size = ElementBytes.of(config)
-        moments = OPTIMIZER_SPECS[config.optimizer.optimizer].most_moments(config.optimizer)
+        rule = OPTIMIZER_SPECS[config.optimizer.optimizer]
+        moments = rule.most_moments(config.optimizer)
         moved = 2 * size.gradient + 2 * size.wide * (1 + moments) + size.compute + self.software.optimizer
-        orthogonal = self._orthogonalising(config) * elements if config.optimizer.optimizer == "muon" else 0.0
+        orthogonal = self._orthogonalising(config) * elements if rule.orthogonal else 0.0
         return self.traffic(elements * moved, 20) + orthogonal
 
     def _orthogonalising(self, config: Config) -> float:
-        """Seconds that Muon takes for an owned element beside an elementwise rule, the mean of the model's. Ranks of a
-        tensor axis compute the whole matrix, each of them."""
+        """Seconds that Newton-Schulz steps take for an owned element, the mean of the model's. Ranks of a tensor axis
+        compute the whole matrix, each of them."""
         total = seconds = 0.0
         for layer, alike in Counter(model_layers(config.model)).items():
             for each in layer.parameters:
