@@ -7,20 +7,6 @@
       COMMITTED                         checksum and size of manifest.json; present in every committed checkpoint
     iter_0000100/                     ... and renamed: committed
 
-    format.py       the manifest and its validation; checksums
-    storage.py      streaming writes, the commit protocol
-    reading.py      verified reads of blocks and small files, from a disk or a store
-    reshard.py      rectangles: intersections, who writes what (pure)
-    saving.py       one save of one rank; background.py: those that are written, or sent to a store, meanwhile
-    remote.py       ... in a store: commit without rename, sweep; lease.py: its lock
-    local.py        saves on the hosts themselves; hosts.py: which these are; replicas.py: files sent between them
-    loading.py      slices of a layout cut out of stored rectangles, every byte against its checksum; do the ranks'
-                    plans add up to one load
-    run_dir.py      newest committed checkpoint, retention; lock.py: one run, one directory
-    start_decision.py   from where a run starts
-    meta.py         typed reading of `meta`; is it a checkpoint of this model
-    checkpointer.py Checkpointer: the collective interface to all of it
-
 Names: weights are stored under their logical name, optimizer state as `optimizer/<state>/<logical name>`, the older
 weights of 2BW and PipeDream as `previous/<logical name>` (one update ago) and `previous/N/<logical name>`; scalars live
 in `meta` (JSON; `train/run_state.py` lists what a run keeps). There is no generator state: randomness is keyed by seed

@@ -1,22 +1,5 @@
 """Communication: parallel axes as values, collectives over them, channels between pipeline stages.
 
-    axis.py         Axis: a parallel axis is a value, size 1 is legal everywhere
-    mesh.py         ParallelMesh: the grids of ranks, and products of axes
-    world.py        rank, size, device and host of a process
-    collectives.py  collectives over an Axis; an axis of size 1 costs nothing and needs no process group
-    gathered_json.py    small values of every rank
-    autograd.py     the conjugate pairs f and g of Megatron-LM (arXiv 1909.08053) and of sequence parallelism
-                    (arXiv 2205.05198)
-    exchange.py     reduce-scatter and all-gather by direct messages, for gloo
-    shared_memory.py    the same collectives between CPU ranks of one host, without sockets
-    p2p.py          channels between pipeline stages
-    arrivals.py     which messages have arrived
-    mesh_channel.py     the same between stages whose tensors lie differently
-    ring.py         a tensor to the next rank, another from the one before
-    rectangles.py   TensorShard: a local tensor and its rectangle of the logical tensor
-    device_waits.py     how long a GPU stands still for messages (where the host waits: `megalite/host_waits.py`)
-    patience.py     work of one rank that may take longer than the timeout of a collective
-
 Invariant: if every axis has size 1, nothing here touches a process group, so a run in one process is the reference of
 every test. Only this room and `launch` import torch.distributed.
 """

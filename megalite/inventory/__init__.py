@@ -1,21 +1,5 @@
 """What a model consists of, without a tensor. The trainer builds from these values and the planner counts them.
 
-    parameter.py    one logical tensor, and its part on a rank of any layout
-    adapters.py     low-rank adapters beside linear layers (LoRA)
-    layers.py       of each layer: parameters, matrix products, sums over the tensor axis; names, counts, FLOPs
-    pieces.py       matrix products, parameters of norms and linear layers
-    mixers.py       what mixes the tokens of a block: attention, latent attention, a state
-    parameter_placement.py      which rectangle of its logical tensor a parameter is
-    families.py     which axes cut, shard and replicate the parameters of a family
-    memory_plan.py  where memory lies and what is recomputed, as flags say it or a budget decided it
-    buckets.py      the flat buffers that hold parameters
-    boxes.py        rectangles of logical tensors: what resharding and transfers are made of
-    transfer_plan.py    which rank sends which part of a stage's output to which rank of the next
-    grid_traffic.py     what the ranks of a grid send one another
-    tiling.py       chunks of logits, blocks of queries, layers that are recomputed together
-    activation_bytes.py     bytes that a layer keeps until its backward, and that cross to the next stage
-    pipeline.py     the program of a configuration, and which layers each stage holds
-
 Proof: tests/unit/inventory compares `nn` with it over every family and flag, and makes blocks differ.
 """
 
