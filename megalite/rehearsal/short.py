@@ -94,6 +94,10 @@ def once_for_all_ranks(kept: dict[Any, Any]) -> Iterator[None]:
     evaluation, loader = data.evaluation, data._loader
     values = SimpleNamespace(dumps=texts.json.dumps, loads=remembered("json", texts.json.loads, lambda text: text))
 
+    def few(*args: Any) -> Any:
+        batches, number = evaluation(*args)
+        return (microbatches[:EVALUATED] for microbatches in batches), number
+
     def of_first(*args: Any, **kwargs: Any) -> Any:
         """Every replica reads what the first one does: which rows of a table on the host are read is then the same."""
         made = loader(*args, **kwargs)
@@ -107,7 +111,7 @@ def once_for_all_ranks(kept: dict[Any, Any]) -> Iterator[None]:
             (programs, "validate", remembered("proof", programs.validate, lambda of, run: (id(of), str(run)))),
             (grid, "_lines", remembered("lines", grid._lines, lambda mesh, view, bases: (view, *bases))),
             (texts, "json", values),
-            (data, "evaluation", lambda *args: (microbatches[:EVALUATED] for microbatches in evaluation(*args))),
+            (data, "evaluation", few),
             (data, "_loader", of_first),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, value))
