@@ -5,7 +5,8 @@ A table stands between two comments, of which the first says what it is:
     <!-- table RECORD.json LAYOUT [CASES] -->  ...  <!-- end of table -->
 
 LAYOUT: `pairs`, a line for each ratio; `variants`, a line for each variant and columns for each case; `device`, a line
-for each variant with what is known of a GPU; `plan`, what tools/check_plan.py --json found. CASES: how the names of the
+for each variant with what is known of a GPU; `plan`, what tools/check_plan.py --json found; `runs`, a line for each run
+of the command with what is added to it. CASES: how the names of the
 cases begin that it shows.
 """
 
@@ -40,7 +41,8 @@ def block(name: str, layout: str, beginning: str) -> str:
     record = json.loads((RESULTS / name).read_text(encoding="utf-8"))
     cases = [case for case in record.get("cases", []) if case["name"].startswith(beginning)]
     tables = {"pairs": pairs, "variants": variants, "device": device}
-    rows = plan(record["layouts"]) if layout == "plan" else tables[layout](cases)
+    of_record = {"plan": lambda: plan(record["layouts"]), "runs": lambda: runs(record["runs"])}
+    rows = of_record[layout]() if layout in of_record else tables[layout](cases)
     where = (record["machine"].get("gpus") or [record["machine"]["cpu"]])[0]
     about = f"`{record['command']}`, {record['date'][:10]}, {where}; `benchmarks/results/{name}`."
     lines = [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
@@ -140,6 +142,17 @@ def plan(layouts: list[Json]) -> list[list[str]]:
             cells += [f"{predicted * scale:.{digits}f}", f"{measured * scale:.{digits}f}"] if measured else ["", ""]
             cells.append(f"{row[f'{key}_error']:+.1%}" if measured else "")
         rows.append(cells)
+    return rows
+
+
+def runs(found: list[Json]) -> list[list[str]]:
+    """Lowest and highest milliseconds, memory, and how far from it the plan and the rehearsal were."""
+    rows = [["the command and", "ms a step", "memory measured", "planned", "rehearsed"]]
+    for each in found:
+        low, high = each["ms"]
+        errors = [f"{each[name]:+.1%}" for name in ("planned", "rehearsed")]
+        more = f"`{each['more']}`" if each["more"] else "nothing more"
+        rows.append([more, f"{low:,} to {high:,}", f"{each['gigabytes']:.2f} GB", *errors])
     return rows
 
 
