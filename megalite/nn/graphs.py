@@ -184,7 +184,7 @@ class _Replay(Node):
 @contextmanager
 def _leaves_of(block: Block) -> Iterator[list[nn.Parameter]]:
     """The block's parameters are new leaves of the stream that captures. What autograd has for one of its own was made
-    on another stream and is kept by a hook: that stream would have to wait for a capture, which CUDA refuses."""
+    on another stream, and micro-batches in flight keep it: that stream would wait for a capture, which CUDA refuses."""
     given = [(module, name, p) for module in block.modules() for name, p in module.named_parameters(recurse=False)]
     leaves: list[nn.Parameter] = []
     try:

@@ -195,7 +195,7 @@ def choose(ranking: Tensor, given: Experts) -> Tensor:
 def largest(x: Tensor, k: int) -> Tensor:
     """Indices of the k largest of the last dimension, largest first, of equal ones the first: `[..., k]`."""
     rest = x.detach()
-    # The compiler takes a minute for a sort of 128 numbers, and makes one kernel of k maxima.
+    # The compiler unrolls a sort, which takes it long, and makes one kernel of k maxima.
     if x.device.type != "cpu" and not torch.compiler.is_compiling():  # one kernel, whatever k is
         return rest.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
     places, found = torch.arange(x.shape[-1], device=x.device), []

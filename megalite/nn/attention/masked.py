@@ -237,7 +237,7 @@ def seen_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, .
     whole = (highest <= begin[:, None]) & (lowest >= high[..., None]) & (_filled(queries)[:, None] & _filled(keys))
     found = []
     for blocks in (seen & ~whole, whole, (seen & ~whole).mT, whole.mT):
-        # A sort of them would give the same, but the compiler takes a minute for it.
+        # A sort of them would give the same, but the compiler unrolls it, which takes long.
         number = blocks.cumsum(-1, dtype=torch.int32)
         at = torch.arange(blocks.shape[-1], dtype=torch.int32, device=blocks.device).expand_as(number)
         place = torch.where(blocks, number - 1, number[..., -1:] + at - number)
