@@ -149,12 +149,13 @@ def measure(case: Case, build: Build, *, rounds: int, timeout: float, tell: Tell
         if not problem:
             break
         found.errors |= {begun: problem} if begun else dict.fromkeys(names, problem)
-        names = tuple(name for name in names if begun and name != begun)
+        done = {begun, *samples.seconds, *samples.errors}
+        names = tuple(name for name in names if begun and name not in done)
     return found
 
 
 def _launch(case: Case, build: Build, rounds: int, timeout: float) -> tuple[Samples, str, str]:
-    """What rank 0 measured, the variant that was under way last, and what went wrong, if anything."""
+    """What rank 0 has sent by then, the variant that was under way last, and what went wrong, if anything."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder:
         receiver, sender = context.Pipe(duplex=False)
@@ -191,12 +192,12 @@ def _follow(ranks: list[BaseProcess], receiver: Connection, timeout: float) -> t
             begun = what if kind == "begun" else begun
             samples = what if kind == "samples" else samples
             if kind == "error":
-                return Samples(), begun, what
+                return samples or Samples(), begun, what
         failed = [number for number, rank in enumerate(ranks) if rank.exitcode]
         if failed:
-            return Samples(), begun, f"rank {failed[0]} ended with status {ranks[failed[0]].exitcode}"
+            return samples or Samples(), begun, f"rank {failed[0]} ended with status {ranks[failed[0]].exitcode}"
         if time.monotonic() > deadline:
-            return Samples(), begun, f"no end after {timeout:.0f} s (--timeout)"
+            return samples or Samples(), begun, f"no end after {timeout:.0f} s (--timeout)"
     return (samples, "", "") if samples is not None else (Samples(), begun, "ended without a result")
 
 
@@ -212,11 +213,14 @@ def _rank(parent: int, pipe: Connection, place: Place, case: Case, build: Build,
             if place.rank == 0:
                 pipe.send(("begun", name))
 
-        samples = measure_memory(place, case, build) if case.memory else take_turns(
-            place, case, build, rounds, begin, tell
-        )  # fmt: skip
-        if place.rank == 0:
-            pipe.send(("samples", samples))
+        def keep(samples: Samples) -> None:
+            if place.rank == 0:
+                pipe.send(("samples", samples))
+
+        if case.memory:
+            keep(measure_memory(place, case, build))
+        else:
+            take_turns(place, case, build, rounds, begin, tell, keep)
         place.synchronize()
     except Exception as error:
         pipe.send(("error", _one_line(error)))
@@ -244,8 +248,12 @@ def _set_up_torch(place: Place, case: Case, timeout: float) -> None:
         )
 
 
-def take_turns(place: Place, case: Case, build: Build, rounds: int, begin: Tell, tell: Tell) -> Samples:
-    """On each rank: builds the variants that run, and times them round by round after one round of warm-up."""
+def take_turns(
+    place: Place, case: Case, build: Build, rounds: int, begin: Tell, tell: Tell, keep: Callable[[Samples], None]
+) -> None:
+    """On each rank: builds the variants that run, and times them round by round after one round of warm-up.
+
+    keep: given the samples at the end, and on a GPU after each variant: its compiler may take the time that is left."""
     variants: dict[str, Variant] = {}
     found = Samples()
     for name in case.variants:
@@ -256,8 +264,9 @@ def take_turns(place: Place, case: Case, build: Build, rounds: int, begin: Tell,
             if name in variants and case.settings.get("launches"):
                 found.launches[name] = _launches(variants[name])
             _free(name, variants, place, found)
+            keep(found)
     _rounds(variants, found, place, case, rounds, begin, tell)
-    return found
+    keep(found)
 
 
 def _begin(
