@@ -29,7 +29,7 @@ from megalite.inventory import flops_per_iteration
 
 STEPS = (
     *("megalite", "megalite-compiled", "plain", "plain-compiled", "transformers"),
-    *("megalite-fp8", "megalite-fp8-delayed", "megalite-muon"),
+    *("megalite-graphs", "megalite-fp8", "megalite-fp8-delayed", "megalite-muon"),
 )
 MASKS = ("megalite-documents", "megalite-window", "megalite-cap")
 SPARSE = ("megalite-sparse", "megalite-dense")
@@ -92,7 +92,8 @@ def steps_of(name: str, vocabulary: int | None, args: argparse.Namespace, shared
     pairs = (
         *(("megalite", "plain"), ("megalite-compiled", "plain-compiled"), ("megalite", "transformers")),
         *(("megalite", "titan"), ("megalite-compiled", "titan-compiled")),
-        *((f"megalite-{how}", "megalite-compiled") for how in ("fp8", "fp8-delayed", "muon")),
+        *((f"megalite-{how}", "megalite-compiled") for how in ("graphs", "fp8", "fp8-delayed", "muon")),
+        ("megalite-graphs", "plain-compiled"),
     )
     flops, rows = float(flops_per_iteration(model, sequences, 1)), model.vocab_size or 0
     size = f"{name}, vocabulary of {rows:,}"
@@ -142,6 +143,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
     }
     settings["fp8"] = {"fp8": "tensorwise", "fp8-delayed": "delayed"}.get(how)
     settings["optimizer"] = "muon" if how == "muon" else "adam"
+    settings["graphs"] = how == "graphs" and place.device.type == "cuda"
     return single.build(kind, replace(case, settings=settings), place)
 
 

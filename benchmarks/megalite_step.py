@@ -21,6 +21,7 @@ from megalite.config import (
     Config,
     ContextParallelism,
     Float8,
+    DeviceOptions,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -41,7 +42,8 @@ from megalite.train import PlannedRun, ProgramCache, build_model
 @dataclass(frozen=True)
 class Layout:
     """tp, cp, pp: sizes; what they leave of the ranks is data-parallel. batches: in a call of an asynchronous one.
-    stages: (tp, dp) of each, where they differ. cut: as `pipeline_model_parallel_layout`."""
+    stages: (tp, dp) of each, where they differ. cut: as `pipeline_model_parallel_layout`. graphs: blocks by CUDA
+    graphs."""
 
     tp: int = 1
     cp: int = 1
@@ -54,6 +56,7 @@ class Layout:
     batches: int = 1
     bf16: bool = False
     compile: bool = False
+    graphs: bool = False
     fp8: str | None = None  # a recipe
     stages: tuple[tuple[int, int], ...] = ()
     cut: str | None = None
@@ -165,6 +168,7 @@ def config_of(model: ModelConfig, layout: Layout, update: Update, micro_batch_si
             stage_meshes=",".join(f"{tp}x{dp}" for tp, dp in layout.stages) or None,
             stage_layout=StageLayout(pipeline_model_parallel_layout=layout.cut),
             virtual_pipeline_model_parallel_size=resolve_chunks(layout.schedule, None),
+            hardware=DeviceOptions(cuda_graph_impl="local" if layout.graphs else "none"),
         ),
         training=TrainingConfig(
             micro_batch_size=micro_batch_size,

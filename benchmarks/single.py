@@ -69,7 +69,8 @@ def build(name: str, case: Case, place: Place) -> Variant:
     tokens, labels = batch(model, case.settings["batch_size"], place.device)
     if name == "megalite":
         update = Update(lr=3e-4, clip_grad=1.0, optimizer=case.settings.get("optimizer", "adam"))
-        layout = Layout(bf16=bf16, compile=compiled, fp8=case.settings.get("fp8"), num_microbatches=micro)
+        more = {name: case.settings[name] for name in ("fp8", "graphs") if name in case.settings}
+        layout = Layout(bf16=bf16, compile=compiled, num_microbatches=micro, **more)
         return TrainingStep(model, layout, update, place, tokens, labels).variant()
     with place.device:  # on which a generator of numbers is as fast as the device
         peer = PlainGPT(model) if name == "plain" else transformers_gpt(model)

@@ -70,14 +70,19 @@ def narrowed(keys: Tensor, channels: Tensor) -> tuple[Tensor, Tensor]:
     return keys.to(torch.int32), _of_channels(channels).to(torch.int32)
 
 
-def keeps(key: Tensor, channel: Tensor, p: float) -> Tensor:
+def least_word(p: float) -> int:
+    """Of an element that is kept, as `keeps` compares them."""
+    return int(p * 2**32) - (1 << 31)
+
+
+def keeps(key: Tensor, channel: Tensor, least: int) -> Tensor:
     """Which elements `keyed_dropout` keeps, by their words of `narrowed`, which broadcast: elementwise, for a kernel
-    that has no use for a mask in memory."""
+    that has no use for a mask in memory. least: `least_word` of the probability."""
     word = key ^ channel
     for _ in range(2):
         word = (word ^ ((word >> 16) & 0xFFFF)) * 0x45D9F3B  # modulo 2**32, as the wider product is masked
     word = word ^ ((word >> 16) & 0xFFFF)
-    return (word ^ -(1 << 31)) >= int(p * 2**32) - (1 << 31)  # unsigned words compare as signed ones of half less
+    return (word ^ -(1 << 31)) >= least  # unsigned words compare as signed ones of half less
 
 
 class HiddenDropout:

@@ -118,15 +118,26 @@ def test_weight_gradients_are_added_unrounded() -> None:
     torch.testing.assert_close(sink.grad, 2 * (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-3)
 
 
+class Attend(nn.Module):
+    """Causal attention of 16 heads to itself, `[s, h]` -> `[s, h]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (16, -1)).transpose(0, 1)[None]
+        y = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return y[0].transpose(0, 1).flatten(1)
+
+
 @needs_cuda
 def test_offloaded_activations_travel_behind_computation() -> None:
+    """Of a long sequence: a layer that computes for less than its activations travel would wait for them."""
+
     def layers() -> nn.ModuleList:
         torch.manual_seed(0)
-        return nn.ModuleList(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(8)).cuda().bfloat16()
+        return nn.ModuleList(nn.Sequential(nn.Linear(2048, 2048), Attend()) for _ in range(4)).cuda().bfloat16()
 
     plain, offloaded = layers(), layers()
     ActivationOffload(list(offloaded), SavedTensors(Mover(torch.device("cuda"))))
-    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(32768, 2048, device="cuda", dtype=torch.bfloat16)
 
     def step(stack: nn.ModuleList) -> None:
         y = x
@@ -134,9 +145,9 @@ def test_offloaded_activations_travel_behind_computation() -> None:
             y = layer(y)
         y.sum().backward()
 
-    assert milliseconds(lambda: step(offloaded)) < 2.0 * milliseconds(lambda: step(plain))
+    assert milliseconds(lambda: step(offloaded)) < 1.3 * milliseconds(lambda: step(plain))
     for ours, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=2e-2 * float(theirs.grad.abs().max()))
 
 
 @needs_cuda

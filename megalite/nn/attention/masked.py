@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.nn.attention.tiles import WeightDropout
-from megalite.nn.dropout import combine, keeps, narrowed
+from megalite.nn.dropout import combine, keeps, least_word, narrowed
 from megalite.nn.uncompiled import Uncompiled
 from megalite.visibility import Visibility
 
@@ -67,14 +67,16 @@ def _bounds(sight: Visibility, b: int) -> tuple[Tensor, int]:
 
 
 @functools.cache
-def flex() -> tuple[Any, Any]:
-    """(flex_attention, `seen_blocks`), compiled."""
+def flex(sizes: str = "any") -> tuple[Any, Any]:
+    """(flex_attention, `seen_blocks`), compiled. sizes: `same`, those of a training; `any`, where each prompt has its
+    own: from the second on kernels that take any."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # Trials, masks, caps and evaluation compile it once more each; beyond the limit it computes all scores at once.
     limits: Any = importlib.import_module("torch._dynamo.config")
     limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
-    return torch.compile(flex_attention), torch.compile(seen_blocks)
+    how = {"dynamic": False} if sizes == "same" else {}
+    return torch.compile(flex_attention, **how), torch.compile(seen_blocks, **how)
 
 
 @functools.cache
@@ -145,40 +147,44 @@ def attended(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Result of the weights that are kept, their log-sums, the log-sums of all; -inf of none), of queries `[b, heads,
     s, d]` and keys `[b, groups, k, d]`."""
-    attend, blocks_of = flex()
+    attend, blocks_of = flex("same" if torch.is_grad_enabled() else "any")
     b = len(query)
     blocks = sight.shared.once(("blocks", b), lambda: block_mask(sight, b, blocks_of))
+    # A tensor: the compiler makes a second number a symbol, of which flex attention has no gradient.
+    cap = None
+    if softcap is not None:
+        cap = sight.shared.once(("cap", softcap), lambda: torch.full((), softcap, device=query.device))
     how |= {"block_mask": blocks, "return_lse": True}
     y: Tensor
     lse: Tensor
     if drop is None:
-        y, lse = attend(query, key, value, score_mod=bent(softcap), **how)
+        y, lse = attend(query, key, value, score_mod=bent(cap), **how)
         return y, lse, lse
     words, channels = on_device(narrow_words, query)(
         drop.words, sight.keys, query.shape[1] * len(query) // len(drop.words)
     )
-    hides = bent(softcap, words.view(query.shape[:3]), channels, drop.p)
+    hides = bent(cap, words.view(query.shape[:3]), channels, least_word(drop.p))
     y, kept = attend(query, key, value, score_mod=hides, **how)
-    lse = attend(query, key, value[..., :NARROW], score_mod=bent(softcap), **how)[1]
+    lse = attend(query, key, value[..., :NARROW], score_mod=bent(cap), **how)[1]
     return y, kept, lse
 
 
 def bent(
-    softcap: float | None, words: Tensor | None = None, channels: Tensor | None = None, p: float = 0.0
+    cap: Tensor | None, words: Tensor | None = None, channels: Tensor | None = None, least: int = 0
 ) -> Callable[..., Tensor] | None:
     """Scores bounded by a cap, and -inf where a weight is dropped, as flex_attention takes it.
 
-    words, channels: of queries `[b, heads, s]` and of keys `[k]` (`nn.dropout.keeps`). p: probability of dropping.
+    words, channels: of queries `[b, heads, s]` and of keys `[k]`; least: of a word that is kept (`nn.dropout.keeps`).
     """
-    if softcap is None and words is None:
+    if cap is None and words is None:
         return None
 
     def bend(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
         if words is None or channels is None:
             return score
-        return torch.where(keeps(words[sample, head, query], channels[key], p), score, -torch.inf)
+        return torch.where(keeps(words[sample, head, query], channels[key], least), score, -torch.inf)
 
     return bend
 

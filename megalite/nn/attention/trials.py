@@ -58,7 +58,7 @@ def _parts_work(
         found = result(kernel, at.device if starts is None else device)
         fits = _worst(found, result(tiles, device)) < CLOSE
     except Exception as error:  # whatever a library that cannot do it raises
-        logger.info("attention to parts of a sequence without %s, which fails: %s", type(kernel).__name__, error)
+        logger.warning("attention to parts of a sequence without %s, which fails: %s", type(kernel).__name__, error)
         return False
     return fits
 
@@ -90,7 +90,7 @@ def masked_works(name: str, device: torch.device, dtype: torch.dtype, drops: boo
             for sight in sights
         )
     except Exception as error:  # whatever a library that cannot do it raises
-        logger.info("attention without %s, which fails on %s: %s", name, device, error)
+        logger.warning("attention without %s, which fails on %s: %s", name, device, error)
         return False
     if fits:
         what = "with dropout" if drops else "to documents and windows"

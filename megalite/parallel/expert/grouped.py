@@ -155,7 +155,7 @@ def grouped_works(device: torch.device) -> bool:
         why: object = "the library's kernel gives other numbers"
     except Exception as error:  # whatever a library that cannot do it raises
         why = error
-    logger.info("experts are multiplied one by one: %s", why)
+    logger.warning("experts are multiplied one by one: %s", why)
     return False
 
 

@@ -159,10 +159,10 @@ def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window
         words = torch.randint(1 << 32, (4, 300), generator=generator)
         bends = bends | {"drop": WeightDropout(bends["drop"], words)}
     sight = Visibility.of(at, at, window=window, document_starts=starts, at=0)
-    with patch.object(masked, "flex", lambda: (plain_flex, masked.seen_blocks)):
+    with patch.object(masked, "flex", lambda sizes: (plain_flex, masked.seen_blocks)):
         found = masked.MASKED["flex"](q, k, v, sight, **bends)
         results = found, *torch.autograd.grad(found, inputs, dy)
-    with torch.no_grad(), patch.object(masked, "flex", lambda: (flex_attention, masked.seen_blocks)):
+    with torch.no_grad(), patch.object(masked, "flex", lambda sizes: (flex_attention, masked.seen_blocks)):
         theirs = masked.MASKED["flex"](*(x.detach() for x in (q, k, v)), sight, **bends)
     torch.testing.assert_close(theirs, found, rtol=1e-6, atol=1e-6)  # its log-sums are fp32
     expected = tiled_attention(q, k, v, sight, **bends)

@@ -7,7 +7,7 @@ import torch
 from megalite.config.model import ModelConfig
 from megalite.microbatch import Microbatch
 from megalite.models import build_stack, layer_specs
-from megalite.nn.dropout import HiddenDropout, keeps, keyed_dropout, mix, narrowed, site_key, token_keys
+from megalite.nn.dropout import HiddenDropout, keeps, keyed_dropout, least_word, mix, narrowed, site_key, token_keys
 from megalite.nn.stack import LayerStack
 from megalite.parallel.tensor.context import LayerContext
 
@@ -58,7 +58,7 @@ def test_a_kernel_that_keeps_by_narrow_words_keeps_the_same() -> None:
         expected = keyed_dropout(torch.ones(len(keys), len(channels), dtype=torch.float64), p, keys, channels) != 0
         key, channel = narrowed(keys, channels)
         assert key.dtype == channel.dtype == torch.int32
-        assert torch.equal(keeps(key[:, None], channel, p), expected)
+        assert torch.equal(keeps(key[:, None], channel, least_word(p)), expected)
 
 
 def test_rate_scale_and_independence_of_neighbours() -> None:

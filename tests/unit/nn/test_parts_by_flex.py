@@ -5,6 +5,7 @@ A CPU has no gradient of flex attention: there its documented formula is in its 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -54,7 +55,7 @@ def by_formula(
 
 @contextmanager
 def flex_by(attend: Any) -> Iterator[None]:
-    with patch.object(masked, "flex", lambda: (attend, masked.seen_blocks)):
+    with patch.object(masked, "flex", lambda sizes: (attend, masked.seen_blocks)):
         yield
 
 
@@ -241,3 +242,30 @@ def test_further_kinds_of_attention_are_compiled_too() -> None:
             q = torch.randn(1, heads, 16, 16)
             attend(q, q, q, return_lse=True)
     assert counters["frames"]["ok"] == 10
+
+
+@pytest.mark.landing
+@pytest.mark.parametrize("learns", [True, False], ids=["training", "scoring"])
+def test_a_second_cap_window_or_probability_is_compiled_too(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones are those of the trial. Of a number that the compiler makes a symbol flex attention has no
+    gradient: a run with a cap of its own ended there."""
+    monkeypatch.setattr(importlib.import_module("torch.nn.attention.flex_attention"), "_validate_device", print)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    for cached in (masked.flex, masked.compiled):
+        cached.cache_clear()
+    for s, r, cap, window, p in ((256, 2, 2.0, 70, 0.5), (384, 1, 30.0, 90, 0.1), (300, 4, 50.0, 40, 0.2)):
+        q, k, v, dy = drawn(s, r, 16, "cpu", torch.float32)
+        leaves, at = [x.requires_grad_(learns) for x in (q, k, v)], torch.arange(s)
+        sight = Visibility.of(at, at, window=window, document_starts=None, at=0)
+        words = torch.randint(1 << 32, (4, r * s), generator=torch.Generator().manual_seed(s))
+        for drop in (None, WeightDropout(p, words)):
+            found = []
+            for attend in (masked._flexible, tiled_attention):
+                with torch.set_grad_enabled(learns):
+                    y = attend(q, k, v, sight, softcap=cap, drop=drop)
+                found.append((y, *(torch.autograd.grad(y, leaves, dy) if learns else ())))
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    for cached in (masked.flex, masked.compiled):
+        cached.cache_clear()
