@@ -20,8 +20,8 @@ from megalite.comm import ParallelMesh, open_channel, share_axis
 from megalite.config import (
     Config,
     ContextParallelism,
-    Float8,
     DeviceOptions,
+    Float8,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
