@@ -159,7 +159,7 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
             ("megalite.nn.attention.choose", "KERNELS", tuple(kernel._replace(works=None) for kernel in kernels)),
             ("megalite.parallel.expert.grouped", "grouped_works", lambda device: True),
             ("megalite.parallel.tensor.float8", "_worst_difference", lambda given, device: 0.0),
-            ("megalite.nn.attention.masked", "flex", lambda sizes: (compiled_attention, compiled_blocks)),
+            ("megalite.nn.attention.masked", "flex", lambda: (compiled_attention, compiled_blocks)),
             ("megalite.nn.attention.masked", "compiled", fused),
         ):
             stack.enter_context(patch.object(importlib.import_module(module), name, value))

@@ -67,16 +67,14 @@ def _bounds(sight: Visibility, b: int) -> tuple[Tensor, int]:
 
 
 @functools.cache
-def flex(sizes: str = "any") -> tuple[Any, Any]:
-    """(flex_attention, `seen_blocks`), compiled. sizes: `same`, those of a training; `any`, where each prompt has its
-    own: from the second on kernels that take any."""
+def flex() -> tuple[Any, Any]:
+    """(flex_attention, `seen_blocks`), compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # Trials, masks, caps and evaluation compile it once more each; beyond the limit it computes all scores at once.
     limits: Any = importlib.import_module("torch._dynamo.config")
     limits.recompile_limit = max(limits.recompile_limit, MOST_VARIANTS)
-    how = {"dynamic": False} if sizes == "same" else {}
-    return torch.compile(flex_attention, **how), torch.compile(seen_blocks, **how)
+    return torch.compile(flex_attention), torch.compile(seen_blocks)
 
 
 @functools.cache
@@ -147,7 +145,7 @@ def attended(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(Result of the weights that are kept, their log-sums, the log-sums of all; -inf of none), of queries `[b, heads,
     s, d]` and keys `[b, groups, k, d]`."""
-    attend, blocks_of = flex("same" if torch.is_grad_enabled() else "any")
+    attend, blocks_of = flex()
     b = len(query)
     blocks = sight.shared.once(("blocks", b), lambda: block_mask(sight, b, blocks_of))
     # A tensor: the compiler makes a second number a symbol, of which flex attention has no gradient.
@@ -181,7 +179,7 @@ def bent(
 
     def bend(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap is not None:
-            score = cap * torch.tanh(score / cap)
+            score = cap * (2 * torch.sigmoid(2 * score / cap) - 1)  # a tanh, for which kernels have no fast function
         if words is None or channels is None:
             return score
         return torch.where(keeps(words[sample, head, query], channels[key], least), score, -torch.inf)

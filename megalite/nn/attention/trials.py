@@ -3,6 +3,8 @@ FlashAttention 3 takes the place of torch's own kernel on Hopper GPUs where it i
 
 import functools
 import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -24,6 +26,18 @@ CLOSE = 0.02
 NEWER, PACKAGE, HOPPER = "FA3", "flash_attn_interface", 9
 
 
+def apart(trial: Callable[..., bool]) -> Callable[..., bool]:
+    """The trial in a thread of its own: its caller may be in recomputation, whose hooks take what autograd saves, or
+    compute without gradients."""
+
+    @functools.wraps(trial)
+    def run(*given: Any, **named: Any) -> bool:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(trial, *given, **named).result()
+
+    return run
+
+
 @functools.cache
 def flash_works(device: torch.device, dtype: torch.dtype) -> bool:
     """Tries the kernel on parts, squares on the diagonal and whole rectangles, merged."""
@@ -39,6 +53,7 @@ def flex_parts_work(device: torch.device, dtype: torch.dtype, drops: bool = Fals
     return _parts_work(FlexKernel(2, drop, 2.0), TileKernel(2, drop, 2.0), device, dtype, starts)
 
 
+@apart
 def _parts_work(
     kernel: TileKernel, tiles: TileKernel, device: torch.device, dtype: torch.dtype, starts: Tensor | None
 ) -> bool:
@@ -64,6 +79,7 @@ def _parts_work(
 
 
 @functools.cache
+@apart
 def masked_works(name: str, device: torch.device, dtype: torch.dtype, drops: bool = False) -> bool:
     """Tries a kernel on documents in a window, varlen without one, too, flex with caps and sinks. drops: with
     dropout."""

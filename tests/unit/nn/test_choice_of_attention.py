@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from megalite.nn.attention import choose as choosing
 from megalite.nn.attention import context, masked, trials
@@ -96,6 +97,29 @@ def test_a_kernel_that_is_wrong_is_not_chosen() -> None:
     assert trials.flash_works(*place) and not trials.flash_works(torch.device("cpu"), torch.int32)
 
 
+@pytest.mark.parametrize("where", ["recomputed", "scoring", "generating"])
+def test_a_trial_is_none_of_its_callers_business(where: str) -> None:
+    """The first attention of a run may be recomputed later, whose hooks take what is saved, or have no gradients: the
+    trial failed there, and tiles were used from then on."""
+    place, found = (torch.device("cpu"), torch.float32), []
+    right = trials.tiled_attention
+
+    def attend(x: Tensor) -> Tensor:
+        parts = {"FlexKernel": lambda r, drop, cap: trials.TileKernel(r, drop, cap)}
+        with patch.dict(trials.MASKED, {"varlen": right, "flex": right}), patch.multiple(trials, **parts):
+            tried = [trials.masked_works.__wrapped__(name, *place) for name in ("varlen", "flex")]
+            found.extend((*tried, trials.flex_parts_work.__wrapped__(*place)))
+        return x * x
+
+    x = torch.ones(3, requires_grad=True)
+    if where == "recomputed":
+        checkpoint(attend, x, use_reentrant=False).sum().backward()
+    else:
+        with torch.no_grad() if where == "scoring" else torch.inference_mode():
+            attend(x)
+    assert found and all(found)
+
+
 def plain_flex(
     query: Tensor, key: Tensor, value: Tensor, *, score_mod: Any, block_mask: Any, enable_gqa: bool, return_lse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -159,10 +183,10 @@ def test_caps_and_sinks_of_flex_are_those_of_tiles(bends: dict[str, Any], window
         words = torch.randint(1 << 32, (4, 300), generator=generator)
         bends = bends | {"drop": WeightDropout(bends["drop"], words)}
     sight = Visibility.of(at, at, window=window, document_starts=starts, at=0)
-    with patch.object(masked, "flex", lambda sizes: (plain_flex, masked.seen_blocks)):
+    with patch.object(masked, "flex", lambda: (plain_flex, masked.seen_blocks)):
         found = masked.MASKED["flex"](q, k, v, sight, **bends)
         results = found, *torch.autograd.grad(found, inputs, dy)
-    with torch.no_grad(), patch.object(masked, "flex", lambda sizes: (flex_attention, masked.seen_blocks)):
+    with torch.no_grad(), patch.object(masked, "flex", lambda: (flex_attention, masked.seen_blocks)):
         theirs = masked.MASKED["flex"](*(x.detach() for x in (q, k, v)), sight, **bends)
     torch.testing.assert_close(theirs, found, rtol=1e-6, atol=1e-6)  # its log-sums are fp32
     expected = tiled_attention(q, k, v, sight, **bends)
