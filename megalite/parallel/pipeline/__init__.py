@@ -9,8 +9,9 @@ Proof: `tests/equivalence` (every schedule against one process), `tests/distribu
 
 from megalite.parallel.pipeline.executor import Events, Executor
 from megalite.parallel.pipeline.message_driven import executor_of
+from megalite.parallel.pipeline.offloaded_stage import OffloadedStage
 from megalite.parallel.pipeline.shared_params import holders, replica_axes, start_shared_sum
 from megalite.parallel.pipeline.shared_rows import SharedRows
 from megalite.parallel.pipeline.stage import ForwardOnly, Stage
-from megalite.parallel.pipeline.stage_types import OffloadedStage, repeated, stage_type
+from megalite.parallel.pipeline.stage_types import repeated, stage_type
 from megalite.parallel.pipeline.trace import PipelineTracer

@@ -1,7 +1,6 @@
-"""Stages that keep less than a `Stage`, and which stage of a program is of what type.
+"""Stages that recompute, and which stage of a program is of what type.
 
-The saved activations of an `OffloadedStage` may wait on the host (EVICT, PREFETCH). The forward of a `RecomputedStage`
-keeps its input alone; the action R runs the forward again ahead of the backward:
+The forward of a `RecomputedStage` keeps its input alone; the action R runs the forward again ahead of the backward:
 
     F    layers, for the output alone       input, micro-batch and version are kept
     R    the same layers once more          autograd's graph; the input goes into it
@@ -22,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.microbatch import StageInput
+from megalite.parallel.pipeline.offloaded_stage import OffloadedStage
 from megalite.parallel.pipeline.stage import Stage
-from megalite.parallel.tiers import Mover, SavedForward, SavedTensors
+from megalite.parallel.tiers import Mover, SavedTensors
 from megalite.schedule import Program, StageKey
 
 
@@ -90,37 +90,6 @@ def _drop(tensor: Tensor) -> None:
 
 def _missing(saved: None) -> NoReturn:
     raise RuntimeError("a stage that recomputes has no backward before its R")
-
-
-class OffloadedStage(Stage):
-    """A `Stage` of a program with `Program.room`. saved: of all stages of the rank; the rest as `Stage`."""
-
-    def __init__(self, *args: Any, saved: SavedTensors, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.saved = saved
-        self._forwards: dict[int, SavedForward] = {}
-
-    def forward(self, number: int, x: Tensor | None, microbatch: StageInput, factor: Tensor, *, version: int) -> Tensor:
-        with self.saved.of(x) as self._forwards[number]:
-            out = super().forward(number, x, microbatch, factor, version=version)
-        self.saved.settle()
-        return out
-
-    def backward(self, number: int, dy: Tensor | None) -> Tensor | None:
-        dx = super().backward(number, dy)
-        del self._forwards[number]
-        self.saved.settle()
-        return dx
-
-    def backward_weight(self, number: int) -> None:
-        super().backward_weight(number)
-        self.saved.settle()
-
-    def evict(self, number: int) -> None:
-        self._forwards[number].evict()
-
-    def prefetch(self, number: int) -> None:
-        self._forwards[number].prefetch()
 
 
 def stage_type(program: Program, key: StageKey, beside: Sequence[Stage], mover: Mover) -> Callable[..., Stage]:

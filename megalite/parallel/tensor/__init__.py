@@ -24,7 +24,6 @@ from megalite.parallel.tensor.late_messages import LateMessage, Message, added_a
 from megalite.parallel.tensor.linear import (
     ColumnParallelLinear,
     Linear,
-    ReplicatedLinear,
     RowParallelLinear,
     column_linear,
     make_layer,
@@ -33,3 +32,4 @@ from megalite.parallel.tensor.linear import (
 )
 from megalite.parallel.tensor.loss_kernels import LossKernels
 from megalite.parallel.tensor.products import Products, product_dtype
+from megalite.parallel.tensor.replicated import ReplicatedLinear

@@ -95,15 +95,6 @@ class RowParallelLinear(nn.Module):
         return _RowLinear.apply(x, self.weight, self.bias, activation, self, message or Message(), *adapters)
 
 
-class ReplicatedLinear(ColumnParallelLinear):
-    """y = x A^T, `[s, b, in]` -> `[s, b, out]`, with the whole of A on every rank of the axis: each computes what it
-    has, all tokens, or its part of them under sequence parallelism. Neither y nor its gradient is summed."""
-
-    def __init__(self, weight: Parameter, ctx: LayerContext) -> None:
-        super().__init__([weight], ctx, enters=False)
-        self.products = ctx.products(tokens=ctx.tp if ctx.sequence_split else None)
-
-
 Linear = ColumnParallelLinear | RowParallelLinear
 
 

@@ -5,8 +5,8 @@
     PREFETCH the other way; a backward that comes first waits
     B        asks for tensors: views of the pieces' storages, which go as autograd lets go of them
 
-Two callers: a stage, whose program says when (`parallel/pipeline/stage_types.py`), and `ActivationOffload`, layer by
-layer. On a CPU the bytes on the "device" are counted, and a tensor that is asked for while it is on the host raises.
+Two callers: a stage, whose program says when (`pipeline/offloaded_stage.py`), and `ActivationOffload`, layer by layer.
+On a CPU the bytes on the "device" are counted, and a tensor that is asked for while it is on the host raises.
 
 Weights are not moved. What autograd has saved must not change before its backward.
 """

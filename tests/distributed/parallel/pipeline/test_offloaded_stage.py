@@ -13,7 +13,7 @@ from megalite.comm import TensorSpec
 from megalite.errors import RuntimeFailure, ScheduleError
 from megalite.gradient import WeightGradQueue
 from megalite.parallel.pipeline import Events, Executor, Stage
-from megalite.parallel.pipeline.stage_types import OffloadedStage
+from megalite.parallel.pipeline.offloaded_stage import OffloadedStage
 from megalite.parallel.tiers import Mover, SavedTensors
 from megalite.schedule import Action, ActivationRoom, PeakActivations, Program, insert_transfers, residency
 from megalite.schedule.program import flush_program
