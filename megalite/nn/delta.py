@@ -79,12 +79,13 @@ class GatedDeltaNet(nn.Module):
     def over_ranks(self, inputs: Tensor, ba: Tensor, microbatch: Microbatch, cache: LayerCache | None) -> Tensor:
         """Results for this rank's tokens, `[s, b, H, r, dv]`, where others have those before.
 
-        A rank has two pieces of the sequence (`sequence_order`). The state behind a piece is N + M S, S that before it:
-        the rule gives both by columns, N from values and no state, M from no values and the unit matrix, and each
-        result likewise. The ranks exchange N, M and the last inputs of their pieces.
+        A rank of a ring has two pieces of the sequence (`sequence_order`), another one. The state behind a piece is
+        N + M S, S that before it: the rule gives both by columns, N from values and no state, M from no values and the
+        unit matrix, and each result likewise. The ranks exchange N, M and the last inputs of their pieces.
         """
-        pieces, (n, b), dk = 2, inputs.shape[:2], self.given.linear_key_head_dim
-        order, starts, length = microbatch.order, microbatch.document_starts, n // 2
+        (n, b), dk = inputs.shape[:2], self.given.linear_key_head_dim
+        pieces = 2 if self.cp.ring.size > 1 else 1
+        order, starts, length = microbatch.order, microbatch.document_starts, n // pieces
         assert order is not None and microbatch.places is not None
         begins, rank = order[::length], self.cp.ring.rank * self.cp.heads.size + self.cp.heads.rank
         first, own = begins.argsort(), slice(pieces * rank, pieces * (rank + 1))
@@ -110,7 +111,7 @@ class GatedDeltaNet(nn.Module):
             state = end[..., :dv] + end[..., dv:] @ state
         if cache is not None:
             cache.state, cache.length = (line[len(line) - self.reach :], state), len(order)
-        own_states = torch.stack(states)[place].flatten(0, 1)  # [2 b, H, r, dk, dv]
+        own_states = torch.stack(states)[place].flatten(0, 1)  # [pieces * b, H, r, dk, dv]
         o = o[..., :dv] + (o[..., dv:].movedim(0, 3) @ own_states).movedim(3, 0)
         tokens: Tensor = o.unflatten(1, (pieces, b)).transpose(0, 1).flatten(0, 1).to(inputs.dtype)
         return tokens
