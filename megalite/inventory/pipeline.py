@@ -102,7 +102,7 @@ def _forward_flops(model: ModelConfig) -> tuple[float, ...]:
 def stage_layer_ranges(config: Config, program: Program) -> list[range]:
     """Which layers each stage holds: indices into [embedding, block 0, ..., head]. Raises ScheduleError."""
     parallel = config.parallel
-    cut = partition(
+    return partition(
         config.model.num_layers,
         program.placement,
         costs=_forward_flops(config.model),
@@ -110,4 +110,3 @@ def stage_layer_ranges(config: Config, program: Program) -> list[range]:
         last=parallel.stage_layout.decoder_last_pipeline_num_layers,
         layout=parallel.stage_layout.pipeline_model_parallel_layout,
     )
-    return [cut.items(stage) for stage in range(cut.num_stages)]

@@ -129,5 +129,4 @@ def cut(placement: StagePlacement, costs: Sequence[float], sizes: Sequence[int] 
     if stages == 1:
         return [range(number)]
     weights = costs if sum(costs) > 0 else [1.0] * number
-    found = partition(number - 2, placement, costs=[max(weight, 1.0) for weight in weights])
-    return [found.items(stage) for stage in range(stages)]
+    return partition(number - 2, placement, costs=[max(weight, 1.0) for weight in weights])

@@ -136,10 +136,9 @@ def recut(room: MemoryHeadroom, times: Sequence[LayerTimes], *, flexible: bool) 
     counts = deal([ends if stage in (0, stages - 1) else between for stage in range(stages)], seconds, number)
     if counts is None:
         return None
-    cut = partition_of(number, counts)
-    cuts = [cut.items(stage) for stage in range(stages)]
+    cuts = partition_of(number, counts)
     parallel = replace(
-        room.config.parallel, stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cut))
+        room.config.parallel, stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cuts))
     )
     config = replace(room.config, parallel=parallel)
     if flexible:

@@ -23,7 +23,7 @@ from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import PlannedStages, pipeline_memory
 from megalite.planner.predict import program_of
 from megalite.planner.search_space import Layout, apply
-from megalite.schedule import BACKWARD, FORWARD, SCHEDULES, Costs, Partition, build_program, compact_layout, simulate
+from megalite.schedule import BACKWARD, FORWARD, SCHEDULES, Costs, build_program, compact_layout, simulate
 
 MOST_GROUPS = 16
 """Blocks are moved between stages in at most so many groups of neighbours (Alpa's clusters of operators)."""
@@ -162,14 +162,13 @@ class _Problem:
 
     def made(self, plan: StagePlan) -> UnlikePlan | None:
         """As a configuration, simulated; None where it is not legal or does not fit."""
-        bounds = tuple((self.edges[stage.begin], self.edges[stage.end]) for stage in plan.stages)
-        cut = Partition(self.config.model.num_layers, bounds)
-        meshes, stages = [stage.mesh for stage in plan.stages], [cut.items(stage) for stage in range(cut.num_stages)]
+        meshes = [stage.mesh for stage in plan.stages]
+        stages = [range(self.edges[stage.begin], self.edges[stage.end]) for stage in plan.stages]
         parallel = replace(
             self.config.parallel,
             stage_meshes=",".join(map(str, meshes)),
             pipeline_model_parallel_size=len(meshes),
-            stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(cut)),
+            stage_layout=StageLayout(pipeline_model_parallel_layout=compact_layout(stages)),
             sequence_parallel=self.config.parallel.sequence_parallel and any(mesh.tp > 1 for mesh in meshes),
             tensor_model_parallel_size=meshes[0].tp if len(set(meshes)) == 1 else 1,
         )

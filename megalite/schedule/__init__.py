@@ -57,7 +57,6 @@ from megalite.schedule.drawing.svg import render_html, render_svg
 from megalite.schedule.drawing.text import render_text
 from megalite.schedule.eviction import belady
 from megalite.schedule.partition import (
-    Partition,
     compact_layout,
     division_text,
     expand_layout,

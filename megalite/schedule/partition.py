@@ -15,9 +15,8 @@ Invariant: the slices are the whole list, in order, without gap or overlap; no l
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, starmap
 from statistics import median
 
 from megalite.errors import ScheduleError
@@ -27,31 +26,11 @@ LEAST_GAIN = 0.05
 """Part of the slowest stage's time that another division must save to be named."""
 
 
-@dataclass(frozen=True)
-class Partition:
-    """bounds[stage] = (start, stop) in the list [embedding, layers..., head] of num_layers + 2 items."""
-
-    num_layers: int
-    bounds: tuple[tuple[int, int], ...]
-
-    def __post_init__(self) -> None:
-        edges = [0, *(stop for _, stop in self.bounds)]
-        assert all(start == edge for (start, _), edge in zip(self.bounds, edges, strict=False)), self.bounds
-        assert edges[-1] == self.num_layers + 2, f"{self.bounds} loses layers of {self.num_layers}"
-        assert all(start < stop for start, stop in self.bounds), f"empty stage in {self.bounds}"
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.bounds)
-
-    def items(self, stage: int) -> range:
-        """Indices into the whole list; 0 is the embedding, num_layers + 1 the head."""
-        return range(*self.bounds[stage])
-
-    def __str__(self) -> str:
-        """Megatron's layout string: `Ett|tt|ttL`."""
-        names = ["E", *"t" * self.num_layers, "L"]
-        return "|".join("".join(names[start:stop]) for start, stop in self.bounds)
+def _slices(sizes: Sequence[int], num_layers: int) -> list[range]:
+    """Slices of these sizes of the list [embedding, layers..., head], which has num_layers + 2 items."""
+    assert sum(sizes) == num_layers + 2, f"{sizes} loses layers of {num_layers}"
+    assert min(sizes) > 0, f"empty stage in {sizes}"
+    return list(starmap(range, pairwise([0, *accumulate(sizes)])))
 
 
 def partition(
@@ -62,8 +41,9 @@ def partition(
     first: int | None = None,
     last: int | None = None,
     layout: str | None = None,
-) -> Partition:
-    """Cut a model of num_layers transformer layers into the stages of `placement`.
+) -> list[range]:
+    """Stage -> indices into [embedding, layers..., head]: num_layers transformer layers, cut into the stages of
+    `placement`.
 
     costs: num_layers + 2 relative costs, embedding first, head last (default: layers 1, embedding and head 0).
     first, last: transformer layers of the first and last rank. layout: Megatron's string, which excludes first and
@@ -86,16 +66,16 @@ def partition(
         )
     costs = (0.0, *[1.0] * num_layers, 0.0) if costs is None else tuple(float(cost) for cost in costs)
     assert len(costs) == num_layers + 2 and min(costs) >= 0, costs
-    return Partition(num_layers, _balanced(costs, num_stages))
+    return _slices(_balanced(costs, num_stages), num_layers)
 
 
 @lru_cache(maxsize=256)
-def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Contiguous non-empty slices with the least maximum; among those the least sum of squares, earliest cuts first."""
+def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[int, ...]:
+    """Sizes of contiguous slices with the least maximum; among those the least sum of squares, earliest cuts first."""
     total = [0.0, *accumulate(costs)]
     n = len(costs)
     if num_stages == 1:
-        return ((0, n),)
+        return (n,)
     heaviest = _least_maximum(total, num_stages)
     limit = heaviest + 1e-9 * max(total[-1], 1.0)
     infinity = float("inf")
@@ -118,11 +98,11 @@ def _balanced(costs: tuple[float, ...], num_stages: int) -> tuple[tuple[int, int
                 if value <= best[start] and value < infinity:
                     best[start], cut[start] = value, stop
         cuts.append(cut)
-    bounds, start = [], 0
+    sizes, start = [], 0
     for cut in reversed(cuts):
-        bounds.append((start, cut[start]))
+        sizes.append(cut[start] - start)
         start = cut[start]
-    return tuple(bounds)
+    return tuple(sizes)
 
 
 def _least_maximum(total: Sequence[float], num_stages: int) -> float:
@@ -142,7 +122,7 @@ def _least_maximum(total: Sequence[float], num_stages: int) -> float:
     return least[0]
 
 
-def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, last: int | None) -> Partition:
+def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, last: int | None) -> list[range]:
     """The first and last rank get what the flags say, the others the rest, evenly, with earlier ranks first."""
     p = placement.num_ranks
     ends = (("`decoder_first_pipeline_num_layers`", first), ("`decoder_last_pipeline_num_layers`", last))
@@ -166,7 +146,7 @@ def _fixed_ends(num_layers: int, placement: StagePlacement, first: int | None, l
     return partition_of(num_layers, counts, flags)
 
 
-def partition_of(num_layers: int, counts: Sequence[int], flags: str = "stages") -> Partition:
+def partition_of(num_layers: int, counts: Sequence[int], flags: str = "stages") -> list[range]:
     """Stages with these numbers of transformer layers; the embedding joins the first, the head the last.
 
     flags: what asks for them, for the message. Raises ScheduleError.
@@ -176,21 +156,25 @@ def partition_of(num_layers: int, counts: Sequence[int], flags: str = "stages") 
     sizes[-1] += 1
     if 0 in sizes:
         raise ScheduleError(f"{flags}: stage {sizes.index(0)} would hold no layer; use fewer stages, or more layers")
-    return Partition(num_layers, _bounds(sizes))
+    return _slices(sizes, num_layers)
 
 
-def compact_layout(cut: Partition) -> str:
-    """Megatron's layout string with repetitions, as `parse_layout` reads it: `Et*5|(t*6|)*14t*5L`."""
-    stages = ["".join(_times(letter, len(list(run))) for letter, run in groupby(text)) for text in str(cut).split("|")]
+def full_layout(cuts: Sequence[range]) -> str:
+    """Megatron's layout string: `Ett|tt|ttL`. cuts: as `partition` gives them."""
+    names = ["E", *"t" * (cuts[-1].stop - 2), "L"]
+    return "|".join("".join(names[cut.start : cut.stop]) for cut in cuts)
+
+
+def compact_layout(cuts: Sequence[range]) -> str:
+    """The same with repetitions, as `parse_layout` reads it: `Et*5|(t*6|)*14t*5L`."""
+    texts = full_layout(cuts).split("|")
+    stages = ["".join(_times(letter, len(list(run))) for letter, run in groupby(text)) for text in texts]
     parts = [f"{stage}|" for stage in stages[:-1]] + stages[-1:]
     return "".join(_times(part, len(list(run))) for part, run in groupby(parts))
 
 
 def who_holds(cuts: Sequence[range], placement: StagePlacement) -> list[str]:
-    """Rank -> what it holds, in words: `embedding, 2 layers`; of several stages `6 + 6 layers`.
-
-    cuts: stage -> indices into [embedding, layers ..., head].
-    """
+    """Rank -> what it holds, in words: `embedding, 2 layers`; of several stages `6 + 6 layers`."""
     head, words = cuts[-1].stop - 1, []
     for rank in range(placement.num_ranks):
         own = [cuts[stage] for stage in sorted({stage for stage, _ in placement.stages_of(rank)})]
@@ -206,24 +190,22 @@ def who_holds(cuts: Sequence[range], placement: StagePlacement) -> list[str]:
 def division_text(cuts: Sequence[range], placement: StagePlacement) -> str:
     """Megatron's letters and the same in words: `Et*2|L: rank 0 embedding, 2 layers | rank 1 head`; ranks beside each
     other that hold as much are named together."""
-    layout = compact_layout(Partition(cuts[-1].stop - 2, tuple((cut.start, cut.stop) for cut in cuts)))
     parts, rank = [], 0
     for words, run in groupby(who_holds(cuts, placement)):
         last = rank + len(list(run)) - 1
         parts.append(f"rank {rank} {words}" if last == rank else f"ranks {rank} to {last} {words} each")
         rank = last + 1
-    return f"{layout}: {' | '.join(parts)}"
+    return f"{compact_layout(cuts)}: {' | '.join(parts)}"
 
 
-def faster_division(cuts: Sequence[range], seconds: Sequence[float], weights: Sequence[float]) -> Partition | None:
+def faster_division(cuts: Sequence[range], seconds: Sequence[float], weights: Sequence[float]) -> list[range] | None:
     """The division whose slowest stage is fastest by measured times, where it gains a twentieth; else None.
 
     A layer is as long as the stages say that hold nothing else; where there are none, as long as the shares of all
     stages allow at most. What that leaves of the ends is embedding and head. Too long a layer makes a stage that
     receives one too slow here, so what is named is faster by these times.
 
-    cuts: stage -> indices into [embedding, layers ..., head]. seconds: of each stage's work. weights: of each layer,
-    relative to each other.
+    seconds: of each stage's work. weights: of each layer, relative to each other.
     """
     heavy = [sum(weights[item - 1] for item in cut if 0 < item <= len(weights)) for cut in cuts]
     units = [work / weight for work, weight in zip(seconds, heavy, strict=True) if weight]
@@ -231,8 +213,8 @@ def faster_division(cuts: Sequence[range], seconds: Sequence[float], weights: Se
     unit = min(min(units), median(between)) if between else min(units)
     ends = [max(0.0, seconds[at] - unit * heavy[at]) for at in (0, -1)]
     costs = (ends[0], *(unit * weight for weight in weights), ends[1])
-    found = Partition(len(weights), _balanced(costs, len(cuts)))
-    slowest = max(sum(costs[start:stop]) for start, stop in found.bounds)
+    found = _slices(_balanced(costs, len(cuts)), len(weights))
+    slowest = max(sum(costs[cut.start : cut.stop]) for cut in found)
     return found if slowest < (1 - LEAST_GAIN) * max(seconds) else None
 
 
@@ -242,12 +224,7 @@ def _times(part: str, number: int) -> str:
     return f"{part}*{number}" if len(part) == 1 else f"({part})*{number}"
 
 
-def _bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    edges = [0, *accumulate(sizes)]
-    return tuple(pairwise(edges))
-
-
-def parse_layout(layout: str, num_layers: int, num_stages: int) -> Partition:
+def parse_layout(layout: str, num_layers: int, num_stages: int) -> list[range]:
     """Megatron's layout string: `|` ends a stage, `E` embedding, `t` layer, `L` head, `x*3` and `(..)*3` repeat, commas
     are air.
 
@@ -276,7 +253,7 @@ def parse_layout(layout: str, num_layers: int, num_stages: int) -> Partition:
         )
     if problems:
         raise ScheduleError(f"{flag}: {'; also, '.join(problems)}")
-    return Partition(num_layers, _bounds([len(stage) for stage in stages]))
+    return _slices([len(stage) for stage in stages], num_layers)
 
 
 def expand_layout(layout: str) -> str:

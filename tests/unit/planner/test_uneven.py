@@ -247,8 +247,7 @@ def test_no_other_cut_would_be_much_faster(vocabulary: int) -> None:
     (room, _), hardware = _room(config, usable), _hardware(usable)
     times = []
     for counts in _ways(8, 3):
-        cut = partition_of(8, counts)
-        stages = [cut.items(stage) for stage in range(3)]
+        stages = partition_of(8, counts)
         numbers = smallest_numbers(replace(room, cuts=stages))
         if numbers is not None:
             tried = recomputing(config, numbers, counts)

@@ -148,13 +148,12 @@ def test_a_picture_says_who_holds_which_layers_and_the_page_how_to_read_it() -> 
 
 
 def test_a_division_is_short_at_many_stages() -> None:
-    cut = partition(94, build_program("1f1b", 16, 16).placement)
-    cuts = [cut.items(stage) for stage in range(16)]
+    cuts = partition(94, build_program("1f1b", 16, 16).placement)
     one = division_text(cuts, build_program("1f1b", 16, 16).placement)
     assert one == (
         "Et*6|(t*6|)*13t*5|t*5L: rank 0 embedding, 6 layers | ranks 1 to 13 6 layers each | rank 14 5 layers | "
         "rank 15 5 layers, head"
     )
     chunked, loop = partition(8, build_program("interleaved", 2, 4, 2).placement), build_program("interleaved", 2, 4, 2)
-    text = division_text([chunked.items(stage) for stage in range(4)], loop.placement)
+    text = division_text(chunked, loop.placement)
     assert text == "Ett|(tt|)*2ttL: rank 0 embedding, 2 + 2 layers | rank 1 2 + 2 layers, head".replace("tt", "t*2")
