@@ -10,11 +10,12 @@ and so on; backwards go the same way with the chunks reversed. Rank r runs 2(p-1
 activations.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from megalite.schedule.action import Action, backward, forward
+from megalite.schedule.action import FORWARD, Action
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
+from megalite.schedule.schedules.one_f_one_b import one_f_one_b
 from megalite.schedule.stage_placement import loop
 
 
@@ -25,21 +26,13 @@ def warmup_chunks(rank: int, shape: ScheduleShape) -> int:
 
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
-    """One batch of `rank`; chunk c is stage c*p + rank."""
+    """One batch of `rank`: 1F1B, whose m v turns are told as chunks and micro-batches; chunk c is stage c*p + rank."""
     p, m, v, _ = shape[:4]
-
-    def in_turn(build: Callable[..., Action], turn: int) -> Action:
-        group, within = divmod(turn, p * v)
+    for action in one_f_one_b(rank, m * v, warmup_chunks(rank, shape)):
+        group, within = divmod(action.microbatch, p * v)
         chunk, member = divmod(within, p)
-        chunk = chunk if build is forward else v - 1 - chunk
-        return build(chunk * p + rank, group * p + member)
-
-    warmup, total = warmup_chunks(rank, shape), m * v
-    yield from (in_turn(forward, turn) for turn in range(warmup))
-    for turn in range(total):
-        if warmup + turn < total:
-            yield in_turn(forward, warmup + turn)
-        yield in_turn(backward, turn)
+        chunk = chunk if action.kind == FORWARD else v - 1 - chunk
+        yield action._replace(stage=chunk * p + rank, microbatch=group * p + member)
 
 
 def problems(shape: ScheduleShape) -> Iterator[str]:

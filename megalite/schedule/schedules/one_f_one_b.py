@@ -12,19 +12,24 @@ it can.
 
 from collections.abc import Iterator
 
-from megalite.schedule.action import Action, backward, forward
+from megalite.schedule.action import Action, backward, backward_input, backward_weight, forward
 from megalite.schedule.definition import flush_schedule
 from megalite.schedule.program import PeakActivations
 
 
-def one_f_one_b(stage: int, m: int, warmup: int) -> Iterator[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that remain."""
+def one_f_one_b(stage: int, m: int, warmup: int, delay: int | None = None) -> Iterator[Action]:
+    """`warmup` forwards, then one forward and one backward in turn, then the backwards that remain. delay: backwards
+    are split, and each weight gradient comes so many micro-batches after its input gradient."""
     warmup = min(warmup, m)
     yield from (forward(stage, k) for k in range(warmup))
     for k in range(m):
         if warmup + k < m:
             yield forward(stage, warmup + k)
-        yield backward(stage, k)
+        yield backward(stage, k) if delay is None else backward_input(stage, k)
+        if delay is not None and k >= delay:
+            yield backward_weight(stage, k - delay)
+    if delay is not None:
+        yield from (backward_weight(stage, k) for k in range(max(m - delay, 0), m))
 
 
 SCHEDULE = flush_schedule(

@@ -15,25 +15,20 @@ saves: docs/schedules.md). Rank r keeps the inputs of min(m, p-r+1) micro-batche
 
 from collections.abc import Iterator
 
-from megalite.schedule.action import Action, backward, forward, recompute
+from megalite.schedule.action import BACKWARD, Action, recompute
 from megalite.schedule.definition import ScheduleShape, flush_schedule
 from megalite.schedule.program import PeakActivations
+from megalite.schedule.schedules.one_f_one_b import one_f_one_b
 from megalite.schedule.stage_placement import loop
 
 
 def rank_order(rank: int, shape: ScheduleShape) -> Iterator[Action]:
     """One batch of `rank`, which holds stage `rank`."""
-    p, m, _, _ = shape[:4]
-    if rank == p - 1:
-        for k in range(m):
-            yield from (forward(rank, k), backward(rank, k))
-        return
-    warmup = min(p - rank + 1, m)
-    yield from (forward(rank, k) for k in range(warmup))
-    for k in range(m):
-        yield from (recompute(rank, k), backward(rank, k))
-        if warmup + k < m:
-            yield forward(rank, warmup + k)
+    again = rank < shape.p - 1
+    for action in one_f_one_b(rank, shape.m, warmup=shape.p - rank if again else 0):
+        if again and action.kind == BACKWARD:
+            yield recompute(rank, action.microbatch)
+        yield action
 
 
 def warnings(shape: ScheduleShape) -> Iterator[str]:

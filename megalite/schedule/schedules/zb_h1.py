@@ -10,32 +10,16 @@ micro-batches. Idle (p-1)(tF+tI-tW), a third of 1F1B's at equal times, at no mor
 per rank: (p-r) whole ones and r of which only what W needs is left.
 """
 
-from collections.abc import Iterator
-
-from megalite.schedule.action import Action, backward_input, backward_weight, forward
 from megalite.schedule.definition import fewer_than, flush_schedule
 from megalite.schedule.program import PeakActivations
-
-
-def split_one_f_one_b(stage: int, m: int, warmup: int, delay: int) -> Iterator[Action]:
-    """1F1B with split backwards, each weight gradient `delay` micro-batches after its input gradient."""
-    warmup = min(warmup, m)
-    yield from (forward(stage, k) for k in range(warmup))
-    for k in range(m):
-        if warmup + k < m:
-            yield forward(stage, warmup + k)
-        yield backward_input(stage, k)
-        if k >= delay:
-            yield backward_weight(stage, k - delay)
-    yield from (backward_weight(stage, k) for k in range(max(m - delay, 0), m))
-
+from megalite.schedule.schedules.one_f_one_b import one_f_one_b
 
 SCHEDULE = flush_schedule(
     "zb-h1",
     "ZB-H1: split backward, a third of 1F1B's bubble, same memory",
     "Qi et al. 2024, arXiv:2401.10241",
     lambda shape: shape.placement,
-    lambda rank, shape: split_one_f_one_b(
+    lambda rank, shape: one_f_one_b(
         shape.stage_of(rank), shape.m, warmup=shape.ahead(rank), delay=max(0, shape.ahead(0) - shape.ahead(rank))
     ),
     lambda rank, shape: PeakActivations(shape.ahead(rank) + 1, max(0, shape.ahead(0) - shape.ahead(rank))),

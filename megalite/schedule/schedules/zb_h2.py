@@ -11,7 +11,7 @@ and 2r of which only what W needs is left.
 
 from megalite.schedule.definition import fewer_than, flush_schedule
 from megalite.schedule.program import PeakActivations
-from megalite.schedule.schedules.zb_h1 import split_one_f_one_b
+from megalite.schedule.schedules.one_f_one_b import one_f_one_b
 from megalite.schedule.stage_placement import loop
 
 SCHEDULE = flush_schedule(
@@ -19,7 +19,7 @@ SCHEDULE = flush_schedule(
     "ZB-H2: split backward, no gaps inside a rank, twice the memory",
     "Qi et al. 2024, arXiv:2401.10241",
     lambda shape: loop(shape.p),
-    lambda rank, shape: split_one_f_one_b(rank, shape.m, warmup=2 * (shape.p - 1 - rank), delay=2 * rank),
+    lambda rank, shape: one_f_one_b(rank, shape.m, warmup=2 * (shape.p - 1 - rank), delay=2 * rank),
     lambda rank, shape: PeakActivations(2 * (shape.p - rank) - 1, 2 * rank),
     lambda shape: fewer_than("zb-h2", shape, "2p-1", 2 * shape.p - 1, "zb-h1"),
     splits_backward=True,
