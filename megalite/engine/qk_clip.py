@@ -23,7 +23,6 @@ from megalite.microbatch import Microbatch
 from megalite.microbatch_notes import MicrobatchNotes
 from megalite.nn import Attention, largest_scores
 from megalite.parallel.pipeline import Stage
-from megalite.parallel.zero import ShardedOptimizer
 from megalite.schedule import StageKey
 
 
@@ -58,7 +57,6 @@ class QueryKeyClip(VersionedState):
         self._settings = settings
         self._attentions: dict[StageKey, dict[str, Attention]] = {}
         self._maxima: dict[StageKey, ScoreMaxima] = {}
-        self._optimizer: ShardedOptimizer | None = None
         for key, stage in sorted(stages.items()):
             notes = self._maxima[key] = ScoreMaxima()
             stage.note(notes)
@@ -69,14 +67,9 @@ class QueryKeyClip(VersionedState):
                         attention.scores = lambda a, q, k, mb, to=notes, name=name: to.note(name, a, q, k, mb)
                         self._attentions.setdefault(key, {})[name] = attention
 
-    def attach(self, optimizer: ShardedOptimizer) -> None:
-        """The optimizer whose masters are scaled."""
-        self._optimizer = optimizer
-
     @torch.no_grad()
     def step(self, wanted: Callable[[int], bool], found_inf: Tensor, version: int) -> None:
         """Scales the masters, and writes them into the weights of `version`."""
-        assert self._optimizer is not None
         factors: dict[str, Tensor] = {}
         for key, attentions in self._attentions.items():
             maxima = self._maxima[key].take(wanted)
@@ -93,15 +86,14 @@ class QueryKeyClip(VersionedState):
             rows = torch.stack(of_head, -1).repeat_interleave(like.d, -1).flatten(1)  # [layers, g (r + 2) d]
             rows = rows.chunk(like.sharers.size, 1)[like.sharers.rank]
             factors |= {f"{name}.attention.qkv": row for name, row in zip(names, rows, strict=True)}
-        self._optimizer.wait_for_weights()
+        self.optimizer.wait_for_weights()
         for values, factor in self._parts(factors):
             values.mul_(factor)
-        self._optimizer.write_weights(version)
+        self.optimizer.write_weights(version)
 
     def _parts(self, factors: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """(A flat part of a master, the factor of each of its elements) for the projections of this rank."""
-        assert self._optimizer is not None
-        for master in self._optimizer.masters:
+        for master in self.optimizer.masters:
             flat = master.tensor.view(-1)
             for range_, inside, here in master.pieces():
                 layer, _, kind = range_.entry.name.rpartition(".")

@@ -119,13 +119,6 @@ class Updater(Events):
         self._norm: PendingNorm | None = None
         self._plan: tuple[Program, list[ChunkUse]] | None = None
         self.results: list[UpdateResult] = []
-        self._handlers: dict[str, Callable[[StageKey, int], None]] = {
-            REDUCE: self._reduce,
-            NORM: self._send_norm,
-            STEP: self._step,
-            UNSHARD: self._unshard,
-            RESHARD: self._reshard,
-        }
 
     # called by the executor and the trainer
 
@@ -153,10 +146,21 @@ class Updater(Events):
 
     def execute(self, action: Action) -> None:
         """Carries out an action that the executor has yielded. Raises RuntimeFailure for an unknown action kind."""
-        handler = self._handlers.get(action.kind)
-        if handler is None:
+        stage, update = action.stage_key, action.microbatch
+        if action.kind == REDUCE:
+            self._reduce(stage, update)
+        elif action.kind in (NORM, STEP):
+            if self._is_last(action.kind, stage):
+                self._select(update)
+                norm = self._norm or self._start_norm(update)
+                self._norm = norm if action.kind == NORM else None
+                if action.kind == STEP:
+                    self._step(update, norm)
+        elif action.kind in (UNSHARD, RESHARD):
+            for buffers in self._buffers_of[stage]:
+                buffers.weights.unshard() if action.kind == UNSHARD else buffers.weights.reshard()
+        else:
             raise RuntimeFailure(f"{action}: unknown action kind {action.kind!r}")
-        handler(action.stage_key, action.microbatch)
 
     def _reduce(self, stage: StageKey, update: int) -> None:
         fault_point("grad_reduce", update=update)
@@ -167,17 +171,8 @@ class Updater(Events):
             self._select(update)
             self._tied[update] = self._weights.start_tied_sums()
 
-    def _send_norm(self, stage: StageKey, update: int) -> None:
-        if self._is_last(NORM, stage):
-            self._select(update)
-            self._norm = self._start_norm(update)
-
-    def _step(self, stage: StageKey, update: int) -> None:
-        """Steps the optimizer once the last of this rank's stages has reached the action."""
-        if not self._is_last(STEP, stage):
-            return
-        self._select(update)
-        pending_norm, self._norm = self._norm or self._start_norm(update), None
+    def _step(self, update: int, pending_norm: PendingNorm) -> None:
+        """Steps the optimizer."""
         self.resolve_pending()
         numbers = self._policy(update)
         norm = pending_norm.wait() / numbers.loss_scale
@@ -219,14 +214,6 @@ class Updater(Events):
         self.results.append(UpdateResult(numbers, shown, skipped, norm))
         for buffers in self._all_buffers:
             buffers.gradients.begin_batch()
-
-    def _unshard(self, stage: StageKey, batch: int) -> None:
-        for buffers in self._buffers_of[stage]:
-            buffers.weights.unshard()
-
-    def _reshard(self, stage: StageKey, batch: int) -> None:
-        for buffers in self._buffers_of[stage]:
-            buffers.weights.reshard()
 
     # the update
 

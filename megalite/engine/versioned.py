@@ -3,10 +3,7 @@
 The optimizer is stepped first; what else there is (biases of experts, scales of fp8) are instances of `VersionedState`
 in the list `Weights.states`. A model without them has an empty list.
 
-Adding one: a file in this room with such a class, and its place in `_states` of `megalite/train/build.py`, where it is
-given its stages. One that also changes what the optimizer keeps is given it afterwards (`QueryKeyClip.attach`).
-
-Where other state lies: CONTRIBUTING, "Adding state that an update changes".
+Adding one, and where other state lies: CONTRIBUTING, "Adding state that an update changes".
 """
 
 from abc import ABC, abstractmethod
@@ -17,17 +14,19 @@ from torch import Tensor
 
 from megalite.comm import Axis, TensorShard, all_reduce_
 from megalite.parallel.pipeline import Stage
+from megalite.parallel.zero import ShardedOptimizer
 from megalite.schedule import StageKey
 
 
 class VersionedState(ABC):
     """State of this rank's stages. axis: the ranks of a stage, whose tokens differ. replicas: by stage, other ranks
-    that hold it (Chimera).
+    that hold it (Chimera). optimizer: over their buffers, once that is made (`build_weights`).
 
     absent: prefix of names that a checkpoint may lack, because the run that wrote it had no use for them; '' otherwise.
     """
 
     absent = ""
+    optimizer: ShardedOptimizer
 
     def __init__(self, stages: Mapping[StageKey, Stage], axis: Axis, replicas: Mapping[int, Axis]) -> None:
         self.stages, self.axis, self._replicas = stages, axis, replicas

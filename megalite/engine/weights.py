@@ -234,10 +234,13 @@ def build_weights(
         )
         for module in modules if buffers[key] else ():
             buffers[key][0].weights.attach(module.ordered(), *(made.weights for made in buffers[key][1:]), stage=key)
+    optimizer = make_optimizer([made for stage in buffers.values() for made in stage], norm_axis=axis)
+    for state in states:
+        state.optimizer = optimizer
     return Weights(
         stages={key: stage for key, (stage, _) in built.items()},
         buffers=buffers,
-        optimizer=make_optimizer([made for stage in buffers.values() for made in stage], norm_axis=axis),
+        optimizer=optimizer,
         placement=program.placement,
         sum_copies=ties.unlike() if ties.unlike else partial(start_shared_sum, mesh.through(ties.ranks, apart="tied")),
         num_versions=program.weight_versions[mesh.coordinate("pp")],

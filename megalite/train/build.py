@@ -118,9 +118,6 @@ def build_model(config: Config, run: PlannedRun, mesh: ParallelMesh, device: tor
     )
     if config.training.partial_backprop_groups > 1:
         attach_depths(config, mesh, built, weights)
-    for state in weights.states:
-        if isinstance(state, QueryKeyClip):
-            state.attach(weights.optimizer)
     if config.model.cpu_offloading_num_layers and foreign is None:
         saved = SavedTensors(mover)
         for module in (module for _, modules in built.values() for module in modules):
