@@ -100,7 +100,9 @@ class CheckpointConfig(Section):
         False, "resume from the newest committed checkpoint of `save`, if there is one", needs="save"
     )
     ckpt_step: int | None = option(None, "iteration to load; unset: the newest committed", ge=0)
-    finetune: bool = option(False, "take only the weights of `load`; iteration, data and optimizer start anew")
+    finetune: bool = option(
+        False, "take only the weights of `load`; iteration, data and optimizer start anew", needs="load"
+    )
     use_checkpoint_args: bool = option(
         False,
         "take the model's architecture and tokenizer from `load`; a flag that contradicts it is an error",

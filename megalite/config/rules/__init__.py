@@ -55,6 +55,7 @@ RULES: tuple[tuple[Rule, str | None], ...] = (
     (run.weight_decay, None),
     (run.update_rule, None),
     (run.delayed_update, "delayed_parameter_update"),
+    (beside.pairs, None),
     (beside.tapped_products, "optimizer"),
     (beside.embedding_offload, "embedding_offload"),
     (beside.param_offload, "param_offload"),

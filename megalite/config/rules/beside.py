@@ -39,6 +39,42 @@ def excluded(config: Config, flag: str, reasons: Mapping[str, str], fix: str = "
             yield f"{flag}: not with `{name}`, {why}; {fix}"
 
 
+PAIRS: tuple[tuple[str, str, str], ...] = (
+    ("attention_output_gate", "lora_rank", "not with {}; train it whole"),
+    ("attention_output_gate", "multi_latent_attention", "not with {}; drop one of them"),
+    ("cpu_offloading_num_layers", "compile", "not with {}, which decides itself what is kept"),
+    ("decoupled_lr", "lora_rank", "not with {}, beside which embedding and output layer do not train"),
+    ("ema_decay", "embedding_offload", "not with {}, which steps only the rows that a batch uses; drop one"),
+    ("ema_decay", "optimizer_impl", "not with {}=apex, whose step is closed; drop one"),
+    ("embedding_offload", "optimizer_impl", "not with {}=apex, which steps on GPUs alone; use torch"),
+    ("experimental_attention_variant", "lora_rank", "not with {}, its matrices have no adapters"),
+    ("fp8_format", "fp16", "not with {}, whose loss scale has no use for it; use `bf16`"),
+    ("fp8_format", "lora_rank", "not with {}; use `bf16`"),
+    ("global_batch_size", "step_batch_size_schedule", "excludes {}; give one of them"),
+    ("lora_rank", "use_mup", "not with {}, which has no rule for it; drop one of them"),
+    ("mtp_num_layers", "lora_rank", "not with {}, beside which nothing else is trained; drop one of them"),
+    ("mtp_num_layers", "tp_comm_overlap", "not with {}; drop one of them"),
+    ("norm_placement", "use_parallel_residual", "not with {}; drop one of them"),
+    ("optimizer_impl", "use_mup", "not with {}, where epsilon is a parameter's own; use torch"),
+    ("param_offload", "compile", "not with {}, whose code reads weights where they were; drop one"),
+    ("param_offload", "delayed_parameter_update", "not with {}, which keeps two versions of the weights; drop one"),
+    ("param_offload", "embedding_offload", "not with {}, whose rows are on the host already; drop one"),
+    ("param_offload", "model_module", "not with {}, whose layers have no plan; use `zero_stage`=3"),
+    ("pipeline_schedule", "pipeline_schedule_file", "excludes {}; give one of them"),
+    ("softmax_scale", "use_mup", "not with {}, whose scores are / d; use `mup_base_head_dim`"),
+    ("store_param_remainders", "optimizer_cpu_offload", "excludes {}; give one of them"),
+    ("store_param_remainders", "optimizer_offload_path", "excludes {}; give one of them"),
+    ("store_param_remainders", "param_offload", "excludes {}=cpu; give one of them"),
+)
+"""What is refused, beside what, and the words about it."""
+
+
+def pairs(config: Config, world_size: int) -> Iterator[str]:
+    for refused, beside, words in PAIRS:
+        if is_on(config, refused) and is_on(config, beside):
+            yield f"{as_typed(f'`{refused}`', config.given[refused])}: {words.format(f'`{beside}`')}"
+
+
 def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
     """What the blocks of a run must not have for their kernels to be the same each time."""
     parallel = config.parallel
@@ -192,26 +228,17 @@ def zero_plus_plus(config: Config, world_size: int) -> Iterator[str]:
 
 
 def param_offload(config: Config, world_size: int) -> Iterator[str]:
-    """Weights and gradients that come and go: what reads them otherwise than layer by layer, or keeps two of them."""
-    flag, parallel, optimizer = "`param_offload`=cpu", config.parallel, config.optimizer
-    schedule = find_schedule(parallel.schedule)
-    if schedule.asynchronous and parallel.pipeline_schedule_file is None:
+    """Weights and gradients that come and go: schedules that keep two of them, or a stage's."""
+    flag, schedule = "`param_offload`=cpu", find_schedule(config.parallel.schedule)
+    if config.parallel.pipeline_schedule_file is not None:
+        return
+    if schedule.asynchronous:
         yield f"{flag}: not with `pipeline_schedule`={schedule.name}, which keeps two versions of the weights; use 1f1b"
-    if optimizer.offload.delayed_parameter_update:
-        yield f"{flag}: not with `delayed_parameter_update`, which keeps two versions of the weights; drop one"
-    if parallel.zero_stage == 3 and schedule.gathers_once and parallel.pipeline_schedule_file is None:
+    if config.parallel.zero_stage == 3 and schedule.gathers_once:
         yield (
             f"{flag}: not with `zero_stage`=3 and `pipeline_schedule`={schedule.name}, which keeps a stage's weights "
             "on the device; use `zero_stage`=2, or `pipeline_schedule`=1f1b"
         )
-    if optimizer.store_param_remainders:
-        yield f"`store_param_remainders`: excludes {flag}; give one of them"
-    if optimizer.offload.embedding_offload is not None:
-        yield f"{flag}: not with `embedding_offload`, whose rows are on the host already; drop one"
-    if config.training.compile:
-        yield f"{flag}: not with `compile`, whose code reads weights where they were; drop one"
-    if config.model.is_foreign:
-        yield f"{flag}: not with `model_module`, whose layers have no plan; use `zero_stage`=3"
 
 
 def embedding_offload(config: Config, world_size: int) -> Iterator[str]:
@@ -226,8 +253,6 @@ def embedding_offload(config: Config, world_size: int) -> Iterator[str]:
         yield f"{flag}: not with `lora_rank`={model.lora.lora_rank}, beside which no embedding is trained; drop it"
     if OPTIMIZER_SPECS[optimizer.optimizer].statistics:
         yield f"{flag}: not with `optimizer`={optimizer.optimizer}, whose step of a row depends on all; use adam"
-    if optimizer.optimizer_impl == "apex":
-        yield f"{flag}: not with `optimizer_impl`=apex, which steps on GPUs alone; use torch"
     if given.delayed_parameter_update:
         yield f"{flag}: not with `delayed_parameter_update`, which reads older weights; drop one"
     elif schedule.asynchronous and config.parallel.pipeline_schedule_file is None:

@@ -50,12 +50,9 @@ def checkpoint(config: Config, world_size: int) -> Iterator[str]:
     if retain is not None and interval is not None and retain % interval:
         near = multiples_around(retain, interval)
         yield f"`save_retain_interval`={retain}: not a multiple of `save_interval`={interval}; try {near}"
-    if settings.load is None:
-        if settings.ckpt_step is not None and not settings.auto_resume:
-            yield f"`ckpt_step`={settings.ckpt_step}: needs `load`"
-        if settings.finetune:
-            yield "`finetune`: needs `load`"
-    elif settings.auto_resume and settings.load != settings.save and settings.ckpt_step is not None:
+    if settings.ckpt_step is not None and settings.load is None and not settings.auto_resume:
+        yield f"`ckpt_step`={settings.ckpt_step}: needs `load`"
+    elif settings.ckpt_step is not None and settings.auto_resume and settings.load not in (None, settings.save):
         yield (
             f"`ckpt_step`={settings.ckpt_step}: of `load`, or of `save` (`auto_resume`)? "
             "let `load` name the step's directory"

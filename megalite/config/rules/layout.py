@@ -143,8 +143,6 @@ def pipeline_schedule(config: Config, world_size: int) -> Iterator[str]:
     parallel, training = config.parallel, config.training
     name, size = parallel.schedule, parallel.pipeline_model_parallel_size
     if parallel.pipeline_schedule_file is not None:
-        if parallel.pipeline_schedule is not None:
-            yield f"`pipeline_schedule`={name}: excludes `pipeline_schedule_file`; give one of them"
         return
     for micro_batches, samples in batches_in_micro_batches(config, world_size):
         for reason in parallel.schedule_problems(micro_batches):
@@ -255,9 +253,7 @@ def _ramp(ramp: tuple[int, ...], unit: int, rule: str, full: int) -> Iterator[st
 
 
 def _step_schedule(config: Config, text: str, unit: int, rule: str) -> Iterator[str]:
-    flag, size = f"`step_batch_size_schedule`='{text}'", config.training.global_batch_size
-    if size is not None:
-        yield f"`global_batch_size`={size}: excludes `step_batch_size_schedule`; give one of them"
+    flag = f"`step_batch_size_schedule`='{text}'"
     try:
         sizes = BatchSizeSchedule.parse(text, config.model.seq_length).sizes
     except ValueError as error:

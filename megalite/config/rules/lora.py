@@ -21,13 +21,12 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
             f"`lora_rank`={given.lora_rank}: without `load` the model beside the adapters is random; add `load` MODEL "
             "(only `mock_data` does without)"
         )
-    yield from _experts(model, flag)
     yield from _other_kinds(config)
     if given.frozen_weights_int8:
         yield from _in_int8(config)
-    if config.training.float8.fp8_format is not None:
-        yield f"`fp8_format`={config.training.float8.fp8_format}: not with `lora_rank`; use `bf16`"
-    parts = model.adapted_parts
+    parts, number = model.adapted_parts, model.experts.num_experts
+    if given.lora_shared_a and (number is None or not {"fc1", "fc2"} & {*parts}):
+        yield "`lora_shared_a`: no experts have adapters; drop it, or add `num_experts` and linear_fc1 or linear_fc2"
     for whole, members in TOGETHER.items():
         both = [part for part in members if part in parts]
         if whole in parts and both:
@@ -39,21 +38,13 @@ def lora(config: Config, world_size: int) -> Iterator[str]:
             f"`lora_rank`={given.lora_rank}: above the smaller side of every adapted matrix, {sides[largest]} at most "
             f"({largest}); use less, or train the model whole"
         )
-    if not model.gated and {"gate", "up"} & set(parts) and model.experts.num_experts is None:
-        yield f"{flag}: `activation`={model.activation} has no gate; use linear_fc1 (c_fc)"
-
-
-def _experts(model: ModelConfig, flag: str) -> Iterator[str]:
-    """A router, and what moves beside it, is the base model's."""
-    given, parts = model.experts, set(model.adapted_parts)
-    if model.lora.lora_shared_a and (given.num_experts is None or not {"fc1", "fc2"} & parts):
-        yield "`lora_shared_a`: no experts have adapters; drop it, or add `num_experts` and linear_fc1 or linear_fc2"
-    if given.num_experts is None:
-        return
-    if {"gate", "up"} & parts:
-        yield f"{flag}: gate and value of experts have one adapter; use linear_fc1"
-    if given.moe_router_enable_expert_bias:
+    if number is not None and model.experts.moe_router_enable_expert_bias:
         yield "`moe_router_enable_expert_bias`: not with `lora_rank`, beside which no router changes; train it whole"
+    apart = {"gate", "up"} & {*parts}
+    if apart and number is not None:
+        yield f"{flag}: gate and value of experts have one adapter; use linear_fc1"
+    elif apart and not model.gated:
+        yield f"{flag}: `activation`={model.activation} has no gate; use linear_fc1 (c_fc)"
 
 
 def _other_kinds(config: Config) -> Iterator[str]:

@@ -97,12 +97,7 @@ def qk_clip(config: Config, world_size: int) -> Iterator[str]:
 
 def mup(config: Config, world_size: int) -> Iterator[str]:
     """Whose sizes of updates are known, and what else would decide the same."""
-    model, optimizer = config.model, config.optimizer
-    if model.softmax_scale is not None:
-        scale = show(model.softmax_scale)
-        yield f"`softmax_scale`={scale}: not with `use_mup`, whose scores are / d; use `mup_base_head_dim`"
-    if model.lora.lora_rank is not None:
-        yield f"`lora_rank`={model.lora.lora_rank}: not with `use_mup`, which has no rule for it; drop one of them"
+    optimizer = config.optimizer
     spec, mode = OPTIMIZER_SPECS[optimizer.optimizer], optimizer.args.muon_scale_mode
     if not spec.scales:
         ruled = ", ".join(name for name, each in OPTIMIZER_SPECS.items() if each.scales)
@@ -112,16 +107,12 @@ def mup(config: Config, world_size: int) -> Iterator[str]:
             f"`muon_scale_mode`={mode}: under `use_mup` updates of any width have one effect; use unit_rms_norm, "
             "sqrt(rows / columns)"
         )
-    if optimizer.optimizer_impl == "apex":
-        yield "`optimizer_impl`=apex: not with `use_mup`, where epsilon is a parameter's own; use torch"
 
 
 def float8(config: Config, world_size: int) -> Iterator[str]:
     """Formats beside it, and blocks that end where ranks do."""
     given, model, context = config.training.float8, config.model, config.parallel.context.context_parallel_size
     flag, tp = f"`fp8_format`={given.fp8_format}", config.parallel.tensor_model_parallel_size
-    if config.training.precision.fp16:
-        yield f"{flag}: not with `fp16`, whose loss scale has no use for it; use `bf16`"
     if config.training.precision.fp64 and not config.data.mock_data:
         yield (
             f"{flag}: of the 16 digits of `fp64` its products keep one or two; use `bf16` (both, to compare layouts, "
@@ -158,8 +149,6 @@ def learning_rate(config: Config, world_size: int) -> Iterator[str]:
     if own is not None and optimizer.ends_min_lr > own:
         given = f"`min_lr`={show(optimizer.min_lr)}" if low is None else f"`decoupled_min_lr`={show(low)}"
         yield f"{given}: above `decoupled_lr`={show(own)}; give `decoupled_min_lr` below it"
-    if own is not None and config.model.lora.lora_rank is not None:
-        yield f"`decoupled_lr`={show(own)}: not with `lora_rank`, beside which embedding and output layer do not train"
     warmup = optimizer.lr_warmup
     for unit, length in (("iters", warmup.lr_warmup_iters), ("samples", warmup.lr_warmup_samples)):
         decay, train = getattr(optimizer.lr_decay, f"lr_decay_{unit}"), getattr(training.length, f"train_{unit}")
@@ -217,19 +206,10 @@ def update_rule(config: Config, world_size: int) -> Iterator[str]:
             yield f"`{field}`={config.given[field]}: not with `optimizer`={name}; it belongs to {users}"
     if optimizer.optimizer_impl == "apex" and (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype) != ("fp32", "fp32"):
         yield "`optimizer_impl`=apex: keeps both moments in fp32; drop `exp_avg_dtype` and `exp_avg_sq_dtype`"
-    if optimizer.ema_decay is not None:
-        beside = f"`ema_decay`={show(optimizer.ema_decay)}: not with"
-        if optimizer.optimizer_impl == "apex":
-            yield f"{beside} `optimizer_impl`=apex, whose step is closed; drop one"
-        if optimizer.offload.embedding_offload is not None:
-            yield f"{beside} `embedding_offload`, which steps only the rows that a batch uses; drop one"
     yield from _staleness(config)
     if optimizer.store_param_remainders:
         if not config.training.precision.bf16:
             yield "`store_param_remainders`: needs `bf16` (only a bf16 weight is the upper half of its master)"
-        for flag in ("optimizer_cpu_offload", "optimizer_offload_path"):
-            if getattr(optimizer.offload, flag):
-                yield f"`store_param_remainders`: excludes `{flag}`; give one of them"
         if find_schedule(config.parallel.schedule).asynchronous:
             yield (
                 f"`store_param_remainders`: not with `pipeline_schedule`={config.parallel.schedule}, which writes the "

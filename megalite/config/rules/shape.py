@@ -47,11 +47,9 @@ def model_shape(config: Config, world_size: int) -> Iterator[str]:
     if model.window_rotary_base is not None and model.window_size is not None and model.window_attn_skip_freq is None:
         base = show(model.window_rotary_base)
         yield f"`window_rotary_base`={base}: every layer has the window; give `rotary_base`, or `window_attn_skip_freq`"
-    if model.use_parallel_residual and model.norm_placement != "pre":
-        yield f"`norm_placement`={model.norm_placement}: not with `use_parallel_residual`; drop one of them"
     yield from _latent(model)
     yield from _delta(config)
-    yield from _further(config)
+    yield from _further(model)
     yield from _layer_patterns(model)
 
 
@@ -77,12 +75,8 @@ def _latent(model: ModelConfig) -> Iterator[str]:
 
 
 def _delta(config: Config) -> Iterator[str]:
-    """Heads of a state, and what cuts them; gates of attention."""
-    model, parallel, given = config.model, config.parallel, config.model.delta
-    if model.attention_output_gate and model.latent.multi_latent_attention:
-        yield "`attention_output_gate`: not with `multi_latent_attention`; drop one of them"
-    if model.attention_output_gate and model.lora.lora_rank is not None:
-        yield "`attention_output_gate`: not with `lora_rank`; train it whole"
+    """Heads of a state, and what cuts them."""
+    parallel, given = config.parallel, config.model.delta
     if given.experimental_attention_variant is None:
         return
     keys, values = given.linear_num_key_heads, given.linear_num_value_heads
@@ -94,23 +88,15 @@ def _delta(config: Config) -> Iterator[str]:
             f"`linear_num_key_heads`={keys}: {ranks} tensor-parallel ranks cannot share them; legal: "
             f"{listed(divisors(keys))}"
         )
-    if model.lora.lora_rank is not None:
-        yield "`experimental_attention_variant`=gdn: not with `lora_rank`, its matrices have no adapters"
 
 
-def _further(config: Config) -> Iterator[str]:
+def _further(model: ModelConfig) -> Iterator[str]:
     """What multi-token prediction does not go together with."""
-    model, depth = config.model, config.model.further.depth
+    depth = model.further.depth
     flag = f"`mtp_num_layers`={depth}"
-    if not depth:
-        return
-    if model.position_embedding_type == "learned_absolute":
+    if depth and model.position_embedding_type == "learned_absolute":
         yield f"{flag}: not with learned positions; use `position_embedding_type` rope"
-    if model.lora.lora_rank is not None:
-        yield f"{flag}: not with `lora_rank`, beside which nothing else is trained; drop one of them"
-    if config.parallel.tp_comm_overlap:
-        yield f"{flag}: not with `tp_comm_overlap`; drop one of them"
-    if model.seq_length <= depth:
+    if depth and model.seq_length <= depth:
         yield f"{flag}: a sample has `seq_length`={model.seq_length} tokens; predict fewer"
 
 
@@ -155,8 +141,6 @@ def recompute(config: Config, world_size: int) -> Iterator[str]:
             f"`cpu_offloading_num_layers`={offloaded}: not with `recompute_granularity`=full, which keeps nothing of a "
             "layer to offload; give one of them"
         )
-    if offloaded and config.training.compile:
-        yield f"`cpu_offloading_num_layers`={offloaded}: not with `compile`, which decides itself what is kept"
 
 
 def _recomputed_layers(config: Config, numbers: tuple[int, ...]) -> Iterator[str]:
