@@ -49,11 +49,6 @@ def reordered(rows: Tensor, channels: int, rotated: int, *, inwards: bool) -> Te
     return torch.cat((kept, turned), 1).flatten(0, 1)
 
 
-def _join_groups_transposed(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
-    sizes = [model.query_size, model.kv_size, model.kv_size]
-    return join_groups(model, parts[0].movedim(-1, 0).split(sizes))
-
-
 # The same tensor under another name.
 SAME = TensorForm(lambda model, t: [t], lambda model, parts: parts[0])
 # Matrices `[in, out]` there (GPT-2's Conv1D), `[out, in]` here.
@@ -64,7 +59,10 @@ STACKED = TensorForm(lambda model, t: list(t.unbind()), lambda model, parts: tor
 GROUPED = TensorForm(split_groups, join_groups)
 # The same, but one tensor there, which they share side by side in the last dimension (GPT-2's c_attn).
 GROUPED_TRANSPOSED = TensorForm(
-    lambda model, qkv: [torch.cat(split_groups(model, qkv)).movedim(0, -1)], _join_groups_transposed
+    lambda model, qkv: [torch.cat(split_groups(model, qkv)).movedim(0, -1)],
+    lambda model, parts: join_groups(
+        model, parts[0].movedim(-1, 0).split([model.query_size, model.kv_size, model.kv_size])
+    ),
 )
 
 

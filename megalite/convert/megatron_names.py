@@ -39,19 +39,6 @@ def _padded_rows(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Ten
     return torch.cat([values, values.new_zeros(padding, *values.shape[1:])]).chunk(ranks)
 
 
-def _columns(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
-    return [values] * ranks if values.dim() == 1 else values.chunk(ranks, 1)
-
-
-def _gated_rows(model: ModelConfig, values: Tensor, ranks: int) -> Sequence[Tensor]:
-    """`[2, f, ...]` -> on every rank its gates above its values, `[2 f / ranks, ...]`."""
-    return [part.flatten(0, 1) for part in values.chunk(ranks, 1)] if model.gated else values.chunk(ranks)
-
-
-def _join_gated_rows(model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.unflatten(0, (2, -1)) for part in parts], 1) if model.gated else torch.cat(list(parts))
-
-
 # The same values on every rank.
 WHOLE = RankCut(lambda model, t, ranks: [t] * ranks, lambda model, parts: parts[0])
 # Rows; queries, keys and values too, since their rows are grouped by key/value head on both sides.
@@ -59,8 +46,15 @@ ROWS = RankCut(lambda model, t, ranks: t.chunk(ranks), lambda model, parts: torc
 # Rows of the vocabulary, padded with zeros until all ranks have the same number.
 VOCABULARY = RankCut(_padded_rows, lambda model, parts: torch.cat(list(parts))[: model.vocab_size])
 # Columns; the bias is whole.
-COLUMNS = RankCut(_columns, lambda model, parts: parts[0] if parts[0].dim() == 1 else torch.cat(list(parts), 1))
-GATED_ROWS = RankCut(_gated_rows, _join_gated_rows)
+COLUMNS = RankCut(
+    lambda model, t, ranks: [t] * ranks if t.dim() == 1 else t.chunk(ranks, 1),
+    lambda model, parts: parts[0] if parts[0].dim() == 1 else torch.cat(list(parts), 1),
+)
+# `[2, f, ...]` -> on every rank its gates above its values, `[2 f / ranks, ...]`; rows where there are no gates.
+GATED_ROWS = RankCut(
+    lambda model, t, ranks: [each.flatten(0, 1) for each in t.chunk(ranks, 1)] if model.gated else t.chunk(ranks),
+    lambda model, parts: torch.cat([t.unflatten(0, (2, -1)) for t in parts], 1) if model.gated else torch.cat([*parts]),
+)
 
 
 @dataclass(frozen=True)
