@@ -91,36 +91,32 @@ class Turn:
         return parts.cut(whole) if round_ == 0 and self.column == 0 else whole
 
 
+@dataclass(eq=False)
 class GenerationStage(ForwardOnly):
     """Stage `number` of a program of forwards, for the executor."""
 
-    def __init__(
-        self,
-        number: int,
-        rounds: int,
-        parts: ModelParts,
-        turns: list[Turn],
-        sampling: Sampling,
-        num_choices: int,
-    ) -> None:
-        self.round, self.stage = divmod(number, parts.num_stages)
-        self.is_first, self.is_last = number == 0, number == parts.num_stages * rounds - 1
-        self._begins, self._ends = self.stage == 0, self.stage == parts.num_stages - 1
-        self._parts, self._turns = parts, turns
-        self._sampling, self._num_choices = sampling, num_choices
-        self._stack = parts.stages.get(self.stage)
+    number: int
+    rounds: int
+    parts: ModelParts
+    turns: list[Turn]
+    sampling: Sampling
+    num_choices: int
+
+    def __post_init__(self) -> None:
+        self.round, self.stage = divmod(self.number, self.parts.num_stages)
+        self.is_first, self.is_last = self.number == 0, self.number == self.parts.num_stages * self.rounds - 1
+        self._begins, self._ends = self.stage == 0, self.stage == self.parts.num_stages - 1
 
     def arriving(self, number: int) -> TensorSpec:
-        return self._tokens(number) if self._begins else self._activations(number)
+        return self._spec(number, tokens=self._begins)
 
     def leaving(self, number: int) -> TensorSpec:
-        return self._tokens(number) if self._ends else self._activations(number)
+        return self._spec(number, tokens=self._ends)
 
-    def _tokens(self, number: int) -> TensorSpec:
-        return TensorSpec((len(self._turns[number].slot.mine),), torch.int64, self._parts.device)
-
-    def _activations(self, number: int) -> TensorSpec:
-        turn, parts = self._turns[number], self._parts
+    def _spec(self, number: int, *, tokens: bool) -> TensorSpec:
+        turn, parts = self.turns[number], self.parts
+        if tokens:
+            return TensorSpec((len(turn.slot.mine),), torch.int64, parts.device)
         shared = self.round == 0 and turn.column == 0 and parts.cp.size > 1
         n = turn.length(self.round) // (parts.cp.size if shared else 1)
         return TensorSpec((n, len(turn.slot.mine), parts.config.hidden_size), parts.boundary, parts.device)
@@ -128,35 +124,24 @@ class GenerationStage(ForwardOnly):
     @torch.inference_mode()
     def forward(self, number: int, x: Tensor | None, microbatch: object, factor: Tensor, *, version: int) -> Tensor:
         """Tokens or activations in, activations or tokens out."""
-        turn, parts = self._turns[number], self._parts
-        assert self._stack is not None
+        turn, parts, stack = self.turns[number], self.parts, self.parts.stages[self.stage]
         tokens = None
         if self._begins:
             tokens = turn.tokens.to(parts.device) if x is None else x[:, None]
             x = None
         batch = turn.microbatch(self.round, tokens, parts)
-        y = self._stack.body(x, batch, turn.slot.caches[self.stage])
+        y = stack.body(x, batch, turn.slot.caches[self.stage])
         if not self._ends:
             return y
         if not turn.last:
             return y.new_zeros(0)
-        chosen = self._choose(last_token(y, batch, parts.cp), turn)
-        turn.chosen.append(chosen)
-        return chosen
-
-    def _choose(self, y: Tensor, turn: Turn) -> Tensor:
-        head = cast(Head, cast(LayerStack, self._stack).get_submodule("head"))
+        head = cast(Head, stack.get_submodule("head"))
         keys = [(row.request.sample, row.request.number, len(row.text) + self.round) for row in turn.slot.mine]
         seeds, numbers, positions = torch.tensor(keys, device=y.device).unbind(1)
-        return pick_tokens(
-            head.local_logits(y)[0],
-            self._sampling,
-            seeds,
-            numbers,
-            positions,
-            num_choices=self._num_choices,
-            axis=head.tp,
-        )
+        logits, choices = head.local_logits(last_token(y, batch, parts.cp))[0], self.num_choices
+        chosen = pick_tokens(logits, self.sampling, seeds, numbers, positions, num_choices=choices, axis=head.tp)
+        turn.chosen.append(chosen)
+        return chosen
 
 
 def last_token(y: Tensor, batch: Microbatch, cp: ContextAxes) -> Tensor:
