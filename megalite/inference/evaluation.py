@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from megalite.comm import all_reduce_, patiently
 from megalite.config import Config, DataConfig
@@ -157,7 +156,8 @@ def score_source(
         )
         if sums and mesh.coordinate("tp") == 0:
             cut = [loaded.parts.cut(microbatches[number]) for number in sums]
-            spelled = sum(int((_widths_of(mb.labels, widths) * mb.loss_mask.bool()).sum()) for mb in cut)
+            labels = torch.cat([mb.labels[mb.loss_mask.bool()] for mb in cut])
+            spelled = int(widths[labels[labels < len(widths)]].sum())  # a vocabulary may be larger than its tokenizer
             counted = [sum(int(mb.loss_mask.sum()) for mb in cut), spelled]
             summed = torch.stack(list(sums.values())).sum()
             total += torch.cat((summed[None], torch.tensor(counted, device=total.device)))
@@ -270,8 +270,3 @@ def how_scored(loaded: LoadedModel, source: SampleSource | None, split: str | No
     data = loaded.config.data
     ends = {"reset_position_ids": data.reset_position_ids, "eod_mask_loss": data.eod_mask_loss}
     return said | {"apart": data.reset_attention_mask} | ends
-
-
-def _widths_of(labels: Tensor, widths: Tensor) -> Tensor:
-    known = labels < len(widths)  # a vocabulary may be larger than its tokenizer
-    return widths[labels.where(known, torch.zeros_like(labels))] * known

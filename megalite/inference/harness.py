@@ -55,8 +55,7 @@ class HarnessScorer:
     def loglikelihood(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[float, bool]]:
         """For each (context, continuation): log-likelihood in nats, and whether greedy decoding gives it."""
         encoded = [self.encode_pair(*pair) for pair in pairs]
-        scores = score_continuations(self._loaded, encoded, micro_batch_size=self._micro_batch_size)
-        return [(score.log_likelihood, score.is_greedy) for score in scores]
+        return [*score_continuations(self._loaded, encoded, micro_batch_size=self._micro_batch_size)]
 
     def loglikelihood_rolling(self, texts: Iterable[str]) -> list[float]:
         """For each text: log-likelihood of all of it, in windows without overlap; it follows an end of document."""

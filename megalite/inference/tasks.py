@@ -9,8 +9,9 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ from megalite.observe import Record
 from megalite.progress import OnProgress, no_progress
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(NamedTuple):
     """Log-likelihood of all its tokens together in nats, and whether each of them is the most likely in its place."""
 
     log_likelihood: float
