@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -152,10 +152,9 @@ class GPTDataset(SampleSource):
     def _order(self, num_samples: int | None, seed: int, cache_dir: Path | None) -> SampleOrder:
         lengths, begin, end, length = self.store.lengths, self.begin, self.end, self.seq_length
 
-        def build() -> SampleOrder:
-            return build_order(
-                lengths, begin, end, seq_length=length, num_samples=num_samples, seed=seed, split=self.split
-            )
+        build = partial(
+            build_order, lengths, begin, end, seq_length=length, num_samples=num_samples, seed=seed, split=self.split
+        )
 
         def match(documents: NDArray[np.integer], samples: NDArray[np.integer], shuffle: NDArray[np.integer]) -> bool:
             return samples.shape == (len(shuffle) + 1, 2) and documents.ndim == 1 and len(shuffle) > 0
