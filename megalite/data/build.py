@@ -38,24 +38,19 @@ Dataset = GPTDataset | BlendedDataset
 
 @dataclass(frozen=True)
 class Datasets:
-    """The splits of a run; None where a split is not used.
-
-    `train_requests` are the totals of training samples asked for so far: a checkpoint stores them, and a resumed run
-    hands them back as `earlier_requests`, so that it keeps its order. `surveys` say of each split which data it reads.
-    `phases` are those of `--data-schedule`; surveys and requests are then of the first. `valid_sets` are those of
-    `--validation-set-names`, in place of `valid`. `blend_parts` are those of `train`, with `--loss-by-part`.
-    `talks`: conversations among the training data, each epoch counted: (of which a sample ends inside, all).
-    """
+    """The splits of a run; None where a split is not used."""
 
     train: Dataset | PhasedDataset | None
     valid: Dataset | None
     test: Dataset | None
+    # Totals of training samples asked for so far: a checkpoint stores them, and a resumed run hands them back as
+    # `earlier_requests`, so that it keeps its order.
     train_requests: tuple[int, ...]
-    surveys: Mapping[str, Sequence[Survey]]
-    phases: tuple[Phase, ...] = ()
-    valid_sets: Mapping[str, Dataset] = field(default_factory=dict)
-    blend_parts: BlendParts | None = None
-    talks: tuple[int, int] = (0, 0)
+    surveys: Mapping[str, Sequence[Survey]]  # of each split, which data it reads
+    phases: tuple[Phase, ...] = ()  # of `--data-schedule`; surveys and requests are then of the first
+    valid_sets: Mapping[str, Dataset] = field(default_factory=dict)  # of `--validation-set-names`, in place of `valid`
+    blend_parts: BlendParts | None = None  # of `train`, with `--loss-by-part`
+    talks: tuple[int, int] = (0, 0)  # training conversations, each epoch counted: (a sample ends inside of them, all)
 
 
 def build_tokenizer(cfg: DataConfig, *, vocab_size: int | None = None) -> Tokenizer:

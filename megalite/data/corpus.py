@@ -39,18 +39,12 @@ SplitRange = tuple[float, float]
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """A text that can be cut into parts.
+    """A text that can be cut into parts."""
 
-    name: for messages.
-    digest: of the content.
-    documents: gives the documents of a part (`None`: of all) and split.
-    ends_documents: whether a document ends with the end-of-document token.
-    """
-
-    name: str
-    digest: Callable[[], str]
-    documents: Callable[[SplitRange | None, str], Iterable[str]]
-    ends_documents: bool
+    name: str  # for messages
+    digest: Callable[[], str]  # of the content
+    documents: Callable[[SplitRange | None, str], Iterable[str]]  # of a part (None: of all) and split
+    ends_documents: bool  # whether a document ends with the end-of-document token
 
 
 def stdlib_files(root: str | None = None) -> list[Path]:

@@ -27,21 +27,16 @@ REASONS = 3
 @dataclass(frozen=True)
 class InputUnit:
     """A piece of input: a byte range `start:stop` of a JSONL file, or `lines` of one from number `first_line` on, or
-    `columns`, texts per field.
+    `columns`, texts per field."""
 
-    place: path, for messages.
-    input_bytes: its share of the input, for progress.
-    goes_on: its last document continues in the next unit.
-    """
-
-    place: str
-    input_bytes: int
+    place: str  # path, for messages
+    input_bytes: int  # its share of the input, for progress
     start: int = 0
     stop: int = 0
     lines: list[str] = field(default_factory=list)
     first_line: int = 0
     columns: list[list[str]] | None = None
-    goes_on: bool = False
+    goes_on: bool = False  # its last document continues in the next unit
 
     def content(self) -> bytes:
         """The bytes of its range."""

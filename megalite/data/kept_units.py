@@ -32,16 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UnitTokens:
-    """Tokens of one unit: for each field the ids back to back and the length of every document. source: digest of what
-    was read. skipped: broken lines that were left out. reasons: why the first of them were, roles: unusual ones of
-    messages, lost_calls: conversations whose calls of tools the template leaves out; these are told once, and not kept.
-    """
+    """Tokens of one unit: for each field the ids back to back and the length of every document."""
 
     ids: list[NDArray[np.integer]]
     lengths: list[NDArray[np.int32]]
     text_bytes: int
-    skipped: int
-    source: str
+    skipped: int  # broken lines that were left out
+    source: str  # digest of what was read
+    # Told once, and not kept: why the first lines were left out, unusual roles of messages, and conversations whose
+    # calls of tools the template leaves out.
     reasons: tuple[str, ...] = ()
     roles: frozenset[str] = frozenset()
     lost_calls: int = 0

@@ -37,22 +37,19 @@ BACKLOG = 4
 
 @dataclass
 class Totals:
-    """What was written, `prefixes`, and counts: `done` of `size` input bytes (0: not known); of this process
-    `text_bytes`, in `seconds` so far. unanswered: conversations of which the loss counts nothing. lost_calls: those
-    whose calls of tools the template leaves out. reasons: why the first lines were left out. roles: of messages, beside
-    the usual ones."""
+    """What was written, `prefixes`, and counts."""
 
     prefixes: tuple[str, ...]
-    size: int
-    done: int = 0
-    text_bytes: int = 0
+    size: int  # of the input, in bytes; 0: not known
+    done: int = 0  # of these
+    text_bytes: int = 0  # of this process, in `seconds` so far
     documents: int = 0
     tokens: int = 0
     skipped: int = 0
-    unanswered: int = 0
-    lost_calls: int = 0
-    reasons: list[str] = field(default_factory=list)
-    roles: set[str] = field(default_factory=set)
+    unanswered: int = 0  # conversations of which the loss counts nothing
+    lost_calls: int = 0  # conversations whose calls of tools the template leaves out
+    reasons: list[str] = field(default_factory=list)  # why the first lines were left out
+    roles: set[str] = field(default_factory=set)  # of messages, beside the usual ones
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -171,17 +171,13 @@ def _parse(meta: Any) -> dict[str, list[Survey]]:
 @dataclass(frozen=True)
 class Phase:
     """A phase of `--data-schedule`, as a checkpoint keeps it. It has begun once its first sample was consumed: data,
-    weights and beginning then belong to the run; what has not begun may be edited.
+    weights and beginning then belong to the run; what has not begun may be edited."""
 
-    first: its first sample. name: the file that names its data. weights: of the blend; empty: by size.
-    requests: totals of its samples asked for so far, as `Datasets.train_requests`. surveys: of its data.
-    """
-
-    first: int
-    name: str
-    weights: tuple[float, ...]
-    requests: tuple[int, ...]
-    surveys: tuple[Survey, ...]
+    first: int  # its first sample
+    name: str  # the file that names its data
+    weights: tuple[float, ...]  # of the blend; empty: by size
+    requests: tuple[int, ...]  # totals of its samples asked for so far, as `Datasets.train_requests`
+    surveys: tuple[Survey, ...]  # of its data
 
 
 def begun_phases(meta: Mapping[str, Any]) -> list[Phase]:

@@ -24,15 +24,11 @@ class Tokens(Protocol):
 
 
 class TokenStore:
-    """Sequences of tokens.
+    """Sequences of tokens."""
 
-    name: for messages. lengths: tokens of every sequence, int32 `[N]`.
-    marks: for each token its marks (`megalite.data.chat`), None where there are none.
-    """
-
-    name: str
-    lengths: NDArray[np.int32]
-    marks: TokenStore | None = None
+    name: str  # for messages
+    lengths: NDArray[np.int32]  # tokens of every sequence, `[N]`
+    marks: TokenStore | None = None  # for each token its marks (`megalite.data.chat`)
 
     def get(self, sequence: int, start: int = 0, stop: int | None = None) -> NDArray[np.integer]:
         """Tokens `start:stop` of a sequence; not to be written to. Raises IndexError."""

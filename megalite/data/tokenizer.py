@@ -25,23 +25,16 @@ UINT16_VOCAB_BOUND = 65500
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Text to token ids and back."""
 
-    kind: the value of `--tokenizer-type`.
-    vocab_size: the number of ids.
-    eod_id: the end-of-document token, if there is one.
-    splits_at_newline: text may be cut after a newline between two non-space characters without changing a single id,
-        so long texts can be tokenised in pieces.
-    front: special tokens that the tokenizer's own library puts in front of a text (BOS, mostly); `encode` adds none.
-    beside: name and content of files that decide no id and travel with it (`beside.py`): chat templates, for example.
-    """
-
-    kind: str
-    vocab_size: int
-    eod_id: int | None = None
+    kind: str  # the value of `--tokenizer-type`
+    vocab_size: int  # the number of ids
+    eod_id: int | None = None  # the end-of-document token, if there is one
+    # Whether text may be cut after a newline between two non-space characters without changing a single id, so that
+    # long texts can be tokenised in pieces.
     splits_at_newline: bool = False
-    front: tuple[int, ...] = ()
-    beside: Mapping[str, bytes] = MappingProxyType({})
+    front: tuple[int, ...] = ()  # what its own library puts in front of a text (BOS, mostly); `encode` adds none
+    beside: Mapping[str, bytes] = MappingProxyType({})  # files that travel with it and decide no id (`beside.py`)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; no special token is added."""

@@ -38,25 +38,17 @@ PIECES = 4
 
 @dataclass
 class Generator:
-    """Continues texts on the ranks that hold a model.
-
-    rank: pipeline rank. placement: of the model's stages. channel: between pipeline ranks.
-    stages: the axis through the pipeline. replicas: those that generate texts of their own.
-    together: whether replicas share experts, so that they take every step together; `stages` then goes through the
-        pipelines of all replicas.
-    num_choices: ids from here on are never chosen; None: the model's vocabulary.
-    rounds, least_chunk: instead of `ROUNDS` and `LEAST_CHUNK`.
-    """
+    """Continues texts on the ranks that hold a model."""
 
     parts: ModelParts
-    rank: int = 0
+    rank: int = 0  # of the pipeline
     placement: StagePlacement = field(default_factory=lambda: StagePlacement("loop", 1, ((0,),)))
     channel: Channel = field(default_factory=lambda: Channel(Axis.single("pp"), Axis.single("pp"), ()))
-    stages: Axis = field(default_factory=lambda: Axis.single("pp"))
-    replicas: Axis = field(default_factory=lambda: Axis.single("dp"))
-    together: bool = False
-    num_choices: int | None = None
-    rounds: int | None = None
+    stages: Axis = field(default_factory=lambda: Axis.single("pp"))  # through the pipeline; `together`, through all
+    replicas: Axis = field(default_factory=lambda: Axis.single("dp"))  # those that generate texts of their own
+    together: bool = False  # whether replicas share experts, so that they take every step together
+    num_choices: int | None = None  # ids from here on are never chosen; None: the model's vocabulary
+    rounds: int | None = None  # instead of `ROUNDS`
     least_chunk: int = LEAST_CHUNK
 
     def run(

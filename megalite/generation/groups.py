@@ -20,14 +20,11 @@ from megalite.nn import LayerCache
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue.
+    """A prompt to continue."""
 
-    number: of the prompt, keys the draws. ids: at least one. sample: added to the seed (further continuations).
-    """
-
-    number: int
-    ids: tuple[int, ...]
-    sample: int = 0
+    number: int  # of the prompt, keys the draws
+    ids: tuple[int, ...]  # at least one
+    sample: int = 0  # added to the seed (further continuations)
 
 
 @dataclass
@@ -79,17 +76,13 @@ class Row:
 
 @dataclass
 class Slot:
-    """Groups of rows that take their steps together: one, or one of each replica.
-
-    place: of this rank's group. columns: of all their caches that are filled. pads: columns of padding in front of each
-    row of this rank's group. caches: of that group, by stage.
-    """
+    """Groups of rows that take their steps together: one, or one of each replica."""
 
     groups: list[list[Row]]
-    place: int
-    columns: int = 0
-    pads: list[int] = field(default_factory=list)
-    caches: dict[int, list[LayerCache]] = field(default_factory=dict)
+    place: int  # of this rank's group
+    columns: int = 0  # of all their caches that are filled
+    pads: list[int] = field(default_factory=list)  # columns of padding in front of each row of this rank's group
+    caches: dict[int, list[LayerCache]] = field(default_factory=dict)  # of that group, by stage
 
     @property
     def mine(self) -> list[Row]:

@@ -24,16 +24,13 @@ from megalite.parallel.pipeline import ForwardOnly
 
 @dataclass(frozen=True)
 class ModelParts:
-    """The stages of a model that are on this rank.
+    """The stages of a model that are on this rank."""
 
-    stages: by number, of `num_stages`. cp: the ranks that share a prompt. boundary: dtype between stages.
-    """
-
-    stages: Mapping[int, LayerStack]
-    num_stages: int
+    stages: Mapping[int, LayerStack]  # by number
+    num_stages: int  # on all ranks
     config: ModelConfig
-    cp: ContextAxes
-    boundary: torch.dtype
+    cp: ContextAxes  # the ranks that share a prompt
+    boundary: torch.dtype  # between stages
     device: torch.device
 
     @property
@@ -49,17 +46,13 @@ class ModelParts:
 
 @dataclass
 class Turn:
-    """This rank's group of a slot in one episode: what a micro-batch of the program is.
-
-    tokens: of the chunk, `[b, n]` on the CPU. column: of the first of them. last: whether it is the prompt's last
-    chunk. chosen: tokens of each round, on the rank that chose them.
-    """
+    """This rank's group of a slot in one episode: what a micro-batch of the program is."""
 
     slot: Slot
-    tokens: Tensor
-    column: int
-    last: bool
-    chosen: list[Tensor] = field(default_factory=list)
+    tokens: Tensor  # of the chunk, `[b, n]` on the CPU
+    column: int  # of the first of them
+    last: bool  # whether it is the prompt's last chunk
+    chosen: list[Tensor] = field(default_factory=list)  # of each round, on the rank that chose them
 
     def arranged(self, x: Tensor) -> Tensor:
         """Messages have the shape of what is sent."""

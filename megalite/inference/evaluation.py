@@ -49,18 +49,12 @@ FEW = 16
 
 @dataclass(frozen=True)
 class Score:
-    """The summed loss of some text.
+    """The summed loss of some text."""
 
-    loss_sum: in nats.
-    num_tokens: labels that it is the sum over.
-    num_bytes: UTF-8 bytes that these labels spell; None for ids without text.
-    num_words: words of the text, where there was a text.
-    """
-
-    loss_sum: float
-    num_tokens: int
-    num_bytes: int | None
-    num_words: int | None = None
+    loss_sum: float  # in nats
+    num_tokens: int  # labels that it is the sum over
+    num_bytes: int | None  # UTF-8 bytes that these labels spell; None for ids without text
+    num_words: int | None = None  # of the text, where there was a text
 
     def record(self) -> Record:
         """`loss` (nats per token), `ppl`, and where they exist `bits_per_byte` and `word_ppl`."""

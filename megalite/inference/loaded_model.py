@@ -41,26 +41,18 @@ from megalite.train import config_of, load_model, load_weights, make_mesh, param
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready for use.
+    """A model ready for use."""
 
-    config: of the run that saved it, with its parallel section replaced by the layout of these ranks.
-    tokenizer: what the checkpoint carries.
-    mesh, channel: the ranks that hold it, and the messages between pipeline ranks.
-    placement, parts: its stages, and those of this rank, in evaluation mode, without gradients.
-    path, iteration, consumed_samples: the checkpoint it came from; of a Hugging Face folder both numbers are 0.
-    origin: the Hugging Face model that it was first, if any.
-    """
-
-    config: Config
-    tokenizer: Tokenizer
-    mesh: ParallelMesh
-    channel: Channel
+    config: Config  # of the run that saved it, with its parallel section replaced by the layout of these ranks
+    tokenizer: Tokenizer  # what the checkpoint carries
+    mesh: ParallelMesh  # the ranks that hold it
+    channel: Channel  # between pipeline ranks
     placement: StagePlacement
-    parts: ModelParts
-    path: Place
+    parts: ModelParts  # the stages of this rank, in evaluation mode, without gradients
+    path: Place  # the checkpoint it came from; of a Hugging Face folder the two numbers are 0
     iteration: int
     consumed_samples: int
-    origin: Origin = field(default_factory=Origin)
+    origin: Origin = field(default_factory=Origin)  # the Hugging Face model that it was first, if any
 
     @property
     def is_folder(self) -> bool:
