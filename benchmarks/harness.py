@@ -112,15 +112,11 @@ class Benchmark:
             if case.name in kept:
                 record["cases"].append(kept[case.name])
                 continue
-            began = time.time()
-            with Watch() as watch:
-                samples = measure(case, self.build, rounds=_rounds(args, case), timeout=args.timeout, tell=progress)
-            busy = watch.others(began, time.time())
-            record["cases"].append({**case_record(case, samples), "cores_used_by_others": round(busy, 2)})
+            record["cases"].append(self.measured(case, args, record))
             if sys.stderr.isatty():
                 progress("")
             print(case_text(record["cases"][-1]), flush=True)
-            if args.json:  # at once: a machine may be lent for an hour
+            if args.json:
                 write_json(Path(args.json), record)
         if args.write_baseline:
             write_baseline(self.name, record)
@@ -129,6 +125,20 @@ class Benchmark:
         problems += compare(self.name, record) if args.check else []
         if problems:
             raise RuntimeFailure("\n".join(problems))
+
+    def measured(self, case: Case, args: argparse.Namespace, record: Json) -> Json:
+        """What the record says of a case; what there is so far is written at once, as a machine may be lent."""
+
+        def keep(samples: Samples) -> None:
+            if args.json:
+                unfinished = {**case_record(case, samples), "errors": {case.name: "did not end"}}
+                write_json(Path(args.json), {**record, "cases": [*record["cases"], unfinished]})
+
+        began, rounds = time.time(), _rounds(args, case)
+        with Watch() as watch:
+            samples = measure(case, self.build, rounds=rounds, timeout=args.timeout, tell=progress, keep=keep)
+        busy = watch.others(began, time.time())
+        return {**case_record(case, samples), "cores_used_by_others": round(busy, 2)}
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
         """Raises ConfigError."""

@@ -130,21 +130,23 @@ Build = Callable[[str, Case, Place], Variant]
 """Name of a variant -> the variant on this rank; torch.distributed is initialised where there are several ranks."""
 
 Tell = Callable[[str], None]
+Keep = Callable[[Samples], object]
 
 
-def measure(case: Case, build: Build, *, rounds: int, timeout: float, tell: Tell) -> Samples:
-    """Starts the ranks of a case, and again without the variant that brought them down, as long as one does."""
+def measure(case: Case, build: Build, *, rounds: int, timeout: float, tell: Tell, keep: Keep) -> Samples:
+    """Starts the ranks of a case, and again without the variant that brought them down, as long as one does. keep: is
+    given what there is so far, on a GPU after each variant: a machine that is lent may end at any time."""
     found = Samples()
     if case.memory:
         for name in case.variants:
             for number in range(rounds):
                 tell(f"{case.name}: {name}, launch {number + 1} of {rounds}")
-                samples, _, problem = _launch(replace(case, variants=(name,)), build, 1, timeout)
+                samples, _, problem = _launch(replace(case, variants=(name,)), build, 1, timeout, keep)
                 found.add(Samples(errors={name: problem}) if problem else samples)
         return found
     names = case.variants
     while names:
-        samples, begun, problem = _launch(replace(case, variants=names), build, rounds, timeout)
+        samples, begun, problem = _launch(replace(case, variants=names), build, rounds, timeout, keep)
         found.add(samples)
         if not problem:
             break
@@ -154,7 +156,7 @@ def measure(case: Case, build: Build, *, rounds: int, timeout: float, tell: Tell
     return found
 
 
-def _launch(case: Case, build: Build, rounds: int, timeout: float) -> tuple[Samples, str, str]:
+def _launch(case: Case, build: Build, rounds: int, timeout: float, keep: Keep) -> tuple[Samples, str, str]:
     """What rank 0 has sent by then, the variant that was under way last, and what went wrong, if anything."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder:
@@ -170,14 +172,14 @@ def _launch(case: Case, build: Build, rounds: int, timeout: float) -> tuple[Samp
             for rank in ranks:
                 rank.start()
             sender.close()
-            return _follow(ranks, receiver, timeout)
+            return _follow(ranks, receiver, timeout, keep)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.join()
 
 
-def _follow(ranks: list[BaseProcess], receiver: Connection, timeout: float) -> tuple[Samples, str, str]:
+def _follow(ranks: list[BaseProcess], receiver: Connection, timeout: float, keep: Keep) -> tuple[Samples, str, str]:
     """Reads what the ranks say until all have ended, one has failed, or time is up."""
     deadline, begun, samples = time.monotonic() + timeout, "", None
     alive = ranks
@@ -190,7 +192,9 @@ def _follow(ranks: list[BaseProcess], receiver: Connection, timeout: float) -> t
             except EOFError:
                 break
             begun = what if kind == "begun" else begun
-            samples = what if kind == "samples" else samples
+            if kind == "samples":
+                samples = what
+                keep(what)
             if kind == "error":
                 return samples or Samples(), begun, what
         failed = [number for number, rank in enumerate(ranks) if rank.exitcode]
@@ -248,12 +252,9 @@ def _set_up_torch(place: Place, case: Case, timeout: float) -> None:
         )
 
 
-def take_turns(
-    place: Place, case: Case, build: Build, rounds: int, begin: Tell, tell: Tell, keep: Callable[[Samples], None]
-) -> None:
+def take_turns(place: Place, case: Case, build: Build, rounds: int, begin: Tell, tell: Tell, keep: Keep) -> None:
     """On each rank: builds the variants that run, and times them round by round after one round of warm-up.
-
-    keep: given the samples at the end, and on a GPU after each variant: its compiler may take the time that is left."""
+    keep: given the samples at the end, and on a GPU after each variant."""
     variants: dict[str, Variant] = {}
     found = Samples()
     for name in case.variants:

@@ -78,9 +78,10 @@ def body_turns(world: World, name: str, folder: str) -> dict[str, Any]:
     case = harness._only(case, CHEAP[name])
     begun: list[str] = []
     place = Place(world.rank, world.size, folder)
-    samples = take_turns(place, case, script.build, 2, begun.append, lambda text: None)
+    kept: list[Samples] = []
+    take_turns(place, case, script.build, 2, begun.append, lambda text: None, kept.append)
     assert set(begun) == set(case.variants)
-    return case_record(case, samples)
+    return case_record(case, kept[-1])
 
 
 @pytest.mark.in_turn
@@ -118,7 +119,9 @@ def test_each_script_runs_alone_and_writes_its_record(name: str, tmp_path: Path)
 @pytest.mark.landing
 def test_a_variant_that_fails_or_dies_leaves_the_others(tmp_path: Path) -> None:
     case = Case("case", ("megalite", "raises", "dies", "peer"), settings={"torch": False})
-    found = measure(case, fake_build, rounds=3, timeout=60, tell=lambda text: None)
+    kept: list[Samples] = []
+    found = measure(case, fake_build, rounds=3, timeout=60, tell=lambda text: None, keep=kept.append)
+    assert [len(samples.seconds) for samples in kept] == [2], "on a CPU when all have had their turns"
     assert {name: len(seconds) for name, seconds in found.seconds.items()} == {"megalite": 3, "peer": 3}
     assert found.errors == {"raises": "ValueError: what it said", "dies": "rank 0 ended with status 3"}
 
@@ -128,7 +131,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     program = (
         "from benchmarks.turns import Case, measure; from tests.cli.fake_benchmark import fake_build; "
         f"case = Case('case', ('waits',), settings={{'torch': False, 'pid': {str(pid)!r}}}); "
-        "measure(case, fake_build, rounds=1, timeout=60, tell=print)"
+        "measure(case, fake_build, rounds=1, timeout=60, tell=print, keep=print)"
     )
     started = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     deadline = time.monotonic() + 60
