@@ -34,6 +34,7 @@ from megalite.testing import run_ranks
 from megalite.testing.adapters import in_eight_bits
 from megalite.testing.oracle import reference
 from megalite.train.run import open_run
+from tests.held_bytes import held_bytes
 
 LORA = "--lora rank=3 alpha=5"
 GROUPED = "--model-type llama --num-query-groups 2"
@@ -114,7 +115,7 @@ def frozen_body(world: World, argv: list[str]) -> dict[str, object]:
         before = [p.detach().clone() for p in frozen]
         for step in range(2):
             run.trainer.train_step(drain=step == 1)
-        held = [family.memory() for stage in model.buffers.values() for family in stage]
+        held = [held_bytes(family) for stage in model.buffers.values() for family in stage]
         return {
             "unchanged": all(map(torch.equal, frozen, before)),
             "gradients": sum(p.grad is not None or sink_of(p) is not None or p.requires_grad for p in frozen),
@@ -290,7 +291,7 @@ def eight_bit_body(world: World, argv: list[str], by_hand: bool) -> tuple[list[f
         layers = [part.products for m in modules for part in m.modules() if hasattr(part, "products")]
         scales = [products.scale for products in layers if hasattr(products, "scale")]
         held = {t.data_ptr(): t.nbytes for t in [*named.values(), *scales]}
-        trained = sum(f.memory()["weights"] for stage in run.state.model.buffers.values() for f in stage)
+        trained = sum(held_bytes(f)["weights"] for stage in run.state.model.buffers.values() for f in stage)
         return losses, trained + sum(held.values())
 
 

@@ -13,6 +13,7 @@ from megalite.config import parse
 from megalite.planner.model_states import state_bytes
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
+from tests.held_bytes import held_bytes
 
 MODEL = ("--num-layers", "2", "--micro-batch-size", "1", "--untie-embeddings-and-output-weights")
 SMALL = ("--offload", "embedding", "cache_rows=16")
@@ -111,7 +112,7 @@ def held_body(world: World, argv: list[str]) -> dict[str, int]:
     with open_run(parse(argv, world_size=world.size), world) as run:
         model = run.state.model
         assert model.rows is not None
-        buffers = [made.memory() for stage in model.buffers.values() for made in stage]
+        buffers = [held_bytes(made) for stage in model.buffers.values() for made in stage]
         rows = {"weights": model.rows.weight.nbytes, "gradients": model.rows.gradient.nbytes}
         held = {name: sum(each[name] for each in buffers) + rows[name] for name in rows}
         return held | {"host": model.optimizer.memory()["offloaded"]}

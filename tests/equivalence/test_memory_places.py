@@ -28,6 +28,7 @@ from megalite.planner import (
 from megalite.testing import run_ranks
 from megalite.testing.oracle import Trajectory
 from megalite.train.run import open_run
+from tests.held_bytes import held_bytes
 
 BASE = [flag for flag in TINY if flag != "--fp64"] + "--bf16 --num-layers 2 --ddp-bucket-size 3000".split()
 BASE += ["--micro-batch-size", "2", "--hidden-dropout", "0.1"]
@@ -186,7 +187,7 @@ def held_body(world: World, argv: list[str]) -> tuple[float, float]:
         model = run.state.model
         families = [made for stage in model.buffers.values() for made in stage]
         states = model.optimizer.memory()
-        here = sum(made.memory()["weights"] + made.memory()["gradients"] for made in families)
+        here = sum(sum(held_bytes(made).values()) for made in families)
         here += states["master"] + states["state"]
         count = sum(bucket.plan.stop - bucket.plan.start for made in families for bucket in made.buckets)
         return here / count, states["offloaded"] / count

@@ -144,11 +144,6 @@ class BucketGradient:
         raise NotImplementedError
 
     @property
-    def held(self) -> Tensor | None:
-        """Memory that it has now, without scratch."""
-        raise NotImplementedError
-
-    @property
     def needs_reduction(self) -> bool:
         """Whether part of this batch has not been launched."""
         return not self.launched
@@ -212,10 +207,6 @@ class HeldGradient(BucketGradient):
             self.full.zero_()
         return self.full[self.bucket.owned]
 
-    @property
-    def held(self) -> Tensor | None:
-        return self._full
-
     def begin_batch(self) -> None:
         super().begin_batch()
         if not self.keep:
@@ -248,9 +239,3 @@ def overlaps(parts: Iterable[Part], start: int, stop: int) -> Iterator[tuple[Par
         first, last = max(part.start, start), min(part.stop, stop)
         if first < last:
             yield part, slice(first - part.start, last - part.start), slice(first - start, last - start)
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages, each counted once."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

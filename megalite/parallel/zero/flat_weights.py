@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megalite.comm import FamilyAxes
 from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket, bytes_of
+from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.options import Fill, ZeroOptions
 from megalite.parallel.zero.rank_memory import RankMemory
 from megalite.parallel.zero.rounded_weights import RoundedWeights
@@ -121,10 +121,6 @@ class FlatWeights:
             weights.pinned = False
             weights.free()
         self.unsharder.free_all()
-
-    def memory(self) -> int:
-        """Bytes held now."""
-        return bytes_of(tensor for weights in self._gathered for tensor in weights.held)
 
 
 @torch.no_grad()

@@ -99,10 +99,6 @@ class HostedStream(_OnHost, StreamedGradient):
         pool.expect(bucket.numel)
         self._slice = pool.mover.empty([bucket.owned_stop - bucket.owned_start], bucket.gradient_dtype)
 
-    @property
-    def held(self) -> Tensor | None:
-        return None
-
     def _add(self, arrived: Tensor, piece: Tensor) -> None:
         landed, arrival = self.pool.mover.land(arrived)
         add = self.reduced.add_ if self._slice_is_valid else self.reduced.copy_
@@ -133,10 +129,6 @@ class HostedGradient(_OnHost):
     @property
     def reduced(self) -> Tensor:
         return self._home[self.bucket.owned]
-
-    @property
-    def held(self) -> Tensor | None:
-        return self._vectors
 
     def home(self, range_: ParameterRange) -> Tensor:
         """The part of a parameter, on the host."""

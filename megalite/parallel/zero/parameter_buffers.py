@@ -108,14 +108,6 @@ class ParameterBuffers:
         )
         return [options.bucket(plan, axes=self.axes, dtype=self.gradient_dtype, device=self.device) for plan in plans]
 
-    def memory(self) -> dict[str, int]:
-        """Bytes held by this rank for weights and gradients, and for scratch (which exists only in stages 2 and 3)."""
-        return {
-            "weights": self.weights.memory(),
-            "gradients": self.gradients.memory(),
-            "scratch": self.rank_memory.scratch(self.gradient_dtype).most_bytes,
-        }
-
 
 def stage_buffers(
     versions: Sequence[NamedParameters],

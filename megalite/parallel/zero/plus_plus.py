@@ -73,10 +73,6 @@ class PartitionedWeights(BucketWeights):
         self._parts = [sum(plan.sizes[i : i + across]) for i in range(0, axes.shard.size, across)]
         self.kept: Tensor | None = None
 
-    @property
-    def held(self) -> tuple[Tensor, ...]:
-        return super().held if self.kept is None else (*super().held, self.kept)
-
     def _fetch(self, *, async_op: bool) -> Handle:
         full = self.full.data
         if self.kept is not None:

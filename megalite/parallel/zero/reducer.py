@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megalite.comm import Axis, FamilyAxes, Handle, all_reduce_, following, message_stream
 from megalite.gradient import GradSink, attach_sink
 from megalite.inventory import ParameterRange
-from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, bytes_of, overlaps
+from megalite.parallel.zero.bucket import Bucket, BucketGradient, HeldGradient, overlaps
 from megalite.parallel.zero.host_exchange import sum_anywhere
 from megalite.parallel.zero.host_gradient import HostedGradient, HostedLayers, HostedPool, HostedStream
 from megalite.parallel.zero.options import StageOptions, ZeroOptions
@@ -203,8 +203,3 @@ class GradientReducer:
                 self._sum(packed, axis)
                 for piece, part in zip(pieces, packed.split([p.numel() for p in pieces]), strict=True):
                     piece.copy_(part)
-
-    def memory(self) -> int:
-        """Bytes of the gradients that are in memory now, without scratch."""
-        held = (gradient.held for bucket in self._buckets for gradient in bucket.gradients)
-        return bytes_of(tensor for tensor in held if tensor is not None)

@@ -47,10 +47,6 @@ class StreamedGradient(BucketGradient):
         return self._slice
 
     @property
-    def held(self) -> Tensor | None:
-        return self._slice
-
-    @property
     def needs_reduction(self) -> bool:
         return any(sink.received for sink in self._sinks)
 
@@ -191,7 +187,6 @@ class ScratchPool:
         self.dtype = dtype
         self.device = device
         self.in_flight: StreamedGradient | None = None
-        self.most_bytes = 0
         self._bytes = 0
         self._free: list[Tensor] = []
 
@@ -205,7 +200,6 @@ class ScratchPool:
             give_back_freed_memory(self.device)
         piece = torch.empty(numel, dtype=self.dtype, device=self.device)
         self._bytes += piece.nbytes
-        self.most_bytes = max(self.most_bytes, self._bytes)
         return piece
 
     def give_back(self, piece: Tensor) -> None:

@@ -37,11 +37,6 @@ class ComingWeights:
         self.resident, self.pinned = True, False
         self._arriving: Handle | None = None
 
-    @property
-    def held(self) -> tuple[Tensor, ...]:
-        """All tensors of these weights on this rank."""
-        return (self.full,)
-
     def start_gather(self, *, async_op: bool) -> None:
         """Starts to fetch them, if something must arrive; they may be read after `wait`. Perhaps collective."""
         self.wait()
@@ -98,10 +93,6 @@ class BucketWeights(ComingWeights):
         super().__init__(full, sharded=stage > 0 and several, released_after_use=stage == 3 and several)
         self.axis, self._sizes = axis, sizes
         self.shard = full[owned].clone() if self.released_after_use else full[owned]
-
-    @property
-    def held(self) -> tuple[Tensor, ...]:
-        return self.shard, self.full
 
     def _fetch(self, *, async_op: bool) -> Handle:
         # `.data` has its own version counter: what autograd saved of these weights is unchanged by gathering them

@@ -15,6 +15,7 @@ from megalite.parallel.zero import StageOptions, stage_buffers
 from megalite.parallel.zero.sharded_optimizer import ShardedOptimizer
 from megalite.planner.model_states import state_bytes
 from megalite.train.build import parameter_dtype, zero_options
+from tests.held_bytes import held_bytes
 
 BASE = (
     "--num-layers 4 --hidden-size 40 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "
@@ -50,7 +51,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str) -> None:
     found = state_bytes(config, 1, range(6), num_stages=1, versions=1, num_gradients=1, on_cpu=True)
     held = optimizer.memory()
     assert len(buffers) == (3 if "--bf16" in flags else 2)
-    assert found.weights == sum(each.memory()["weights"] for each in buffers)
-    assert found.gradients == sum(each.memory()["gradients"] for each in buffers)
+    assert found.weights == sum(held_bytes(each)["weights"] for each in buffers)
+    assert found.gradients == sum(held_bytes(each)["gradients"] for each in buffers)
     assert (found.master, found.moments) == (held["master"], held["state"])
     assert {each.dtype for each in buffers} == {torch.float32, parameter_dtype(config)}

@@ -30,6 +30,7 @@ from megalite.planner.communication import stage_elements
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.model_states import state_bytes
 from megalite.train.build import WORD_EMBEDDINGS, parameter_dtype, zero_options
+from tests.held_bytes import held_bytes
 
 BASE = (
     "--num-layers 4 --hidden-size 40 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "
@@ -105,7 +106,7 @@ def test_a_rank_alone_allocates_what_is_predicted(flags: str, items: range) -> N
         norm_axis=single("model"),
         offload_fraction=fraction,
     )
-    held = buffers.memory() | optimizer.memory()
+    held = held_bytes(buffers) | optimizer.memory()
     stages = 1 if len(items) == 6 else 3
     found = state_bytes(config, 1, items, num_stages=stages, versions=1, num_gradients=1, on_cpu=True)
     assert found.weights == held["weights"]
@@ -185,7 +186,7 @@ def test_every_rule_at_every_stage_with_versions_and_places(rule: str, tmp_path:
         found = state_bytes(
             config, 1, range(6), plan=plan, num_stages=1, versions=versions, num_gradients=1, on_cpu=True
         )
-        held, case = buffers.memory() | optimizer.memory(), (stage, versions, share)
+        held, case = held_bytes(buffers) | optimizer.memory(), (stage, versions, share)
         assert found.weights == held["weights"] and found.gradients == held["gradients"], case
         assert found.moments == held["state"] and found.host + found.file == held["offloaded"], case
         assert found.master == _masters(optimizer, config) or remainders, case
@@ -213,7 +214,7 @@ def test_weights_and_gradients_on_the_host_take_what_is_predicted(flags: str, it
         offload_fraction=1.0,
     )
     found = state_bytes(config, 1, items, num_stages=stages, versions=1, num_gradients=1, on_cpu=True)
-    held = buffers.memory()
+    held = held_bytes(buffers)
     assert (held["weights"], held["gradients"]) == (found.weights, found.gradients) and found.weights == 0
     homes: list[Any] = [bucket.weights[0].full for bucket in buffers.buckets]
     homes += [bucket.gradient.reduced for bucket in buffers.buckets if not bucket.plan.tied]

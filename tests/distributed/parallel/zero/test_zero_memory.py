@@ -25,6 +25,7 @@ from megalite.parallel.zero.streamed_gradient import ScratchPool
 from megalite.parallel.zero.unshard import BucketWeights
 from megalite.testing import run_ranks
 from megalite.train.run import open_run
+from tests.held_bytes import held_bytes
 
 LAYERS = 6
 
@@ -67,7 +68,7 @@ def body_bytes(world: World, hidden: int, stage: int, dtype: torch.dtype, versio
     optimizer = ShardedOptimizer(
         [buffers], make_optimizer=lambda g: torch.optim.AdamW(g, fused=True), norm_axis=mesh.world
     )
-    after_step = []
+    after_step, scratch, pool = [], 0, buffers.rank_memory.scratch(buffers.gradient_dtype)
     gradient = torch.zeros(1, dtype=dtype)
     for _ in range(2):
         buffers.gradients.begin_batch(1)
@@ -75,13 +76,15 @@ def body_bytes(world: World, hidden: int, stage: int, dtype: torch.dtype, versio
             sink = sink_of(parameter)
             assert sink is not None
             sink.add(gradient.expand(parameter.shape))
+            scratch = max(scratch, pool._bytes)
         buffers.gradients.start_reduce()
         buffers.gradients.finish_reduce()
         optimizer.grad_norm()
         optimizer.step(lr=0.1, weight_decay=0.1)
         after_step.append(live_bytes())
     numel = sum(p.numel() for _, p in copies[0])
-    return {"held": {**buffers.memory(), **optimizer.memory()}, "numel": numel, "after_step": after_step}
+    held = held_bytes(buffers) | optimizer.memory()
+    return {"held": held, "scratch": scratch, "numel": numel, "after_step": after_step}
 
 
 FORMULAS = {
@@ -101,8 +104,7 @@ FORMULAS = {
 def test_bytes_per_parameter(dtype: torch.dtype, versions: int, stage: int, hidden: int) -> None:
     replicated, sharded = FORMULAS[dtype, versions][stage]
     for rank in run_ranks(body_bytes, 4, hidden, stage, dtype, versions):
-        held = dict(rank["held"])
-        scratch = held.pop("scratch")
+        held, scratch = rank["held"], rank["scratch"]
         want = (replicated + sharded / 4) * rank["numel"]
         assert sum(held.values()) == pytest.approx(want, rel=0.02), held
         largest = 12 * hidden * hidden * 4
