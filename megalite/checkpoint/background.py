@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -66,19 +67,19 @@ class StagingMemory:
         return copies
 
 
+@dataclass(eq=False)
 class PendingSave:
-    """One save of this rank. sent: its part is where it belongs and reported; what is staged for a store stays until
-    all is committed. failed: attempts that have failed. final: no more are made. reports: all ranks', on rank 0."""
+    """One save of this rank."""
 
-    def __init__(self, job: SaveJob, done: Callable[[], None]) -> None:
-        self.job, self.done = job, done
-        self.report: SaveReport | None = None
-        self.reports: list[SaveReport] = []
-        self.sent = False
-        self.failed = 0
-        self.problem: str | None = None
-        self.final = False
-        self.again = 0.0
+    job: SaveJob
+    done: Callable[[], None]
+    report: SaveReport | None = None
+    reports: list[SaveReport] = field(default_factory=list)  # all ranks', on rank 0
+    sent: bool = False  # its part is where it belongs and reported; what is staged for a store stays until the commit
+    failed: int = 0  # attempts
+    problem: str | None = None
+    final: bool = False  # whether no more attempts are made
+    again: float = 0.0  # when the next one is made, by the monotonic clock
 
     @property
     def is_over(self) -> bool:
