@@ -24,16 +24,14 @@ DIRECTORY = "`non_persistent_local_ckpt_dir`"
 
 @dataclass(frozen=True)
 class LocalSettings:
-    """folder: on each host. in_memory: it must be a file system in memory. factor: hosts that hold each file. jump:
-    ranks between two that hold the same. fewer: whether it continues with fewer hosts than `factor`. kept: it holds
-    only what a store has not taken: hosts may share it, and no room is asked for."""
+    """How a run saves on its hosts."""
 
-    folder: Path
-    in_memory: bool = False
-    factor: int = 1
-    jump: int | None = None
-    fewer: bool = False
-    kept: bool = False
+    folder: Path  # on each of them
+    in_memory: bool = False  # whether that must be a file system in memory
+    factor: int = 1  # hosts that hold each file
+    jump: int | None = None  # ranks between two that hold the same
+    fewer: bool = False  # whether it continues with fewer hosts than `factor`
+    kept: bool = False  # only what a store has not taken is kept: hosts may share the folder, no room is asked for
     block_bytes: int = BLOCK_BYTES
 
 

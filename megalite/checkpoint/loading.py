@@ -28,12 +28,12 @@ _LOOKS = 16  # at a time, at sizes of files
 
 
 class LoadTarget(NamedTuple):
-    """Destination of a piece of a stored rectangle: the wanted shard and the common box. flat: where the piece is one
-    contiguous range both in the file and in `shard.local`, the first and last of the stored rectangle's elements, and
-    what must be added to come to the element in `shard.local`."""
+    """Destination of a piece of a stored rectangle: the wanted shard and the common box."""
 
     shard: TensorShard
     common: Box
+    # Where the piece is one contiguous range both in the file and in `shard.local`: the first and last of the stored
+    # rectangle's elements, and what must be added to come to the element in `shard.local`.
     flat: tuple[int, int, int] | None
 
 

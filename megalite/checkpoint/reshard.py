@@ -21,12 +21,11 @@ from megalite.inventory import Box
 
 
 class HeldRectangle(NamedTuple):
-    """A rank's rectangle: `box` of tensor `name`. replica: number of the copy; of a kind of ranks the lowest that one
-    of them holds."""
+    """A rank's rectangle: `box` of tensor `name`."""
 
     name: str
     box: Box
-    replica: int = 0
+    replica: int = 0  # number of the copy; of a kind of ranks the lowest that one of them holds
 
 
 # Below this a box is written by one rank; above, its rows are dealt out over the ranks that hold it.
@@ -38,13 +37,12 @@ Held = tuple[str, Box]  # (name of a tensor, a box of it)
 
 @dataclass(frozen=True)
 class SavePlan:
-    """All logical tensors, and what the ranks write of them, computed for the one that asks. holdings, kinds: as
-    `share_out` got them. writers: the ranks that write a box, several of them each its rows."""
+    """All logical tensors, and what the ranks write of them, computed for the one that asks."""
 
     tensors: Mapping[str, StoredTensor]
-    holdings: Sequence[Sequence[HeldRectangle]]
+    holdings: Sequence[Sequence[HeldRectangle]]  # as `share_out` got them
     kinds: Sequence[int]
-    writers: Mapping[Held, Sequence[int]]
+    writers: Mapping[Held, Sequence[int]]  # of a box; several of them write each its rows
 
     @property
     def nbytes(self) -> int:

@@ -35,13 +35,12 @@ LONGEST_PATH = 4096  # characters; systems allow no more
 
 @dataclass(frozen=True)
 class BaseModel:
-    """path: a Hugging Face model or a checkpoint; None: the run began with the random weights of `seed`. hub_id: its
-    name on the Hub, where known."""
+    """The model that adapters belong to."""
 
-    path: Path | None
+    path: Path | None  # a Hugging Face model or a checkpoint; None: the run began with the random weights of `seed`
     digest: str = ""
     seed: int = 0
-    hub_id: str | None = None
+    hub_id: str | None = None  # its name on the Hub, where known
 
     @classmethod
     def at(cls, path: Path, world: Axis) -> BaseModel:

@@ -96,13 +96,12 @@ class Renamed:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """The logical tensor `ours` is the tensors `theirs` in `form`. copies: other names that it may have there,
-    too."""
+    """The logical tensor `ours` is the tensors `theirs` in `form`."""
 
     ours: str
     theirs: tuple[str, ...]
     form: TensorForm
-    copies: tuple[str, ...] = ()
+    copies: tuple[str, ...] = ()  # other names that it may have there, too
 
     def parts(self, model: ModelConfig, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes there. shape: here."""
@@ -112,23 +111,17 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class HuggingFaceFamily:
-    """A `model_type` of config.json.
-
-    architecture: transformers' class. prefix: what some files leave out in front of the names of all but the output.
-    read: config.json -> ModelConfig, raises ConfigError. write: ModelConfig -> config.json's entries of the shape.
-    ignored: endings of stored buffers that transformers computes anew. predicts: files may have layers behind the last
-    one, which predict further tokens. stacked: rules of files that have all experts of a layer in one tensor.
-    """
+    """A `model_type` of config.json."""
 
     name: str
-    architecture: str
+    architecture: str  # transformers' class
     rules: tuple[LayerRule, ...]
-    read: Callable[[Fields], ModelConfig]
-    write: Callable[[ModelConfig], Mapping[str, Any]]
-    predicts: bool = False
-    stacked: tuple[LayerRule, ...] = ()
-    prefix: str = "model."
-    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    read: Callable[[Fields], ModelConfig]  # config.json; raises ConfigError
+    write: Callable[[ModelConfig], Mapping[str, Any]]  # config.json's entries of the shape
+    predicts: bool = False  # whether files may have layers behind the last one, which predict further tokens
+    stacked: tuple[LayerRule, ...] = ()  # rules of files that have all experts of a layer in one tensor
+    prefix: str = "model."  # what some files leave out in front of the names of all but the output
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)  # endings of stored buffers that transformers computes anew
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """What config.json says of it."""

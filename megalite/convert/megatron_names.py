@@ -59,17 +59,15 @@ GATED_ROWS = RankCut(
 
 @dataclass(frozen=True)
 class MegatronRule:
-    """The logical layer `ours` under Megatron's names, each with what stands before `weight` or `bias`.
-
-    older: names of earlier releases, only read. `{i}` is the number of a block.
-    """
+    """The logical layer `ours` under Megatron's names, each with what stands before `weight` or `bias`; `{i}` is the
+    number of a block."""
 
     ours: str
     legacy: str
     local: str
     transformer_engine: str = ""
     cut: RankCut = WHOLE
-    older: tuple[str, ...] = ()
+    older: tuple[str, ...] = ()  # names of earlier releases, only read
 
     def written(self, implementation: str, sparse: bool) -> str:
         """The name in files for `implementation`; empty where it has no such layer. sparse: the block has experts, so
@@ -199,13 +197,12 @@ def expert_of(name: str) -> tuple[int, str, int | None] | None:
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a part of a tensor: file, name there, dtype and shape. at: of one rank's file the virtual stage, of
-    a distributed checkpoint leading indices, which its shape is without."""
+    """The place of a part of a tensor."""
 
     path: Path
-    name: str
-    at: tuple[int, ...]
-    entry: tuple[str, tuple[int, ...]]
+    name: str  # in that file
+    at: tuple[int, ...]  # of one rank's file the virtual stage, of a whole tensor leading indices, not in its shape
+    entry: tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 Apart = Callable[[ModelConfig, Tensor, int], Iterable[Tensor]]
@@ -219,17 +216,13 @@ APART: Mapping[str, Apart] = {
 
 @dataclass
 class Parts:
-    """A logical tensor in files: of each expert (of a dense layer once) its parts, of one tensor rank each.
-
-    first: one of them, for messages. halves: the parts are the gates and the values of one rank. apart: the parts hold
-    several experts, as many each.
-    """
+    """A logical tensor in files: of each expert (of a dense layer once) its parts, of one tensor rank each."""
 
     ours: str
-    first: Location
+    first: Location  # one of them, for messages
     places: list[list[Location]]
-    halves: bool = False
-    apart: Apart | None = None
+    halves: bool = False  # whether the parts are the gates and the values of one rank
+    apart: Apart | None = None  # where the parts hold several experts, as many each
 
     def join(self, model: ModelConfig, read: Callable[[Location], Tensor]) -> Tensor:
         """The logical tensor; experts are `[E, ...]`. Raises RuntimeError, IndexError or ValueError where the parts do

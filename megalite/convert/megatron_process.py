@@ -21,14 +21,12 @@ DTYPES = {f"{dtype}": dtype for dtype in (torch.float64, torch.float32, torch.fl
 
 @dataclass(frozen=True)
 class Listing:
-    """Content of a file: args (None where it has none), checkpoint_version, iteration, tensors of every virtual stage.
-
-    models: name -> (dtype, shape), names as they stand there.
-    """
+    """Content of a file."""
 
     args: Mapping[str, Any] | None
-    version: float
+    version: float  # checkpoint_version
     iteration: Any
+    # Of every virtual stage: name as it stands there -> (dtype, shape).
     models: tuple[Mapping[str, tuple[str, tuple[int, ...]]], ...]
 
 

@@ -34,20 +34,15 @@ _HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts of a Hugging Face model that training does not use; `model_type` is None where there was none.
-
-    special_tokens: `eos_token_id` and others as config.json has them: a number, a list, or null. generation: the
-    content of generation_config.json; None where there was none. hub_id: the name on the Hub of the model that the
-    weights were first read from, where known. tokenizer: checksums of the files that decided its ids, by name.
-    transformers_version: which wrote config.json: transformers reads some tokenizers by it.
-    """
+    """Facts of a Hugging Face model that training does not use; `model_type` is None where there was none."""
 
     model_type: str | None = None
+    # `eos_token_id` and others as config.json has them: a number, a list, or null.
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    generation: Mapping[str, Any] | None = None
-    hub_id: str | None = None
-    tokenizer: Mapping[str, str] = field(default_factory=dict)
-    transformers_version: str | None = None
+    generation: Mapping[str, Any] | None = None  # content of generation_config.json
+    hub_id: str | None = None  # name on the Hub of the model that the weights were first read from, where known
+    tokenizer: Mapping[str, str] = field(default_factory=dict)  # checksums of the files that decided its ids, by name
+    transformers_version: str | None = None  # which wrote config.json: transformers reads some tokenizers by it
 
     def to_meta(self) -> dict[str, Any]:
         """For a checkpoint's meta."""
@@ -64,11 +59,10 @@ class Origin:
         generation, hub_id, files = raw.get("generation_config"), raw.get("hub_id"), raw.get("tokenizer")
         digests = files.items() if isinstance(files, Mapping) else ()
         return cls(
-            *_said(raw),
-            generation if isinstance(generation, Mapping) else None,
-            hub_id if isinstance(hub_id, str) and is_hub_id(hub_id) else None,
-            {name: digest for name, digest in digests if name in DEFINITIONS and isinstance(digest, str)},
-            _version(raw),
+            **_said(raw),
+            generation=generation if isinstance(generation, Mapping) else None,
+            hub_id=hub_id if isinstance(hub_id, str) and is_hub_id(hub_id) else None,
+            tokenizer={name: digest for name, digest in digests if name in DEFINITIONS and isinstance(digest, str)},
         )
 
     @classmethod
@@ -77,7 +71,7 @@ class Origin:
         files = {name: folder / name for name in DEFINITIONS if (folder / name).is_file()}
         kept = None if generation is None else {k: v for k, v in generation.items() if k != PROGRAMS}
         digests = {name: xxh3_64_hexdigest(read_limited(file, "`load`", MOST_BYTES)) for name, file in files.items()}
-        return cls(*_said(config), kept, hub_id_of(folder), digests, _version(config))
+        return cls(**_said(config), generation=kept, hub_id=hub_id_of(folder), tokenizer=digests)
 
     def has_tokens_of(self, tokenizer: Tokenizer) -> bool:
         """Whether the ids that it names are this tokenizer's: not where a run has chosen another one."""
@@ -87,15 +81,15 @@ class Origin:
         return any(xxh3_64_hexdigest(content) == self.tokenizer[name] for name, content in own.items())
 
 
-def _said(raw: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    kind = raw.get("model_type")
-    ids = {name: raw[name] for name in SPECIAL_TOKENS if name in raw and _is_token(raw[name])}
-    return kind if isinstance(kind, str) else None, ids
-
-
-def _version(raw: Mapping[str, Any]) -> str | None:
-    version = raw.get("transformers_version")
-    return version if isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,40}", version, re.ASCII) else None
+def _said(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says, or a meta made of it."""
+    kind, version = raw.get("model_type"), raw.get("transformers_version")
+    legible = isinstance(version, str) and re.fullmatch(r"[\w.+-]{1,40}", version, re.ASCII)
+    return {
+        "model_type": kind if isinstance(kind, str) else None,
+        "special_tokens": {name: raw[name] for name in SPECIAL_TOKENS if name in raw and _is_token(raw[name])},
+        "transformers_version": version if legible else None,
+    }
 
 
 def _is_token(value: Any) -> bool:

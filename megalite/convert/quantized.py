@@ -24,12 +24,11 @@ BLOCKS, SCALES, FACTORS = "_blocks", "_scales", ".weight_scale_inv"
 
 @dataclass(frozen=True)
 class Quantized:
-    """One tensor. parts: names of what is stored of it. dtypes: theirs, in safetensors' words. decode: parts -> the
-    tensor in bf16; raises ValueError where they do not fit together."""
+    """One tensor."""
 
-    parts: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    decode: Callable[..., Tensor]
+    parts: tuple[str, ...]  # names of what is stored of it
+    dtypes: tuple[str, ...]  # theirs, in safetensors' words
+    decode: Callable[..., Tensor]  # parts -> the tensor in bf16; raises ValueError where they do not fit together
 
 
 def quantized_tensors(settings: Mapping[str, Any], names: Collection[str], where: str) -> dict[str, Quantized]:
