@@ -40,34 +40,18 @@ def computations(
     before, although the configuration delays it. Raises ScheduleError.
     """
     parallel, delayed = config.parallel, config.optimizer.offload.delayed_parameter_update and not waits
+    changes = delayed, plan.room, plan.chunks
     if parallel.pipeline_schedule_file is not None:
-        return _changed(load_program(parallel.pipeline_schedule_file), delayed, plan.room, plan.chunks)
-    return _built(
-        schedule or parallel.schedule,
-        delayed,
-        parallel.pipeline_model_parallel_size,
-        num_microbatches,
-        parallel.virtual_pipeline_model_parallel_size,
-        tuple(parallel.pipeline_shape.items()),
-        plan.room,
-        plan.chunks,
-    )
+        return _changed(load_program(parallel.pipeline_schedule_file), *changes)
+    ranks, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    shape = schedule or parallel.schedule, ranks, num_microbatches, chunks
+    return _built(changes, *shape, **parallel.pipeline_shape)
 
 
 @cache
-def _built(
-    name: str,
-    delayed: bool,
-    num_ranks: int,
-    num_microbatches: int,
-    num_chunks: int | None,
-    shape: tuple[tuple[str, Any], ...],
-    room: ActivationRoom | None,
-    chunks: WeightChunks | None,
-) -> Program:
+def _built(changes: tuple[bool, ActivationRoom | None, WeightChunks | None], *shape: Any, **further: Any) -> Program:
     """One object for one shape, so that what is worked out of a program is found again."""
-    program = build_program(name, num_ranks, num_microbatches, num_chunks, **dict(shape))
-    return _changed(program, delayed, room, chunks)
+    return _changed(build_program(*shape, **further), *changes)
 
 
 def _changed(program: Program, delayed: bool, room: ActivationRoom | None, chunks: WeightChunks | None) -> Program:
