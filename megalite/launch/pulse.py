@@ -13,9 +13,9 @@ are. A process that was itself stopped for a while judges nobody by that time. P
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,8 +67,10 @@ class Pulse:
         """Names a rank or a host that is lost; empty where nobody is. To be asked every second or so."""
         if self._neighbour is None:
             self._neighbour = self._find_neighbour()
-        if self._neighbour is not None and _is_over(self._neighbour[1]):
-            return rank_name(self._neighbour[0], self._host)
+        if self._neighbour is not None:
+            rank, process = self._neighbour
+            if process < 0 or wait([process], 0):  # it has ended, be it that nobody has asked how
+                return rank_name(rank, self._host)
         if self._number is None or time.monotonic() < self._next_beat:
             return ""
         self._beat(self._number)
@@ -102,15 +104,6 @@ class Pulse:
             self._last = beat
             self._heard.heard()
         return beat.decode().partition(" ")[2] if self._heard.is_over() else ""
-
-
-def _is_over(descriptor: int) -> bool:
-    """Whether a process has ended, be it that nobody has asked how."""
-    if descriptor < 0:
-        return True
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _machine() -> str:

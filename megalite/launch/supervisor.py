@@ -17,12 +17,12 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 
 from megalite.errors import ConfigError
 from megalite.launch.rank_page import RankError, RankPage
@@ -235,10 +235,7 @@ def _wait(ranks: Sequence[_Rank], seconds: float) -> None:
     if not fds:
         time.sleep(max(0.0, min(seconds, 0.02)))
         return
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, select.POLLIN)
-    poll.poll(max(0.0, seconds) * 1000)
+    wait(fds, max(0.0, seconds))
 
 
 def _end(ranks: Sequence[_Rank], *, show_stacks: bool) -> None:
