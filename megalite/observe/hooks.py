@@ -14,7 +14,7 @@ and never changes it.
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -91,32 +91,24 @@ class Hooks:
     """The hooks of a run, in the order in which they are called, and the trainer's events for them (see `Hook`).
 
     It adds what several of them need: steps become a record a log interval, the run a summary.
-    clock: seconds, monotonic. flops_per_sample: as in `IntervalStats`.
+    flops_per_sample: as in `IntervalStats`.
     """
 
-    def __init__(
-        self,
-        hooks: Sequence[Hook],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        flops_per_sample: float | None = None,
-    ) -> None:
+    def __init__(self, hooks: Sequence[Hook], *, flops_per_sample: float | None = None) -> None:
         self._flops_per_sample = flops_per_sample
         self._hooks = list(hooks)
-        self._clock = clock
         self._interval: IntervalStats | None = None
-        self._began = clock()
+        self._began = time.perf_counter()
         self._useful_s = 0.0
         self._last: dict[str, Record] = {}
 
     def on_start(self, trainer: TrainerView) -> None:
         """Opens the first log interval."""
-        self._began = self._clock()
+        self._began = time.perf_counter()
         self._interval = IntervalStats(
             trainer.config,
             world_size=trainer.mesh.size("world"),
             device=trainer.device,
-            clock=self._clock,
             flops_per_sample=self._flops_per_sample,
         )
         self._call("on_start", trainer)
@@ -181,7 +173,7 @@ class Hooks:
                 logger.warning("%s %s, training continues: %s", hook.fails_alone_as, ends, what)
 
     def _summary(self, trainer: TrainerView, status: str) -> Record:
-        wall = self._clock() - self._began
+        wall = time.perf_counter() - self._began
         summary: Record = {
             "kind": "summary",
             "status": status,

@@ -11,7 +11,6 @@ import logging
 import shutil
 import sys
 import threading
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,16 +67,10 @@ COLUMNS = 100
 
 class ConsoleHook(Hook):
     """Prints a line per log interval and evaluation, and one at the end: on a terminal a short one, elsewhere
-    Megatron-LM's.
+    Megatron-LM's. stream: where to, or a file to append to; the standard output of the moment by default."""
 
-    Args:
-        stream: where to, or a file to append to; the standard output of the moment by default.
-        now: the time that precedes a line.
-    """
-
-    def __init__(self, stream: TextIO | Path | None = None, *, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, stream: TextIO | Path | None = None) -> None:
         self._stream = stream
-        self._now = now
         self._stepped, self._saved = False, ""
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
@@ -95,7 +88,7 @@ class ConsoleHook(Hook):
     def on_log(self, trainer: TrainerView, record: Record) -> None:
         last, to = trainer.train_iters, self._stream or sys.stdout
         terminal = not isinstance(to, Path) and is_terminal(to)
-        self._print(progress_line(record, last) if terminal else train_line(record, last, self._now()))
+        self._print(progress_line(record, last) if terminal else train_line(record, last, datetime.now()))
         if (count := record.get("uncounted_iterations")) is not None:
             mean = "; lm loss is the mean of the others" * (count < record["iterations"])
             self._print(

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import NoneType
@@ -93,23 +93,23 @@ class PaceHook(Hook):
 
     The time left is that of the samples that are left, at the rate of the latest `RECENT` log intervals by the clock on
     the wall, evaluations and checkpoints included. Device hours are devices times hours since the first start, of which
-    metrics.jsonl tells a run that is resumed. metrics: None: there is none. clock: seconds, monotonic.
+    metrics.jsonl tells a run that is resumed. metrics: None: there is none.
     """
 
-    def __init__(self, metrics: Path | None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._metrics, self._clock = metrics, clock
+    def __init__(self, metrics: Path | None) -> None:
+        self._metrics = metrics
         self._marks: deque[tuple[float, int]] = deque(maxlen=RECENT + 1)
         self._began = self._hours_before = 0.0
 
     def on_start(self, trainer: TrainerView) -> None:
-        self._began = self._clock()
+        self._began = time.monotonic()
         self._marks.append((self._began, trainer.consumed_samples))
         if trainer.iteration > 0 and self._metrics is not None and self._metrics.is_file():
             told = re.findall(r'"device_hours": ([\d.]+(?:e[+-]?\d+)?)', self._metrics.read_text(errors="replace"))
             self._hours_before = float(told[-1]) if told else 0.0
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        now, samples, world = self._clock(), trainer.consumed_samples, trainer.mesh.size("world")
+        now, samples, world = time.monotonic(), trainer.consumed_samples, trainer.mesh.size("world")
         self._marks.append((now, samples))
         before, first = self._marks[0]
         left = max(0, trainer.config.total_train_samples(world) - samples)

@@ -105,7 +105,6 @@ class IntervalStats:
         config: gives the length of a sample, its FLOPs and the precision.
         world_size: devices that share the work.
         device: where the tensors of the steps live; its memory is what `peak_memory_bytes` reports.
-        clock: seconds, monotonic.
         flops_per_sample: of a model that is not ours.
     """
 
@@ -115,7 +114,6 @@ class IntervalStats:
         *,
         world_size: int,
         device: torch.device,
-        clock: Callable[[], float] = time.perf_counter,
         flops_per_sample: float | None = None,
     ) -> None:
         self._tokens_per_sample = config.model.seq_length
@@ -131,7 +129,6 @@ class IntervalStats:
         self._device = device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak_flops = peak_flops(name, config.training.precision.name)
-        self._clock = clock
         self._steps: list[StepStats] = []
 
     def __len__(self) -> int:
@@ -153,7 +150,7 @@ class IntervalStats:
         steps, self._steps = self._steps, []
         assert steps, "an interval without a step has no record"
         last = steps[-1]
-        began = self._clock()
+        began = time.perf_counter()
         routed = [None if step.experts is None else step.experts() for step in steps]
         scalars: list[Scalars] = []
         for step, experts in zip(steps, routed, strict=True):
@@ -161,7 +158,7 @@ class IntervalStats:
             values |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(step.further, 1)}
             scalars.append(values | {name: getattr(experts, name, None) for name in EXPERT_SCALARS})
         measured = _on_host(scalars)
-        seconds = sum(step.iteration_time_s for step in steps) + self._clock() - began
+        seconds = sum(step.iteration_time_s for step in steps) + time.perf_counter() - began
         losses = [values["lm_loss"] for values in measured]
         counted = [values["counted_tokens"] != 0 for values in measured]
         skips = [bool(values["skipped"]) for values in measured]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -30,6 +34,16 @@ def tiny_config(*, save: str | None = None, **logging: Any) -> Config:
         checkpoint=CheckpointConfig(save=save),
         logging=build_section(LoggingConfig, logging),
     )
+
+
+@contextmanager
+def timed_by(clock: Callable[[], float]) -> Iterator[None]:
+    """Within, observers read the time from `clock`."""
+    fake = SimpleNamespace(perf_counter=clock, monotonic=clock)
+    with ExitStack() as stack:
+        for module in ("hooks", "stats", "observers"):
+            stack.enter_context(mock.patch(f"megalite.observe.{module}.time", fake))
+        yield
 
 
 @dataclass

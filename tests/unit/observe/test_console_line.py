@@ -8,6 +8,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,9 +35,11 @@ MEGATRON_FIELDS = [
 def _printed(**step: object) -> str:
     stream = io.StringIO()
     trainer = FakeTrainer(tiny_config(log_interval=1), train_iters=2000)
-    hooks = Hooks([ConsoleHook(stream, now=lambda: datetime(2026, 1, 2, 3, 4, 5))])
+    hooks = Hooks([ConsoleHook(stream)])
     hooks.on_start(trainer)
-    hooks.after_step(trainer, trainer.step(**step))
+    with mock.patch("megalite.observe.loggers.datetime") as clock:
+        clock.now.return_value = datetime(2026, 1, 2, 3, 4, 5)
+        hooks.after_step(trainer, trainer.step(**step))
     return stream.getvalue()
 
 
@@ -90,7 +93,7 @@ def _rows(heading: str) -> list[list[str]]:
 def _whole_record() -> dict[str, Any]:
     """Of an interval in which everything was measured."""
     trainer = FakeTrainer(tiny_config(), train_iters=2000)
-    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device, clock=lambda: 0.0)
+    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device)
     interval.add(trainer.step(lm_loss=math.nan, further=(torch.tensor(1.0),)))
     record = {key: 1 for _, key, _, _ in _FIELDS} | interval.record()
     return record | {"mfu": 0.5, "skipped_iterations": 1, "lm_loss_by_part": {"NAME": 1.0}, "eta_s": 9.0}

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
 from megalite.observe.stats import Record, evaluation_record
-from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
+from tests.unit.observe.fake_trainer import FakeTrainer, timed_by, tiny_config
 
 
 class Recorder(Hook):
@@ -61,13 +61,14 @@ def test_intervals_close_at_multiples_at_the_last_iteration_and_at_the_end() -> 
 def test_the_summary_tells_how_it_ended_and_the_last_values() -> None:
     recorder = Recorder()
     trainer = FakeTrainer(tiny_config(log_interval=1))
-    hooks = Hooks([recorder], clock=iter([0.0, 0.0, *[1.0] * 4, 2.0]).__next__)
-    hooks.on_start(trainer)
-    hooks.after_step(trainer, trainer.step(iteration_time_s=0.5))
-    hooks.after_step(trainer, trainer.step(iteration_time_s=0.5, skipped=True, lm_loss=9.0))
-    hooks.on_evaluation(trainer, evaluation_record("valid", 2, loss_sum=3.0, num_tokens=2, num_bytes=4))
-    hooks.on_save(trainer, iteration=2, path="runs/a/iter_0000002", seconds=0.1)
-    hooks.on_end(trainer, "exit_interval")
+    with timed_by(iter([0.0, 0.0, *[1.0] * 4, 2.0]).__next__):
+        hooks = Hooks([recorder])
+        hooks.on_start(trainer)
+        hooks.after_step(trainer, trainer.step(iteration_time_s=0.5))
+        hooks.after_step(trainer, trainer.step(iteration_time_s=0.5, skipped=True, lm_loss=9.0))
+        hooks.on_evaluation(trainer, evaluation_record("valid", 2, loss_sum=3.0, num_tokens=2, num_bytes=4))
+        hooks.on_save(trainer, iteration=2, path="runs/a/iter_0000002", seconds=0.1)
+        hooks.on_end(trainer, "exit_interval")
     summary = recorder.calls[-1][1]
     assert summary["status"] == "exit_interval"
     assert summary["iteration"] == 2

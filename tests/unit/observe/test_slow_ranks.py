@@ -98,7 +98,7 @@ def test_uneven_stages_are_said_once_and_again_when_they_get_worse() -> None:
 def said_of(**record: Any) -> str:
     """The console's line about uneven stages."""
     stream, trainer = StringIO(), FakeTrainer(tiny_config())
-    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device, clock=lambda: 0.0)
+    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device)
     interval.add(trainer.step())
     uneven = {"slowest_stage": 0, "slowest_stage_ratio": 4.1, "slowest_stage_hosts": "vm"}
     ConsoleHook(stream).on_log(trainer, interval.record() | uneven | record)

@@ -12,15 +12,16 @@ import torch
 from megalite.observe.loggers import ConsoleHook, train_line
 from megalite.observe.stats import ExpertStats, IntervalStats, StepStats, evaluation_record, expert_loads
 from megalite.planner.hardware import peak_flops
-from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
+from tests.unit.observe.fake_trainer import FakeTrainer, timed_by, tiny_config
 
 
 def _interval(**changes: list) -> dict:
     trainer = FakeTrainer(tiny_config())
-    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device, clock=lambda: 0.0)
+    interval = IntervalStats(trainer.config, world_size=2, device=trainer.device)
     for values in zip(*changes.values(), strict=True):
         interval.add(trainer.step(**dict(zip(changes, values, strict=True))))
-    return interval.record()
+    with timed_by(lambda: 0.0):
+        return interval.record()
 
 
 def test_loss_is_the_mean_in_full_precision_and_may_be_a_tensor() -> None:
@@ -75,10 +76,10 @@ def test_rates_count_the_work_of_the_interval() -> None:
 
 def test_waiting_for_the_device_at_log_time_counts_as_step_time() -> None:
     trainer = FakeTrainer(tiny_config())
-    ticks = iter([10.0, 10.25])
-    interval = IntervalStats(trainer.config, world_size=1, device=trainer.device, clock=lambda: next(ticks))
+    interval = IntervalStats(trainer.config, world_size=1, device=trainer.device)
     interval.add(trainer.step(iteration_time_s=0.75))
-    assert interval.record()["iteration_time_ms"] == 1000.0
+    with timed_by(iter([10.0, 10.25]).__next__):
+        assert interval.record()["iteration_time_ms"] == 1000.0
 
 
 def test_a_record_closes_its_interval() -> None:

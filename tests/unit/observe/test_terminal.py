@@ -13,7 +13,7 @@ from megalite.observe.curves import series
 from megalite.observe.hooks import Hook, Hooks
 from megalite.observe.loggers import COLUMNS, ConsoleHook, progress_line
 from megalite.observe.observers import JsonlHook, PaceHook, PictureHook, make_hooks, read_metrics
-from tests.unit.observe.fake_trainer import FakeTrainer, tiny_config
+from tests.unit.observe.fake_trainer import FakeTrainer, timed_by, tiny_config
 
 
 class Terminal(io.StringIO):
@@ -35,12 +35,13 @@ def _records(trainer: FakeTrainer, *, steps: int, seconds: float, metrics: Path 
         def on_log(self, trainer: object, record: dict) -> None:
             seen.append(record)
 
-    hooks = Hooks([PaceHook(metrics, clock=clock), Seen(), *([JsonlHook(metrics)] if metrics else [])], clock=clock)
-    hooks.on_start(trainer)
-    for _ in range(steps):
-        clock.now += seconds
-        hooks.after_step(trainer, trainer.step())
-    hooks.on_end(trainer, "exit_interval")
+    with timed_by(clock):
+        hooks = Hooks([PaceHook(metrics), Seen(), *([JsonlHook(metrics)] if metrics else [])])
+        hooks.on_start(trainer)
+        for _ in range(steps):
+            clock.now += seconds
+            hooks.after_step(trainer, trainer.step())
+        hooks.on_end(trainer, "exit_interval")
     return seen
 
 
@@ -81,13 +82,14 @@ def test_time_left_is_of_samples_and_the_latest_intervals() -> None:
 
 def test_an_old_pace_is_forgotten() -> None:
     trainer, clock = FakeTrainer(tiny_config(log_interval=1)), Clock()
-    pace, record = PaceHook(None, clock=clock), {}
-    pace.on_start(trainer)
-    for step in range(60):
-        clock.now += 100.0 if step < 40 else 1.0
-        trainer.step()
-        record = {}
-        pace.on_log(trainer, record)
+    pace, record = PaceHook(None), {}
+    with timed_by(clock):
+        pace.on_start(trainer)
+        for step in range(60):
+            clock.now += 100.0 if step < 40 else 1.0
+            trainer.step()
+            record = {}
+            pace.on_log(trainer, record)
     assert record["eta_s"] == pytest.approx(40.0)
 
 
