@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "single": "--models tiny --tokens 64 --compile no",
     "tensor": "--model tiny",
-    "data": "--model tiny --memory-model tiny",
+    "data": "--model tiny --memory-model small",  # of a tiny one a process shows nothing
     "pipeline": "--model tiny --num-microbatches 2",
     "checkpoint": "--megabytes 1",
     "tokens": "--megabytes 0.05 --documents 100 --workers 1",
