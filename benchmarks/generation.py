@@ -71,7 +71,7 @@ def build(name: str, case: Case, place: Place) -> Variant:
     dtype = torch.bfloat16 if given["precision"] == "bf16" else torch.float32
     context = LayerContext(tp=mesh["tp"], device=place.device, dtype=dtype)
     stack = build_stack(config, specs[cuts[own] : cuts[own + 1]], context, init_seed=1).requires_grad_(False).eval()
-    placement = StagePlacement("loop", stages, (tuple(range(stages)),))
+    placement = StagePlacement(stages, (tuple(range(stages)),))
     pairs = placement.neighbours | token_pairs(placement)
     channel = Channel(mesh.over("pp", apart="down"), mesh.over("pp", apart="up"), pairs)
     parts = ModelParts({own: stack}, stages, config, ContextAxes(), dtype, place.device)

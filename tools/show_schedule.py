@@ -192,7 +192,7 @@ def _program(name: str, args: argparse.Namespace) -> Program:
                 f"--schedule={name}: takes --pipeline-model-parallel-size and --num-microbatches of at least 1, and no "
                 "chunks of ranks; change or drop them"
             )
-        placement = StagePlacement("loop", ranks, (tuple(range(ranks)),))
+        placement = StagePlacement(ranks, (tuple(range(ranks)),))
         return forward_program(placement, microbatches, rounds=max(1, args.num_batches or ASYNCHRONOUS_BATCHES))
     if args.compare and find_schedule(name).num_chunks is not None:
         chunks = None

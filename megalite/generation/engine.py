@@ -42,7 +42,7 @@ class Generator:
 
     parts: ModelParts
     rank: int = 0  # of the pipeline
-    placement: StagePlacement = field(default_factory=lambda: StagePlacement("loop", 1, ((0,),)))
+    placement: StagePlacement = field(default_factory=lambda: StagePlacement(1, ((0,),)))
     channel: Channel = field(default_factory=lambda: Channel(Axis.single("pp"), Axis.single("pp"), ()))
     stages: Axis = field(default_factory=lambda: Axis.single("pp"))  # through the pipeline; `together`, through all
     replicas: Axis = field(default_factory=lambda: Axis.single("dp"))  # those that generate texts of their own

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megalite.planner.activations import StageActivations
 from megalite.schedule import (
-    BACKWARD,
+    AWAITING_WEIGHT,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -100,9 +100,7 @@ def _account(counts: list[int], part: Action, again: bool) -> None:
     if kind in (FORWARD, RECOMPUTE):
         counts[0] += kind == RECOMPUTE or not again
         counts[2] += kind == FORWARD
-    elif kind in (BACKWARD, BACKWARD_INPUT):
+    elif kind != BACKWARD_WEIGHT:
         counts[0] -= 1
-        counts[1] += kind == BACKWARD_INPUT
         counts[2] -= 1
-    elif kind == BACKWARD_WEIGHT:
-        counts[1] -= 1
+    counts[1] += AWAITING_WEIGHT.get(kind, 0)

@@ -17,15 +17,12 @@ Use::
         for action in program.actions_for_batch(rank, batch):   # F B I W SEND_* RECV_* REDUCE NORM STEP
             ...
 
-Public names: Action (its constructors: `action.py`), StagePlacement, Program and BatchRange, SCHEDULES, build_program,
-schedule_problems, schedule_warnings (`schedules/registry.py`), lower (all passes), validate, simulate, the renderers,
-load_program (text files), partition (layers to stages).
-
 Invariant: what is validated, simulated and drawn is what runs; there is no second description of any schedule. Proof:
 tests/unit/schedule (closed forms of the papers, random shapes, mutations).
 """
 
 from megalite.schedule.action import (
+    AWAITING_WEIGHT,
     BACKWARD,
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,

@@ -205,9 +205,7 @@ class Program:
             return tuple(item for item in run if isinstance(item, BatchRange))
         sizes = [item for item in run if isinstance(item, int)]
         following = [*sizes[1:], 0]
-        return tuple(
-            BatchRange(t, sum(sizes[:t]), size, following[t], first=t == 0) for t, size in enumerate(sizes)
-        )  # fmt: skip
+        return tuple(BatchRange(t, sum(sizes[:t]), size, following[t], first=t == 0) for t, size in enumerate(sizes))
 
     def actions_for_batch(self, rank: int, batch: BatchRange) -> list[Action]:
         """What `rank` does in this iteration, in order. Generated once per shape of a batch."""

@@ -22,13 +22,11 @@ from math import gcd, lcm
 class StagePlacement:
     """Which pipeline rank holds each stage.
 
-    name: of the shape (loop, vee, bidirectional, round robin).
     num_ranks: p.
     ranks: ranks[replica][stage] is the rank that holds this replica of this stage.
     workers: per stage, ranks from that one on that take its micro-batches in turn; empty: one each.
     """
 
-    name: str
     num_ranks: int
     ranks: tuple[tuple[int, ...], ...]
     workers: tuple[int, ...] = ()
@@ -70,7 +68,7 @@ class StagePlacement:
 
     def repeated(self, rounds: int) -> StagePlacement:
         """The stages of one replica so many times, one after the other."""
-        return StagePlacement(self.name, self.num_ranks, (self.ranks[0] * rounds,), self.workers * rounds)
+        return StagePlacement(self.num_ranks, (self.ranks[0] * rounds,), self.workers * rounds)
 
     def rank_of(self, stage: int, replica: int = 0, microbatch: int = 0) -> int:
         """The rank that runs this micro-batch on this stage."""
@@ -96,12 +94,12 @@ class StagePlacement:
 
 def loop(num_ranks: int, num_chunks: int = 1) -> StagePlacement:
     """Stage s on rank s mod p: the plain pipeline (one chunk) and Megatron's interleaved one."""
-    return StagePlacement("loop", num_ranks, (tuple(stage % num_ranks for stage in range(num_ranks * num_chunks)),))
+    return StagePlacement(num_ranks, (tuple(stage % num_ranks for stage in range(num_ranks * num_chunks)),))
 
 
 def vee(num_ranks: int) -> StagePlacement:
     """Two chunks per rank, down and up: the first and last stage share rank 0, so tied embeddings need no message."""
-    return StagePlacement("vee", num_ranks, (tuple([*range(num_ranks), *reversed(range(num_ranks))]),))
+    return StagePlacement(num_ranks, (tuple([*range(num_ranks), *reversed(range(num_ranks))]),))
 
 
 def bidirectional(num_ranks: int, num_pairs: int = 1) -> StagePlacement:
@@ -114,10 +112,10 @@ def bidirectional(num_ranks: int, num_pairs: int = 1) -> StagePlacement:
         offset = pair * num_ranks // num_pairs
         down = tuple((offset + stage) % num_ranks for stage in range(num_ranks))
         replicas += [down, tuple(reversed(down))]
-    return StagePlacement("bidirectional", num_ranks, tuple(replicas))
+    return StagePlacement(num_ranks, tuple(replicas))
 
 
 def round_robin(workers: Sequence[int]) -> StagePlacement:
     """Stage s on `workers[s]` ranks, micro-batch k on number k mod workers[s] of them (PipeDream's replication)."""
     first = tuple(itertools.accumulate(workers[:-1], initial=0))
-    return StagePlacement("round robin", sum(workers), (first,), tuple(workers))
+    return StagePlacement(sum(workers), (first,), tuple(workers))

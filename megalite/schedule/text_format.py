@@ -117,7 +117,7 @@ def _assemble(fields: dict[str, str], replicas: list[tuple[int, ...]], lists: di
 
     parts = (part for actions in computations.values() for action in actions for part in action.computations())
     again = frozenset(part.stage for part in parts if part.kind == RECOMPUTE)
-    program = flush_program(name, StagePlacement("user", p, tuple(replicas)), m, rank_order, peak)
+    program = flush_program(name, StagePlacement(p, tuple(replicas)), m, rank_order, peak)
     return replace(program, recomputed=again)
 
 

@@ -1,4 +1,4 @@
-"""The table of schedules. To add one, write a file beside this one and add a line here."""
+"""The table of schedules."""
 
 from math import lcm
 from types import MappingProxyType
