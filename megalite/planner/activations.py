@@ -59,11 +59,6 @@ def _segments(config: Config, blocks: int, how: Recompute) -> tuple[int, int, in
     return kept, len(again), max(again, default=0) if split or not kept else 0
 
 
-def _offloaded(config: Config, on_cpu: bool) -> int:
-    """First blocks of each stage whose activations wait on the host; on a CPU they are where they were."""
-    return 0 if on_cpu else config.model.cpu_offloading_num_layers
-
-
 def recomputed(config: Config, items: range, how: Recompute) -> range:
     """Blocks of a stage whose forward runs again in backward."""
     blocks = blocks_of(config.model, items)
@@ -81,7 +76,8 @@ def stage_activations(
     here = model_layers(config.model)[items.start : items.stop]
     blocks = [layer for layer in here if layer.is_block]
     kept, segments, _ = _segments(config, len(blocks), how)
-    stays = max(len(blocks) - kept, _offloaded(config, on_cpu))
+    # on a CPU the first blocks' activations that wait on the host are where they were
+    stays = max(len(blocks) - kept, 0 if on_cpu else config.model.cpu_offloading_num_layers)
     full = add_up(blocks[stays:], lambda layer: kept_bytes(config, layer, on_cpu=on_cpu)) + segments * entrance
     moved = add_up(blocks[len(blocks) - kept : stays], lambda layer: kept_bytes(config, layer))
     # sines and cosines, shared by the blocks
@@ -163,6 +159,6 @@ def _block_workspace(config: Config, blocks: list[Layer], how: Recompute, *, on_
         again = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks))
         block += longest * again - boundary_bytes(config)
     # A block whose backward runs is on the device, and the one before it on its way; blocks that stayed have gone.
-    moved = _offloaded(config, on_cpu)
+    moved = 0 if on_cpu else config.model.cpu_offloading_num_layers
     largest = max(kept_bytes(config, layer, on_cpu=on_cpu) for layer in set(blocks)) if moved else 0.0
     return block + max(0, min(2, moved) - len(blocks[moved:])) * largest

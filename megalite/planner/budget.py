@@ -22,7 +22,7 @@ from functools import cached_property
 
 from megalite.config import Config, HostOffload, config_problems
 from megalite.errors import ConfigError, ScheduleError
-from megalite.inventory import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, stage_layer_ranges
+from megalite.inventory import MemoryPlan, Recompute, given_plan, stage_layer_ranges
 from megalite.planner.activations import stage_activations, workspace_bytes
 from megalite.planner.host_params import with_weight_chunks
 from megalite.planner.memory import RankMemory, pipeline_memory, weights_moved
@@ -87,19 +87,15 @@ class _Budget:
 
     @cached_property
     def cuts(self) -> list[range]:
-        return stage_layer_ranges(self.config, self.program(DEFAULT_PLAN))
-
-    def program(self, plan: MemoryPlan) -> Program:
-        return program_of(self.config, self.world_size, plan)
+        return stage_layer_ranges(self.config, program_of(self.config, self.world_size))
 
     def memory(self, plan: MemoryPlan) -> tuple[RankMemory, ...]:
         """Of each pipeline coordinate. Raises ScheduleError where there is no room at some moment."""
         return pipeline_memory(self.headroom(plan))
 
     def headroom(self, plan: MemoryPlan) -> MemoryHeadroom:
-        return MemoryHeadroom(
-            self.config, self.world_size, self.program(plan), self.cuts, plan, self.on_cpu, self.usable_bytes
-        )
+        program = program_of(self.config, self.world_size, plan)
+        return MemoryHeadroom(self.config, self.world_size, program, self.cuts, plan, self.on_cpu, self.usable_bytes)
 
     def fits(self, plan: MemoryPlan) -> bool:
         return all(rank.total <= self.usable_bytes for rank in self.memory(plan))
@@ -168,7 +164,7 @@ class _Budget:
         ConfigError."""
         if not self.fits(plan):
             return self._with_room(plan)
-        program, memory = self.program(plan), self.memory(plan)
+        program, memory = self.headroom(plan).program, self.memory(plan)
         least = [weights_moved(program, rank).peak for rank in range(program.num_ranks)]
         left = (int(self.usable_bytes - rank.total) for rank in memory)
         assert plan.chunks is not None
@@ -227,9 +223,9 @@ class _Budget:
 
     def _with_room(self, plan: MemoryPlan) -> MemoryPlan:
         """Activations move. Raises ConfigError where they cannot, or where it is not enough."""
-        program, memory, cuts = self.program(plan), self.memory(plan), self.cuts
+        room, memory, cuts = self.headroom(plan), self.memory(plan), self.cuts
         least = max(rank.total for rank in memory)
-        why = _immovable(self.config, plan, program)
+        why = _immovable(self.config, plan, room.program)
         if why is not None:
             raise _TooLittle(f"{self._flag}: {in_units(least, 'B')} are needed, and {why}; give as much", least)
         longest = self.config.at_length(max(length for length, _ in self.config.phases(self.world_size)))
@@ -237,7 +233,7 @@ class _Budget:
         kept = [stage_activations(longest, cut, nothing, on_cpu=self.on_cpu) for cut in cuts]
         chunk = [workspace_bytes(longest, cut, nothing, on_cpu=self.on_cpu)[0] for cut in cuts]
         full = tuple(each.full + each.head for each in kept)
-        held = map(self.headroom(plan).stages_of, range(program.num_ranks))
+        held = map(room.stages_of, range(len(memory)))
         heads = [rank.logits - max(chunk[stage] for stage in own) for rank, own in zip(memory, held, strict=True)]
         others = [rank.total - rank.activations - head for rank, head in zip(memory, heads, strict=True)]
         waiting = tuple(each.weight_only for each in kept)

@@ -259,14 +259,13 @@ class _Stages:
 
     @cached_property
     def computed(self) -> tuple[LayerTimes, ...]:
-        return tuple(map(self._computation, range(len(self.run.cuts))))
-
-    def _computation(self, stage: int) -> LayerTimes:
-        total = add_times(self._of_item(item) for item in self.run.cuts[stage])
-        again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
+        found = []
         over = self.hardware.action_overhead
         there, back = (self.exposed_hop(backward=backward) for backward in (False, True))
-        return total + LayerTimes(over + there, over + again + back, over)
+        for stage, cut in enumerate(self.run.cuts):
+            again = add_times(self.layers[item] for item in self.recomputed(stage)).forward
+            found.append(add_times(map(self._of_item, cut)) + LayerTimes(over + there, over + again + back, over))
+        return tuple(found)
 
     def _of_item(self, item: int) -> LayerTimes:
         """Of embedding, block or head: on average over the micro-batches that reach it (partial backpropagation)."""

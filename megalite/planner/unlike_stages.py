@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from megalite.config import Config, ParallelConfig, StageLayout, StageMesh, divisors, layout_problems
 from megalite.errors import ScheduleError
-from megalite.inventory import ElementBytes, boundary_bytes, given_plan, given_recompute
+from megalite.inventory import ElementBytes, boundary_bytes, given_recompute
 from megalite.planner.activations import stage_activations
 from megalite.planner.communication import CommGroup, stage_elements
 from megalite.planner.cost import Roofline
 from megalite.planner.hardware import Hardware
 from megalite.planner.inter_operator import StageCost, StagePlan, plan_stages
 from megalite.planner.memory import PlannedStages, pipeline_memory
-from megalite.planner.predict import program_of
 from megalite.planner.search_space import Layout, apply
 from megalite.schedule import BACKWARD, FORWARD, SCHEDULES, Costs, build_program, compact_layout, simulate
 
@@ -178,15 +177,13 @@ class _Problem:
         ):
             return None
         try:
-            program = program_of(config, len(self.kinds))
             on_cpu = self.classes[0].hardware.on_cpu
-            memory = pipeline_memory(
-                PlannedStages(config, len(self.kinds), program, stages, given_plan(config), on_cpu)
-            )
+            run = PlannedStages.of(config, len(self.kinds), on_cpu=on_cpu, cuts=stages)
+            memory = pipeline_memory(run)
         except ScheduleError:
             return None
         kinds = tuple(self.kinds[first] for first in accumulate((mesh.size for mesh in meshes[:-1]), initial=0))
-        rooms = [self.classes[kinds[program.placement.stages_of(r)[0][0]]].hardware for r in range(len(memory))]
+        rooms = [self.classes[kinds[run.stages_of(r)[0]]].hardware for r in range(len(memory))]
         if any(needed.total > room.usable_bytes for needed, room in zip(memory, rooms, strict=True)):
             return None
         return UnlikePlan(config, self.seconds(meshes, stages, kinds), plan, kinds)

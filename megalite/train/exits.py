@@ -108,7 +108,15 @@ class ExitPolicy:
         evaluates: an evaluation follows it, at whose end `evaluation_over` asks again. last: no iteration follows it.
         """
         self._decided, self._ends_here = iteration, evaluates or last
-        reason = self._reason(iteration)
+        interval = self._config.exit_interval
+        reason = ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
+        if self._votes and (agreed := self._vote(self._wish())) is not None:
+            reason = agreed
+            if agreed is not ExitReason.DURATION:
+                self._saver.hasten()
+            if agreed is ExitReason.SIGNAL and self._received:
+                name = signal.Signals([*self._received][-1]).name
+                logger.warning("received %s: this run ends after iteration %d", name, iteration)
         self._ends_here |= reason is not None
         return reason
 
@@ -117,18 +125,6 @@ class ExitPolicy:
         self._ends_here = False
         self.interrupted()
         return self.last_answer()
-
-    def _reason(self, iteration: int) -> ExitReason | None:
-        interval = self._config.exit_interval
-        agreed = self._vote(self._wish()) if self._votes else None
-        if agreed is not None:
-            if agreed is not ExitReason.DURATION:
-                self._saver.hasten()
-            if agreed is ExitReason.SIGNAL and self._received:
-                name = signal.Signals([*self._received][-1]).name
-                logger.warning("received %s: this run ends after iteration %d", name, iteration)
-            return agreed
-        return ExitReason.INTERVAL if interval is not None and iteration % interval == 0 else None
 
     def interrupted(self) -> bool:
         """Whether an evaluation is to stop, because a rank has got a signal: asked before each of its batches. The
