@@ -86,25 +86,15 @@ NONE = -1
 
 
 class Action(NamedTuple):
-    """One thing that one rank does.
+    """One thing that one rank does."""
 
-    kind: one of the constants of this module, or a kind of your own.
-    stage: stage index, 0 .. num_stages - 1. Of a SEND the stage that produced the tensor, of a RECV the one that uses
-        it.
-    microbatch: global micro-batch id; of REDUCE, NORM and STEP the update; of UNSHARD and RESHARD the batch.
-    version: weight version of a computation; NONE (-1) means the newest.
-    peer: rank at the other end of a SEND or RECV, else NONE.
-    replica: which copy of the stage, 0 except in bidirectional schedules.
-    parts: the concurrent actions of an OVERLAP, else empty.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-    version: int = NONE
-    peer: int = NONE
-    replica: int = 0
-    parts: tuple[Action, ...] = ()
+    kind: str  # one of the constants of this module, or a kind of your own
+    stage: int  # 0 .. num_stages - 1. Of a SEND the stage that produced the tensor, of a RECV the one that uses it
+    microbatch: int  # global id; of REDUCE, NORM and STEP the update; of UNSHARD and RESHARD the batch
+    version: int = NONE  # weight version of a computation; NONE (-1) means the newest
+    peer: int = NONE  # rank at the other end of a SEND or RECV
+    replica: int = 0  # which copy of the stage, 0 except in bidirectional schedules
+    parts: tuple[Action, ...] = ()  # the concurrent actions of an OVERLAP
 
     def __str__(self) -> str:
         if self.kind == OVERLAP:

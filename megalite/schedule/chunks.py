@@ -28,15 +28,12 @@ K = TypeVar("K", bound=Hashable)
 
 
 class ChunkUse(NamedTuple):
-    """One step of a plan: while `wanted` is read. action: its place in the rank's list.
+    """One step of a plan: while `wanted` is read."""
 
-    leave: what is let go before it. come: what starts to come then: what is wanted now, and what is wanted next.
-    """
-
-    action: int
+    action: int  # its place in the rank's list
     wanted: tuple[ChunkKey, ...]
-    leave: tuple[ChunkKey, ...]
-    come: tuple[ChunkKey, ...]
+    leave: tuple[ChunkKey, ...]  # what is let go before it
+    come: tuple[ChunkKey, ...]  # what starts to come then: what is wanted now, and what is wanted next
 
 
 def uses_of(actions: Sequence[Action], chunks: WeightChunks) -> list[tuple[int, tuple[ChunkKey, ...]]]:
@@ -152,14 +149,13 @@ def _name(key: ChunkKey) -> str:
 
 
 class ChunkTraffic(NamedTuple):
-    """Of a rank's list of a batch. peak: most bytes of weights at once. fetched: bytes that come. uses, transfers: how
-    many times a layer's weights are read, and come. microbatches: of the batch."""
+    """Of a rank's list of a batch."""
 
-    peak: int
-    fetched: int
-    uses: int
-    transfers: int
-    microbatches: int
+    peak: int  # most bytes of weights at once
+    fetched: int  # bytes that come
+    uses: int  # how many times a layer's weights are read
+    transfers: int  # and come
+    microbatches: int  # of the batch
 
 
 @cache

@@ -10,19 +10,15 @@ from megalite.schedule.stage_placement import StagePlacement, loop, round_robin
 
 
 class ScheduleShape(NamedTuple):
-    """p ranks, m micro-batches per batch, v chunks per rank, f pairs of pipelines (Chimera only).
+    """The numbers of a program."""
 
-    workers: ranks of each stage that take micro-batches in turn; empty: one each. p is the number of stages then.
-    vertical_sync: of PipeDream: one version on all stages. max_in_flight: of message-driven, L; None: its default.
-    """
-
-    p: int
-    m: int
-    v: int = 1
-    f: int = 1
-    workers: tuple[int, ...] = ()
-    vertical_sync: bool = False
-    max_in_flight: int | None = None
+    p: int  # ranks
+    m: int  # micro-batches per batch
+    v: int = 1  # chunks per rank
+    f: int = 1  # pairs of pipelines (Chimera only)
+    workers: tuple[int, ...] = ()  # of each of then p stages: ranks that take micro-batches in turn; empty: one each
+    vertical_sync: bool = False  # of PipeDream: one version on all stages
+    max_in_flight: int | None = None  # of message-driven, L; None: its default
 
     @property
     def placement(self) -> StagePlacement:
@@ -42,49 +38,31 @@ class ScheduleShape(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """One schedule of the table.
+    """One schedule of the table."""
 
-    name, aliases: what `--pipeline-schedule` takes. title, paper: for people.
-    takes_arrivals: whether a rank runs what has arrived, instead of a list.
-    build: shape -> Program. problems: shape -> reasons why it is illegal, none if it is legal.
-    warnings: shape -> reasons why it is legal but unwise.
-    num_chunks: the only v that it has (1, or 2 for V shapes); None if v is the user's choice, from `min_chunks` on.
-    splits_backward: whether it uses I and W.
-    asynchronous: whether it never drains, so that several versions of the weights exist at once.
-    update_per_microbatch: whether each stage steps after every micro-batch instead of every batch.
-    recomputes: whether its stages, all but the last, keep their input alone and run the forward again (R).
-    paired: whether opposite pipelines share the ranks; f is the user's choice, and a stage has 2f copies.
-    gathers_once: whether a chunk runs all micro-batches in a row, so that ZeRO-3 gathers its weights once per batch and
-        direction.
-    flush_schedule: what its first iterations may run instead (`--pipeline-flush-steps`).
-    zero_excluded: ZeRO stage -> why it cannot be combined with this schedule. Flush schedules allow all four.
-    idle: (times of a rank's F, I and W of one micro-batch, v) -> the paper's idle time per rank and batch, divided by
-        p - 1.
-    in_flight: shape -> micro-batches whose activations the fullest rank holds at least.
-    takes_turns: whether the ranks of a stage may share its micro-batches, unlike in number from stage to stage.
-    """
-
-    name: str
-    title: str
+    name: str  # and `aliases`: what `--pipeline-schedule` takes
+    title: str  # for people, and so is `paper`
     paper: str
     build: Callable[[ScheduleShape], Program]
-    problems: Callable[[ScheduleShape], Iterable[str]] = lambda shape: ()
-    warnings: Callable[[ScheduleShape], Iterable[str]] = lambda shape: ()
+    problems: Callable[[ScheduleShape], Iterable[str]] = lambda shape: ()  # why it is illegal
+    warnings: Callable[[ScheduleShape], Iterable[str]] = lambda shape: ()  # why it is legal but unwise
     aliases: tuple[str, ...] = ()
-    num_chunks: int | None = 1
+    num_chunks: int | None = 1  # the only v that it has (2 for V shapes); None: the user's choice, from `min_chunks` on
     min_chunks: int = 1
-    splits_backward: bool = False
-    asynchronous: bool = False
-    update_per_microbatch: bool = False
-    recomputes: bool = False
-    paired: bool = False
-    gathers_once: bool = False
-    flush_schedule: str | None = None
-    zero_excluded: Mapping[int, str] = field(default_factory=dict)
+    splits_backward: bool = False  # whether it uses I and W
+    asynchronous: bool = False  # whether it never drains, so that several versions of the weights exist at once
+    update_per_microbatch: bool = False  # whether each stage steps after every micro-batch instead of every batch
+    recomputes: bool = False  # whether all stages but the last keep their input alone and run the forward again (R)
+    paired: bool = False  # whether opposite pipelines share the ranks; f is the user's choice, a stage has 2f copies
+    gathers_once: bool = False  # a chunk runs all micro-batches in a row: ZeRO-3 gathers it once a batch and direction
+    flush_schedule: str | None = None  # what its first iterations may run instead (`--pipeline-flush-steps`)
+    zero_excluded: Mapping[int, str] = field(default_factory=dict)  # ZeRO stage -> why it cannot be combined with this
+    # (Times of a rank's F, I, W of one micro-batch, v) -> the paper's idle time per rank and batch, divided by p - 1.
     idle: Callable[[float, float, float, int], float] = lambda f, i, w, v: f + i + w
+    # Micro-batches whose activations the fullest rank holds at least.
     in_flight: Callable[[ScheduleShape], float] = lambda shape: min(shape.m, shape.p)
-    takes_turns: bool = False
-    takes_arrivals: bool = False
+    takes_turns: bool = False  # whether the ranks of a stage share its micro-batches, unlike in number by stage
+    takes_arrivals: bool = False  # whether a rank runs what has arrived, instead of a list
 
     def __repr__(self) -> str:
         return f"Schedule({self.name!r})"

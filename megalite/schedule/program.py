@@ -32,30 +32,21 @@ from megalite.schedule.template import Template
 
 
 class ActivationRoom(NamedTuple):
-    """In any unit of memory.
+    """In any unit of memory."""
 
-    full: stage -> what a micro-batch's forward keeps for its backward. weight_only: stage -> what is left of it between
-    I and W. capacity: rank -> the most of both that it may hold while it computes.
-    """
-
-    full: tuple[float, ...]
-    weight_only: tuple[float, ...]
-    capacity: tuple[float, ...]
+    full: tuple[float, ...]  # stage -> what a micro-batch's forward keeps for its backward
+    weight_only: tuple[float, ...]  # stage -> what is left of it between I and W
+    capacity: tuple[float, ...]  # rank -> the most of both that it may hold while it computes
 
 
 class WeightChunks(NamedTuple):
-    """Weights that live on the host and are on the device while they are used, a layer at a time. In bytes.
+    """Weights that live on the host and are on the device while they are used, a layer at a time. In bytes."""
 
-    sizes: stage -> its layers' weights. forward, backward: stage -> the layers whose weights each step of an F (or R),
-    and of a B (or I), reads: usually one. gradients: stage -> what a backward sends to the host, and what it fetches
-    from there. capacity: rank -> the most weights that it may hold; None: the layer in use and the next one.
-    """
-
-    sizes: tuple[tuple[int, ...], ...]
-    forward: tuple[tuple[tuple[int, ...], ...], ...]
-    backward: tuple[tuple[tuple[int, ...], ...], ...]
-    gradients: tuple[tuple[int, int], ...]
-    capacity: tuple[int, ...] | None = None
+    sizes: tuple[tuple[int, ...], ...]  # stage -> its layers' weights
+    forward: tuple[tuple[tuple[int, ...], ...], ...]  # stage -> the layers, usually one, that each step of F or R reads
+    backward: tuple[tuple[tuple[int, ...], ...], ...]  # and of a B or I
+    gradients: tuple[tuple[int, int], ...]  # stage -> what a backward sends to the host, and fetches from there
+    capacity: tuple[int, ...] | None = None  # rank -> most weights held; None: the layer in use and the next one
 
 
 class Rounds(NamedTuple):
@@ -67,20 +58,13 @@ class Rounds(NamedTuple):
 
 
 class BatchRange(NamedTuple):
-    """One iteration as the schedule sees it.
+    """One iteration as the schedule sees it."""
 
-    iteration   t, counted over the run
-    start       global id of its first micro-batch
-    size        m_t, its number of micro-batches
-    next_size   m of batch t + 1, 0 if the pipeline drains with this batch
-    first       nothing is in flight when it begins
-    """
-
-    iteration: int
-    start: int
-    size: int
-    next_size: int
-    first: bool
+    iteration: int  # t, counted over the run
+    start: int  # global id of its first micro-batch
+    size: int  # m_t, its number of micro-batches
+    next_size: int  # m of batch t + 1, 0 if the pipeline drains with this batch
+    first: bool  # nothing is in flight when it begins
 
     @property
     def end(self) -> int:
@@ -96,15 +80,12 @@ class BatchRange(NamedTuple):
 class PeakActivations(NamedTuple):
     """The most activations that a rank holds at once, counted in chunks (those of one micro-batch in one chunk are 1).
 
-    full: of micro-batches whose backward has not begun.
-    weight_only: what is still held between I and W, which is less each.
-
     An upper bound: if they take M_B and M_W bytes each (0 <= M_W <= M_B), a rank never holds more than
     `full * M_B + weight_only * M_W` bytes of activations.
     """
 
-    full: int
-    weight_only: int = 0
+    full: int  # of micro-batches whose backward has not begun
+    weight_only: int = 0  # what is still held between I and W, which is less each
 
 
 BatchSpec = int | Sequence[int] | Sequence[BatchRange]
@@ -117,47 +98,27 @@ of one shape have the same list but for the numbers (see `Template`); a flush pr
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule for p ranks. Pure data and pure functions: no ranks, tensors or processes are needed to build it.
+    """A schedule for p ranks. Pure data and pure functions: no ranks, tensors or processes are needed to build it."""
 
-    name                    of the schedule
-    placement               which rank holds which stage
-    num_microbatches        m, the default size of `batch()`
-    order                   the actions of a rank in one iteration
-    asynchronous            iteration t begins batch t + 1
-    update_per_microbatch   PipeDream's one optimizer update per micro-batch, or where workers take turns per round of
-                            them (`StagePlacement.round`); else one per batch
-    consistent              F and B of a micro-batch use the same weight version on every stage
-    weight_versions         per rank, versions of a stage's weights that are kept at once
-    gradient_buffers        updates whose gradients are accumulated at once
-    staleness               per stage, how many updates old the weights of a gradient are when it is applied
-    peak_activations        per rank, for a batch of num_microbatches
-    has_communication       SEND and RECV have been inserted
-    rounds                  of a program without backwards
-    room                    what EVICT and PREFETCH keep to, where activations wait on the host
-    chunks                  weights that come and go layer by layer (`chunks.plan_chunks`)
-    recomputed              stages whose forward keeps its input alone; R makes the rest again ahead of the backward
-    silent_order            the order without the messages that a pass has put in, for who asks of memory alone
-    max_in_flight           micro-batches at once of a program whose ranks run what has arrived (`arrival.py`); else 0
-    """
-
-    name: str
-    placement: StagePlacement
-    num_microbatches: int
+    name: str  # of the schedule
+    placement: StagePlacement  # which rank holds which stage
+    num_microbatches: int  # m, the default size of `batch()`
     order: RankActions
-    weight_versions: tuple[int, ...]
-    peak_activations: tuple[PeakActivations, ...]
-    staleness: tuple[int, ...]
-    asynchronous: bool = False
+    weight_versions: tuple[int, ...]  # per rank, versions of a stage's weights that are kept at once
+    peak_activations: tuple[PeakActivations, ...]  # per rank, for a batch of num_microbatches
+    staleness: tuple[int, ...]  # per stage, how many updates old the weights of a gradient are when it is applied
+    asynchronous: bool = False  # iteration t begins batch t + 1
+    # PipeDream's update per micro-batch, or per round of them where workers take turns (`StagePlacement.round`).
     update_per_microbatch: bool = False
-    consistent: bool = True
-    gradient_buffers: int = 1
-    has_communication: bool = False
-    rounds: Rounds | None = None
-    recomputed: frozenset[int] = frozenset()
-    room: ActivationRoom | None = None
-    chunks: WeightChunks | None = None
-    max_in_flight: int = 0
-    silent_order: RankActions | None = None
+    consistent: bool = True  # F and B of a micro-batch use the same weight version on every stage
+    gradient_buffers: int = 1  # updates whose gradients are accumulated at once
+    has_communication: bool = False  # SEND and RECV have been inserted
+    rounds: Rounds | None = None  # of a program without backwards
+    recomputed: frozenset[int] = frozenset()  # stages whose forward keeps its input alone; R makes the rest again
+    room: ActivationRoom | None = None  # what EVICT and PREFETCH keep to, where activations wait on the host
+    chunks: WeightChunks | None = None  # weights that come and go layer by layer (`chunks.plan_chunks`)
+    max_in_flight: int = 0  # micro-batches at once where ranks run what has arrived (`arrival.py`); else 0
+    silent_order: RankActions | None = None  # without the messages of a pass, for who asks of memory alone
     _templates: dict[tuple[int, int, int, bool], Template] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -49,24 +49,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, in any unit.
+    """Times, in any unit. tR, to run a forward again, is tF. Kinds other than F, R, B, I and W take no time unless
+    `exact` gives it, which overrides everything else."""
 
-    forward, backward_input, backward_weight: tF, tI, tW of a whole rank. tR, to run a forward again, is tF.
-    communication: tC, one hop of an activation.
-    transfer: what one chunk's activations take to or from the host. host_byte: what a byte of weights takes.
-    exact: (stage, kind) -> time of that chunk, which overrides everything else. Kinds other than F, R, B, I and W take
-        no time unless it is given here.
-    overlap: time of an OVERLAP as a fraction of the sum of its parts (1: no gain).
-    """
-
-    forward: Time = Fraction(1)
-    backward_input: Time = Fraction(1)
-    backward_weight: Time = Fraction(1)
-    communication: Time = Fraction(0)
-    transfer: Time = Fraction(0)
-    host_byte: Time = Fraction(0)
-    exact: Mapping[tuple[int, str], Time] = field(default_factory=dict)
-    overlap: Time = Fraction(1)
+    forward: Time = Fraction(1)  # tF, of a whole rank
+    backward_input: Time = Fraction(1)  # tI
+    backward_weight: Time = Fraction(1)  # tW
+    communication: Time = Fraction(0)  # tC, one hop of an activation
+    transfer: Time = Fraction(0)  # what one chunk's activations take to or from the host
+    host_byte: Time = Fraction(0)  # what a byte of weights takes
+    exact: Mapping[tuple[int, str], Time] = field(default_factory=dict)  # (stage, kind) -> time of that chunk
+    overlap: Time = Fraction(1)  # time of an OVERLAP as a fraction of the sum of its parts (1: no gain)
 
     def of(self, action: Action, program: Program) -> Time:
         """Time of one action."""
@@ -84,24 +77,17 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened when, simulated or measured: spans in order of start, and the figures people compare.
-
-    idle_per_rank: makespan minus work. idle_inside_per_rank: gaps between a rank's first and last action.
-    peak_activations_per_rank: in micro-batches through a whole rank. weight_versions_per_rank: alive at once.
-    batch_starts: first micro-batch of each batch. unit: of the times, "" if no time was measured, else "ms".
-    division: which rank holds which layers, in words.
-    transfers: EVICT and PREFETCH, which run beside the spans.
-    """
+    """What happened when, simulated or measured: spans in order of start, and the figures people compare."""
 
     num_ranks: int
     spans: tuple[Span, ...]
     title: str = ""
-    batch_starts: tuple[int, ...] = (0,)
-    peak_activations_per_rank: tuple[Time, ...] = ()
-    weight_versions_per_rank: tuple[int, ...] = ()
-    unit: str = ""
-    transfers: tuple[Span, ...] = ()
-    division: str = ""
+    batch_starts: tuple[int, ...] = (0,)  # first micro-batch of each batch
+    peak_activations_per_rank: tuple[Time, ...] = ()  # in micro-batches through a whole rank
+    weight_versions_per_rank: tuple[int, ...] = ()  # alive at once
+    unit: str = ""  # of the times: empty if no time was measured, else "ms"
+    transfers: tuple[Span, ...] = ()  # EVICT and PREFETCH, which run beside the spans
+    division: str = ""  # which rank holds which layers, in words
 
     @classmethod
     def measured(
@@ -135,11 +121,13 @@ class Timeline:
 
     @property
     def idle_per_rank(self) -> tuple[Time, ...]:
+        """Makespan minus work."""
         makespan = self.makespan
         return tuple(makespan - busy for busy in self.busy_per_rank)
 
     @property
     def idle_inside_per_rank(self) -> tuple[Time, ...]:
+        """Gaps between a rank's first and last action."""
         inside: list[Time] = []
         for rank, busy in enumerate(self.busy_per_rank):
             own = [span for span in self.spans if span.rank == rank and span.end > span.start]

@@ -20,16 +20,11 @@ from math import gcd, lcm
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Which pipeline rank holds each stage.
+    """Which pipeline rank holds each stage."""
 
-    num_ranks: p.
-    ranks: ranks[replica][stage] is the rank that holds this replica of this stage.
-    workers: per stage, ranks from that one on that take its micro-batches in turn; empty: one each.
-    """
-
-    num_ranks: int
-    ranks: tuple[tuple[int, ...], ...]
-    workers: tuple[int, ...] = ()
+    num_ranks: int  # p
+    ranks: tuple[tuple[int, ...], ...]  # ranks[replica][stage] is the rank that holds this replica of this stage
+    workers: tuple[int, ...] = ()  # per stage, ranks from that one on that take micro-batches in turn; empty: one each
 
     @property
     def num_stages(self) -> int:
