@@ -36,9 +36,7 @@ class FakeGroups:
             return None
         number = self._counts.get(members, 0)
         self._counts[members] = number + 1
-        found = self._known.of(members, number)
-        found.place = found.place or place
-        return found
+        return self._known.of(members, number)
 
     def gathered(self, call: Call, own: Tensor | None) -> dict[int, Tensor]:
         """Coordinate -> what ranks that were rehearsed before have given to a gathering; keeps what this one gives."""

@@ -30,13 +30,12 @@ LABEL = re.compile(r"forward|backward|mb\d+")
 @dataclass(eq=False)
 class Communicator:
     """ranks: its members, world ranks. number: how many of the same members were made before it. name: of its axis,
-    once a mesh has been seen to hold it. place: where it was made. said: (number of a gathering, rank) -> what that
-    rank, which was rehearsed before, has given to it."""
+    once a mesh has been seen to hold it. said: (number of a gathering, rank) -> what that rank, which was rehearsed
+    before, has given to it."""
 
     ranks: tuple[int, ...]
     number: int = 0
     name: str = ""
-    place: str = ""
     said: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
     def size(self) -> int:

@@ -29,10 +29,6 @@ PATIENCE_SECONDS = 120.0
 class RanksFailed(AssertionError):
     """A case failed. The text names the rank that failed first and shows its traceback and the end of its output."""
 
-    def __init__(self, message: str, case: CaseResult) -> None:
-        super().__init__(message)
-        self.case = case
-
 
 @dataclass(frozen=True)
 class CaseResult:
@@ -77,9 +73,9 @@ def run_ranks(
     case = try_ranks(function, world_size, *args, **options)
     account = case.describe()
     if expect is None and case.outcome.culprit is not None:
-        raise RanksFailed(account, case)
+        raise RanksFailed(account)
     if expect is not None and (case.outcome.culprit is None or not re.search(expect, account)):
-        raise RanksFailed(f"expected a failure that matches {expect!r}, got: {account}", case)
+        raise RanksFailed(f"expected a failure that matches {expect!r}, got: {account}")
     return case.results
 
 

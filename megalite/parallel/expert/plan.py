@@ -75,7 +75,6 @@ class _Together(RowCounts):
 class Plan:
     """Dispatch plan of one layer and micro-batch.
 
-    tokens, choices: n and k.
     order: int64 `[m]`, which of the n * k choices each row is that leaves this rank.
     owners: int64 `[m]`, the token of each row.
     places: int64 `[n, k]`, the row of each choice; of one that was dropped a number behind all rows.
@@ -84,8 +83,6 @@ class Plan:
     counts: rows of this rank's experts.
     """
 
-    tokens: int
-    choices: int
     order: Tensor
     owners: Tensor
     places: Tensor
@@ -123,8 +120,6 @@ def plan_dispatch(
         local = torch.arange(arriving.numel(), device=flat.device) % arriving.shape[1]
         arrangement = local.repeat_interleave(arriving.flatten(), output_size=arrived).argsort(stable=True)
     return Plan(
-        tokens=experts.shape[0],
-        choices=experts.shape[1],
         order=order,
         owners=order // experts.shape[1],
         places=places.view_as(experts),
