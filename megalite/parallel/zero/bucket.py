@@ -10,7 +10,7 @@ gradients    one `HeldGradient` per update in flight (stages 0 and 1; tied param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from torch import Tensor
 from megalite.comm import Axis, Handle, all_reduce_, reduce_scatter_into
 from megalite.gradient import GradSink
 from megalite.inventory import BucketPlan, BucketSegment, ParameterRange
+
+if TYPE_CHECKING:
+    from megalite.parallel.zero.host_weights import HostHome
+    from megalite.parallel.zero.unshard import BucketWeights
 
 
 class Bucket:
@@ -41,13 +45,13 @@ class Bucket:
         self.owned = slice(self.owned_start - plan.start, self.owned_stop - plan.start)
         self.reduce_scatter: Callable[..., Handle] = reduce_scatter_into  # of every micro-batch
         self.empty = torch.empty(0, dtype=dtype, device=device)
-        self.weights: list[StoredWeights] = []
+        self.weights: list[BucketWeights | HostHome] = []
         self.sinks: list[GradSink] = []
         self.gradients: Sequence[BucketGradient] = ()
         self.selected = 0
         self._sink_states: dict[int, list[tuple[Tensor, bool, int | None]]] = {}
 
-    def weights_of(self, version: int) -> StoredWeights:
+    def weights_of(self, version: int) -> BucketWeights | HostHome:
         """The memory of weight version `version`, a number of updates: the newest `len(weights)` of them exist."""
         return self.weights[version % len(self.weights)]
 
@@ -100,18 +104,6 @@ class Bucket:
         """Makes the sinks drop their views, so that the memory can be freed."""
         for sink in self.sinks:
             sink.buffer = self.empty
-
-
-class StoredWeights(Protocol):
-    """Weights that the optimizer writes: `BucketWeights`, or the `HostHome` of weights whose home is the host."""
-
-    @property
-    def full(self) -> Tensor: ...
-
-    @property
-    def shard(self) -> Tensor: ...  # this rank's slice
-
-    def updated(self, *, async_op: bool) -> None: ...  # the slice holds new values
 
 
 class BucketGradient:
