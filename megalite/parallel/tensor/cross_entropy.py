@@ -68,18 +68,16 @@ class _Chunk:
     slope: Tensor | None = None  # [n, columns], of the soft cap
 
 
-@dataclass
 class _Workspace:
-    """Memory for the logits of one chunk, `[step, columns]`, allocated once for all chunks of a call."""
+    """Memory for the logits of one chunk, `[step, columns]`, allocated once for all chunks of a call.
 
-    products: Tensor  # in the dtype of the GEMMs
-    wide: Tensor  # in the dtype of the softmax; the same memory where that is the same dtype
+    products: in the dtype of the GEMMs. wide: in that of the softmax; the same memory where that is the same dtype.
+    """
 
-    @classmethod
-    def make(cls, x: Tensor, step: int, columns: int, *, fused: bool) -> _Workspace:
-        products = x.new_empty(step, columns)
-        same = fused or wide(x.dtype) == x.dtype
-        return cls(products, products if same else x.new_empty(step, columns, dtype=wide(x.dtype)))
+    def __init__(self, x: Tensor, step: int, columns: int, *, fused: bool) -> None:
+        self.products = self.wide = x.new_empty(step, columns)
+        if not fused and wide(x.dtype) != x.dtype:
+            self.wide = x.new_empty(step, columns, dtype=wide(x.dtype))
 
     def logits(self, x: Tensor, rows: Tensor) -> Tensor:
         """x @ rows.t() in the wide dtype."""
@@ -132,7 +130,7 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, *, shard: VocabShard
     dtype = product_dtype(x.dtype, x.device.type)
     x, rows = x.to(dtype), shard.rows(weight).to(dtype)
     step = chunk_length(len(x), len(rows), on_cpu=x.device.type == "cpu")
-    workspace = _Workspace.make(x, step, len(rows), fused=False)
+    workspace = _Workspace(x, step, len(rows), fused=False)
     parts = [
         _chunk(x[i : i + step], rows, labels[i : i + step], shard, workspace).losses for i in range(0, len(x), step)
     ]
@@ -171,7 +169,7 @@ class _FusedCrossEntropy(Node):
         total = weights.new_zeros((), dtype=torch.float64)
         fused = shard.kernels is not None
         step = chunk_length(len(x), len(rows), on_cpu=x.device.type == "cpu", compiled=fused)
-        workspace = _Workspace.make(x, step, len(rows), fused=fused)
+        workspace = _Workspace(x, step, len(rows), fused=fused)
         for begin in range(0, len(x), step):
             part = slice(begin, begin + step)
             losses, dlogits = _losses_and_gradient(x[part], rows, labels[part], weights[part], shard, workspace)
