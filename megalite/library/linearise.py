@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -41,7 +40,7 @@ def linearise(traced: Traced, cut: TensorCut) -> tuple[list[Part], set[fx.Node]]
     roots, written = _storages(traced)
     # Operations that any rank can repeat: no parameters, no chance, nothing written, integer inputs at most.
     states = {node for node, (_, t) in traced.states.items() if not isinstance(t, torch.nn.Parameter)}
-    free = states - written.keys() | {node for node in traced.inputs if not _value(node).is_floating_point()}
+    free = states - written.keys() | {node for node in traced.inputs if not node.meta["val"].is_floating_point()}
     everywhere = repeatable(traced.graph, free, {node for node, root in roots.items() if root in written})
     cut.follow(traced.graph, traced.states, everywhere)
     if traced.result in cut.parts:
@@ -107,10 +106,6 @@ def _storages(traced: Traced) -> tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.
     return roots, written
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
-
-
 def _crossings(traced: Traced, chain: Sequence[fx.Node], everywhere: set[fx.Node]) -> list[list[fx.Node]]:
     """After each operation of the chain, the values that later ones need."""
     place = {node: i for i, node in enumerate(chain)}
@@ -120,7 +115,7 @@ def _crossings(traced: Traced, chain: Sequence[fx.Node], everywhere: set[fx.Node
             if arg not in everywhere and arg not in traced.states:
                 last[arg] = max(last[arg], place[node])
     last[traced.result] = len(chain)
-    floating = [node for node in traced.inputs if _value(node).is_floating_point()]
+    floating = [node for node in traced.inputs if node.meta["val"].is_floating_point()]
     alive, found = floating, []
     for i, node in enumerate(chain):
         alive = [value for value in [*alive, node] if last[value] > i]
@@ -130,7 +125,7 @@ def _crossings(traced: Traced, chain: Sequence[fx.Node], everywhere: set[fx.Node
 
 def _may_travel(nodes: Sequence[fx.Node]) -> bool:
     """Whether these are floating tensors of one dtype."""
-    values = [_value(node) for node in nodes]
+    values = [node.meta["val"] for node in nodes]
     if not values or not all(isinstance(value, Tensor) and value.is_floating_point() for value in values):
         return False
     return len({value.dtype for value in values}) == 1
