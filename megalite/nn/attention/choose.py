@@ -6,7 +6,8 @@
     fused      anywhere   plain causal attention; keeps nothing of size s x s  all queries, or the last one
     varlen     GPU        documents and windows                                as many queries as keys; 16 bits; tried
     flex       GPU        documents, windows, caps, sinks, dropout; compiled   as many queries as keys, or parts of a
-                                                                               ring; heads of >= 16 channels; tried
+                                                                               ring; heads of >= 16 channels; not in
+                                                                               inference; tried
     tiled      anywhere   everything: fp32 scores, too
 
 What is `tried` depends on device, dtype and the library: a small case and its gradient are computed once and compared
@@ -104,8 +105,9 @@ def _in_flexible_parts(need: Need) -> bool:
 
 
 def _compiled(need: Need) -> bool:
-    """Flex attention keeps its scores in fp32."""
-    return not need.rewrites and need.device.type != "cpu" and need.channels >= NARROWEST_HEAD
+    """Flex attention keeps its scores in fp32. Its compilation takes longer than a text of tiles."""
+    there = need.device.type != "cpu" and not torch.is_inference_mode_enabled()
+    return there and not need.rewrites and need.channels >= NARROWEST_HEAD
 
 
 def _by_flash(need: Need) -> bool:
