@@ -1,10 +1,15 @@
-"""Files that users name: is there one, and can it be read more than once? And the clock that stamps them."""
+"""Files that users name: is there one, and can it be read more than once? The clock that stamps them, and locks."""
 
+import fcntl
+import logging
 import os
 import re
 import stat
 import tempfile
 from pathlib import Path
+from typing import IO
+
+logger = logging.getLogger(__name__)
 
 _URL = re.compile(r"\s*(?:[a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]+):(/.*)", re.IGNORECASE | re.DOTALL)
 SERVED = ("s3", "gs", "memory")  # schemes of the stores that `megalite.stores` opens
@@ -83,3 +88,16 @@ def clock_of(folder: Path) -> float:
     may be set anew. Raises OSError where none can be."""
     with tempfile.TemporaryFile(dir=folder) as file:
         return os.fstat(file.fileno()).st_mtime
+
+
+def take_lock(file: IO[bytes] | IO[str], *, wait: bool = False) -> bool | None:
+    """Takes the advisory lock of a file until that is closed, or this process dies: whether nobody else has it. None
+    where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.debug("no lock on %s (%s)", file.name, error.strerror)
+        return None
+    return True

@@ -8,7 +8,6 @@ a holder whose last heartbeat is too old, or in the future, is watched for some 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -21,10 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from megalite.errors import CheckpointError
-from megalite.files import clock_of
+from megalite.files import clock_of, take_lock
 from megalite.stores import REREADS, Place, place
 
 logger = logging.getLogger(__name__)
@@ -203,7 +202,9 @@ class RunLock:
         if not self._refuse_live(holder):
             return
         with suppress(FileNotFoundError), open(self.path, "rb") as file:
-            if _only_one(file) and self._holder() == holder:
+            if take_lock(file) is False:  # another process is at it
+                time.sleep(0.05)
+            elif self._holder() == holder:
                 self._bury(holder)
 
     def _bury(self, holder: LockHolder | None) -> None:
@@ -297,15 +298,3 @@ def process_lives(holder: LockHolder | None) -> bool | None:
         return None
     started = process_start(holder.pid)
     return None if started == "" else started == holder.process_start
-
-
-def _only_one(file: IO[bytes]) -> bool:
-    """Whether this process alone may take the lock in `file` over: until it closes the file or dies, no other may."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(0.05)
-        return False
-    except OSError:  # a file system without it
-        return True
-    return True

@@ -3,24 +3,13 @@
     config.json  <->  ModelConfig            one declarative name map a family
     tensors      <->  logical tensors        q, k, v <-> grouped rows; gate, up <-> [2, f, h]
 
-    family.py           a family: rules (names and form of tensors) and its config.json; registry.py: all of them
-    llama.py            Llama 2/3, Mistral, Qwen2, Qwen3, Mixtral, Qwen3-MoE, OLMoE, gpt-oss; gpt.py: GPT-2, GPT-NeoX
-    norms_behind.py     Gemma 2 and 3, OLMo 2 and 3; deepseek.py: Kimi K2 and GLM, too; qwen3_next.py: Qwen3.5, too
-    fields.py           typed reading of an untrusted config.json, with RoPE and its scalings
-    source.py           a model that gives its tensors one by one
-    origin.py           what its folder says besides, kept through training to the export
-    hf_files.py         a Hugging Face directory: read tensor by tensor, written shard by shard
-    hf_tokenizer.py     its tokenizer, special tokens and settings of generation; model_card.py: its README.md
-    megalite_files.py   a committed checkpoint: read tensor by tensor, written file by file
-    adapters.py         LoRA adapters: their base model, merged with it, or as peft keeps them
-    peft.py             such adapters of peft: read with their Hugging Face model as one, written of a run
-    megatron_names.py   Megatron-LM: names of both generations, cuts over ranks; megatron_args.py: its settings
-    megatron_files.py   its mp_rank_XX/model_optim_rng.pt, read rank by rank
-    dcp_files.py        directories of torch.distributed.checkpoint, and DeepSpeed's universal ones
-    dcp_model.py        models and moments in both
-    megatron_dist.py    Megatron's torch_dist, one of them; megatron_writing.py: both written
-    megatron_state.py   what a run has left there beside its weights: masters, moments, schedules; in and out
-    megatron_process.py, megatron_unpickle.py   the process that opens its pickles, weights-only; what crosses is bytes
+    source.py           what each side gives: a model, tensor by tensor
+    Hugging Face        hf_files.py, hf_tokenizer.py, model_card.py; families: family.py, fields.py, registry.py
+    megalite            megalite_files.py; origin.py: what a folder of Hugging Face's says, kept through training
+    LoRA                adapters.py, peft.py
+    Megatron-LM         megatron_files.py, megatron_dist.py, megatron_writing.py; megatron_state.py: moments, schedules
+    torch, DeepSpeed    dcp_files.py, dcp_model.py
+    pickles             megatron_unpickle.py, weights-only in a process of its own: what crosses is bytes
 
 To add a family: CONTRIBUTING, "Adding a converter".
 

@@ -6,7 +6,6 @@ processes of one machine from doing the same twice.
 """
 
 import contextlib
-import fcntl
 import logging
 import os
 import shutil
@@ -19,7 +18,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megalite.errors import DataError, MegaliteError
-from megalite.files import clock_of
+from megalite.files import clock_of, take_lock
 
 logger = logging.getLogger(__name__)
 
@@ -144,22 +143,17 @@ def _sweep(root: Path) -> None:
                 stages.append((path, path.name.removesuffix(PARTIAL)))
     for path, name in stages:
         with contextlib.suppress(OSError), open(root / f".{name}.lock", "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-            logger.info("removed %s, left by a process that was killed", path)
+            if take_lock(file):
+                shutil.rmtree(path, ignore_errors=True)
+                logger.info("removed %s, left by a process that was killed", path)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
     """Hold an advisory lock for the block: True; without support for locks the rename alone keeps things whole."""
     with open(path, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        taken = take_lock(file)
+        if taken is False:
             logger.info("waiting for another process that builds %s", path.with_name(path.stem[1:]))
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.debug("no lock on %s (%s)", path, error.strerror)
-            yield False
-            return
-        yield True
+            taken = take_lock(file, wait=True)
+        yield taken is not None

@@ -10,7 +10,6 @@ not on, everything is tokenised again, so neither another text nor a torn write 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from megalite.data.cache import digest_of
 from megalite.data.file_chunks import InputUnit, unit_digest
 from megalite.data.indexed import IndexedWriter
 from megalite.errors import DataError
+from megalite.files import take_lock
 
 logger = logging.getLogger(__name__)
 
@@ -144,12 +144,9 @@ class KeptUnits:
 
 
 def _locked(file: BinaryIO, path: Path) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Not where the one who held it has finished and removed the file.
+    if not (taken := take_lock(file)):
+        return taken is None
+    try:  # not where the one who held it has finished and removed the file
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except (BlockingIOError, FileNotFoundError):
+    except FileNotFoundError:
         return False
-    except OSError as error:
-        logger.debug("no lock on %s (%s)", path, error.strerror)
-        return True

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.data import cache, file_chunks
+from megalite.data import file_chunks
 from megalite.data.build import tokenise_corpus as tokens_of
 from megalite.data.cache import cached_folder
 from megalite.data.corpus import TextCorpus
@@ -91,7 +91,7 @@ def test_a_system_without_locks_never_shares_a_folder(tmp_path: Path, monkeypatc
     def refuse(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(cache.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     stages = []
     cached_folder(tmp_path, "a", lambda folder: stages.append(folder.name), resumes=True)
     assert stages[0].startswith("a.tmp-")
