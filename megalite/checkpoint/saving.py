@@ -51,8 +51,7 @@ SaveReport = dict[str, Any]
 
 def space_line(needed: int, directory: Path) -> str:
     """`a checkpoint needs ~2.3 GB, 1.1 GB free on /mnt/x`."""
-    place = existing_parent(directory)
-    free = shutil.disk_usage(place).free
+    free, place = free_space(directory)
     return f"a checkpoint needs ~{amount(needed, 'B')}, {amount(free, 'B')} free on {place}"
 
 
@@ -61,20 +60,19 @@ def new_id() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def existing_parent(directory: Path) -> Path:
-    """The directory itself, or the nearest one above it that exists."""
+def free_space(directory: Path) -> tuple[int, Path]:
+    """Bytes that are free where a directory is or will be, and the nearest one up from it that exists."""
     place = directory.absolute()
     while not place.is_dir():
         place = place.parent
-    return place
+    return shutil.disk_usage(place).free, place
 
 
 def check_space(directory: Path | str, needed: int) -> None:
     """Raises CheckpointError where `needed` bytes do not fit into what is free under `directory`."""
-    place = Path(directory)
-    if shutil.disk_usage(existing_parent(place)).free < needed:
+    if free_space(Path(directory))[0] < needed:
         advice = "free some space or choose another `save`"
-        raise CheckpointError(f"`save`={directory}: {space_line(needed, place)}; {advice}")
+        raise CheckpointError(f"`save`={directory}: {space_line(needed, Path(directory))}; {advice}")
 
 
 def first_problem(problems: Sequence[str | None]) -> str | None:

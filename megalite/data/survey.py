@@ -133,8 +133,11 @@ def survey_differences(then: Any, now: Mapping[str, Sequence[Survey]]) -> list[s
 
     then: what the checkpoint's meta holds: split -> surveys as JSON objects. DataError where it is no such table.
     """
+    try:
+        before = {str(split): [Survey(**one) for one in stores] for split, stores in dict(then).items()}
+    except (TypeError, ValueError):
+        raise DataError("`load`: the checkpoint's account of its data is damaged; load an older one") from None
     found = []
-    before = _parse(then)
     for split, stores in now.items():
         old = before.get(split)
         if old is None or (split != "train" and [s.source for s in old] != [s.source for s in stores]):
@@ -159,13 +162,6 @@ def _difference(was: Survey, now: Survey) -> str:
 
 def surveys_to_meta(surveys: Mapping[str, Sequence[Survey]]) -> dict[str, Any]:
     return {split: [asdict(one) for one in stores] for split, stores in surveys.items()}
-
-
-def _parse(meta: Any) -> dict[str, list[Survey]]:
-    try:
-        return {str(split): [Survey(**one) for one in stores] for split, stores in dict(meta).items()}
-    except (TypeError, ValueError):
-        raise DataError("`load`: the checkpoint's account of its data is damaged; load an older one") from None
 
 
 @dataclass(frozen=True)

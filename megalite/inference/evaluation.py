@@ -192,7 +192,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         mock_data=False,
         split=split if split is not None and split != name else config.data.split,
     )
-    wanted = {part: None if part == name else 0 for part in PARTS}  # None: once, 0: not at all
+    wanted: dict[str, Any] = {f"{part}_samples": None if part == name else 0 for part in PARTS}  # once, or not at all
     # conversations are cut below, so a split of few must not be refused for a window that is long
     marked = Path(f"{strip_suffix(path)}{MARKS}.idx").is_file()
     part = {"train": "training", "valid": "validation"}.get(name, name) + " part"
@@ -204,9 +204,7 @@ def open_data_path(loaded: LoadedModel, path: str, *, split: str | None, cache_p
         return build_datasets(
             section,
             seq_length=min(config.model.seq_length, FEW) if marked else config.model.seq_length,
-            train_samples=wanted["train"],
-            valid_samples=wanted["valid"],
-            test_samples=wanted["test"],
+            **wanted,
             seed=config.training.seed,
             tokenizer=loaded.tokenizer,
             cache_dir=cache_directory(cache_path, None),
