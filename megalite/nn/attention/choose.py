@@ -92,22 +92,27 @@ def _fused(need: Need) -> bool:
 
 
 def _masked(need: Need) -> bool:
-    return need.hides and not (need.bends or need.drops) and _flexible(need)
+    bent = need.bends or need.drops or need.in_parts
+    return need.hides and not bent and _on_device(need) and need.queries == need.keys
 
 
 def _flexible(need: Need) -> bool:
     alone = (need.hides or need.bends or need.drops) and not need.in_parts
-    return alone and _compiled(need) and need.queries == need.keys
+    return alone and _on_device(need) and need.queries == need.keys and _may_compile()
 
 
 def _in_flexible_parts(need: Need) -> bool:
-    return need.in_parts and _compiled(need)
+    return need.in_parts and _on_device(need) and _may_compile()
 
 
-def _compiled(need: Need) -> bool:
-    """Flex attention keeps its scores in fp32. Its compilation takes longer than a text of tiles."""
-    there = need.device.type != "cpu" and not torch.is_inference_mode_enabled()
-    return there and not need.rewrites and need.channels >= NARROWEST_HEAD
+def _on_device(need: Need) -> bool:
+    """By a kernel that keeps its scores in fp32."""
+    return not need.rewrites and need.device.type != "cpu" and need.channels >= NARROWEST_HEAD
+
+
+def _may_compile() -> bool:
+    """A kernel of its own takes longer to compile than tiles take for a text."""
+    return not torch.is_inference_mode_enabled()
 
 
 def _by_flash(need: Need) -> bool:
