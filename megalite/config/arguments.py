@@ -97,10 +97,6 @@ _OF_SEVERAL: Mapping[str, ArgumentFlag] = {
         {"all": "dry_run_all"},
         switch="dry_run",
     ),
-    "sample": ArgumentFlag(
-        "texts that the model writes during the training",
-        {"prompts": "sample_prompts", "interval": "sample_interval", "tokens": "sample_tokens"},
-    ),
 }
 """Flags whose fields are not those of one section, or stand there in another order."""
 

@@ -297,10 +297,8 @@ def _as_given(line: str, merged: Mapping[str, GivenOption]) -> str:
 
 
 def _build(reader: Reader, merged: Mapping[str, GivenOption]) -> tuple[Config, dict[str, str], list[str]]:
-    """The configuration, the origin of what was given, and the required fields that were not given.
-
-    What is missing or broken gets a stand-in, so that the rest can still be checked.
-    """
+    """The configuration, the origin of what was given, and the required fields that were not given; what is missing or
+    broken gets a stand-in, so that the rest can still be checked."""
     values = {name: given.value for name, given in merged.items()}
     origins = {name: given.where for name, given in merged.items()}
     family = values.get("model_type", "gpt")

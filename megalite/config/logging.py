@@ -21,17 +21,17 @@ class Profiling(Spelled, flag="profile", only_with="profile"):
     profile_ranks: tuple[int, ...] = option((0,), "ranks that are profiled", metavar="RANK", ge=0)
 
 
-class Samples(Spelled):
-    """Texts that the model writes during the training."""
+class Samples(Spelled, flag="sample"):
+    """texts that the model writes during the training"""
 
+    sample_prompts: str | None = option(
+        None, "JSONL file with a field 'prompt', or a prompt in each line", metavar="FILE", needs="sample_interval"
+    )
     sample_interval: int | None = option(
         None,
         "iterations between continuations of the prompts, in the log and in samples.jsonl",
         ge=1,
         needs="sample_prompts",
-    )
-    sample_prompts: str | None = option(
-        None, "JSONL file with a field 'prompt', or a prompt in each line", metavar="FILE", needs="sample_interval"
     )
     sample_tokens: int = option(64, "new tokens of each", ge=1, only_with="sample_interval")
 

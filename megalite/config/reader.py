@@ -214,7 +214,7 @@ class Reader:
             (scalar,) = typed.scalars
             if scalar.tag not in ("bool", "text"):
                 raise BadValue(f"expected true/false, got text '{scalar.text}'")
-            on = bool(convert(Option("", "", bool, False, False, None, {}), scalar.text))
+            on = bool(convert(Option("", base, bool), scalar.text))
         on = on is not negated
         if base not in CONSTANT_FLAGS:
             return on
@@ -222,9 +222,7 @@ class Reader:
         return value if on else self.options[target].default
 
     def _value(self, typed: Written, target: str) -> Any:
-        option = self.options.get(target) or Option(
-            "", target, EXTRA_OPTIONS[target][0] or bool, False, False, None, {}
-        )
+        option = self.options.get(target) or Option("", target, EXTRA_OPTIONS[target][0] or bool)
         if len(typed.scalars) == 1 and typed.scalars[0].tag == "null":
             if option.many and not option.optional:
                 return ()

@@ -87,8 +87,7 @@ def dump_yaml(config: Config, origins: Mapping[str, str] | None = None, *, every
 
 def _saved(section: str, cls: type, values: Mapping[str, Any]) -> list[str]:
     """The flags to write: of several spellings of a field the given one, or the first; of single optimizers' numbers
-    those that are read.
-    """
+    those that are read."""
     options, rivals, written = options_of(section, cls), rivals_of(section, cls), set[str]()
     for option in sorted(options, key=lambda option: values[option.name] == option.default):
         readers = readers_of(option)

@@ -84,10 +84,10 @@ class Option:
     section: str
     name: str
     kind: type
-    many: bool
-    optional: bool
-    default: Any
-    facts: typing.Mapping[str, Any]
+    many: bool = False
+    optional: bool = False
+    default: Any = None
+    facts: typing.Mapping[str, Any] = dataclasses.field(default_factory=dict)
     field: str = ""
     spells: type | None = None
 
