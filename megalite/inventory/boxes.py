@@ -75,11 +75,7 @@ def cover(wanted: Box, stored: Sequence[Box]) -> list[tuple[int, Box]]:
 
     Raises ValueError naming how many elements are covered where they are not all covered exactly once.
     """
-    pieces = []
-    for index, box in enumerate(stored):
-        common = box.intersect(wanted)
-        if common is not None:
-            pieces.append((index, common))
+    pieces = [(index, common) for index, box in enumerate(stored) if (common := box.intersect(wanted)) is not None]
     covered = sum(piece.numel for _, piece in pieces)
     if covered != wanted.numel or find_overlap([piece for _, piece in pieces]):
         raise ValueError(f"{covered} of {wanted.numel} elements of {wanted} are stored")

@@ -15,6 +15,5 @@ from megalite.launch.launcher import (
     read_environment,
 )
 from megalite.launch.output import log_to_stdout, print_error, print_interrupted
-from megalite.launch.rank_page import RankPage
 from megalite.launch.signals import EndAtOnce, replace_handlers
 from megalite.launch.supervisor import SAME_SECONDS, Outcome, die_with_parent, supervise

@@ -72,7 +72,13 @@ def detect_environment(environment: Mapping[str, str]) -> LaunchEnvironment:
                 problems.append(
                     f"env: {local_rank_name}={local_rank}: must be below the {local_size} ranks of this host"
                 )
-            problems += _contradiction(environment, size_name, size)
+            # torchrun under srun has one task per node; by hand, both describe the same ranks and must agree.
+            tasks = environment.get("SLURM_NTASKS", "")
+            by_hand = launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environment
+            if by_hand and "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) != size:
+                problems.append(
+                    f"env: SLURM_NTASKS={tasks} but WORLD_SIZE={size}; unset WORLD_SIZE and RANK, or make them agree"
+                )
         address = _address(environment, launcher, size, local_size, problems)
         port = _port(environment, launcher, problems)
         attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", problems, default=0)
@@ -108,15 +114,6 @@ def _local_size(environment: Mapping[str, str], name: str, problems: list[str]) 
     tasks = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1"))
     node = _number(environment, "SLURM_NODEID", problems, default=0)
     return tasks[node] if node < len(tasks) else 1
-
-
-def _contradiction(environment: Mapping[str, str], size_name: str, size: int) -> list[str]:
-    """torchrun under srun has one task per node; by hand, both describe the same ranks and must agree."""
-    by_hand = size_name == "WORLD_SIZE" and "TORCHELASTIC_RUN_ID" not in environment
-    tasks = environment.get("SLURM_NTASKS", "")
-    if by_hand and "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) != size:
-        return [f"env: SLURM_NTASKS={tasks} but WORLD_SIZE={size}; unset WORLD_SIZE and RANK, or make them agree"]
-    return []
 
 
 def _address(environment: Mapping[str, str], launcher: str, size: int, local_size: int, problems: list[str]) -> str:
