@@ -190,17 +190,17 @@ def train_line(record: Record, train_iters: int, now: datetime) -> str:
     for name, key, spec, _ in _FIELDS:
         if (value := record.get(key)) is not None:
             parts.append(f"{name}: {format(100 * value if '(%)' in name else value, spec)}")
-    parts += [f"lm loss of {name}: {loss:.6E}" for name, loss in record.get("lm_loss_by_part", {}).items()]
-    parts += [f"{key[:-5]} loss: {value:.6E}" for key, value in _further(record).items()]
+    parts += [f"{name}: {loss:.6E}" for name, loss in _beside(record).items()]
     if (left := record.get("eta_s")) is not None:
         parts.append(f"ETA: {duration(left)}")
     return " | ".join(parts) + " |"
 
 
-def _further(record: Record) -> dict[str, float]:
-    """Losses of the tokens beyond the next one."""
-    mine = {key: value for key, value in record.items() if key.startswith("mtp_") and key.endswith("_loss")}
-    return {key: value for key, value in mine.items() if value is not None}
+def _beside(record: Record) -> dict[str, float]:
+    """Losses of the parts of a blend, and of the tokens beyond the next one, by their names in a line."""
+    found = {f"lm loss of {name}": loss for name, loss in record.get("lm_loss_by_part", {}).items()}
+    found |= {f"{key[:-5]} loss": record[key] for key in record if key.startswith("mtp_") and key.endswith("_loss")}
+    return {name: loss for name, loss in found.items() if loss is not None}
 
 
 def evaluation_line(record: Record) -> str:
@@ -220,8 +220,7 @@ def tags(record: Record) -> dict[str, float]:
         named = {tag: record.get(key) for _, key, _, tag in _FIELDS if tag}
         named["mem-max-allocated-bytes"] = record.get("peak_memory_bytes")
         named["iteration-time"] = 1e-3 * record["iteration_time_ms"]
-        named |= {f"lm loss of {name}": loss for name, loss in record.get("lm_loss_by_part", {}).items()}
-        named |= {f"{key[:-5]} loss": value for key, value in _further(record).items()}
+        named |= _beside(record)
     elif record["kind"] == "task":
         named = {f"task {record['task']} {name}": value for name, value in _measures(record).items()}
     else:
@@ -240,11 +239,8 @@ def _split(record: Record) -> str:
 
 
 class TensorBoardHook(Hook):
-    """Writes TensorBoard events; losses also over samples, as `lm loss vs samples`.
-
-    Args:
-        directory: of the event files; a resumed run writes a further file into it.
-    """
+    """Writes TensorBoard events; losses also over samples, as `lm loss vs samples`. directory: of the event files; a
+    resumed run writes a further file into it."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
