@@ -29,19 +29,14 @@ from megalite.schedule import find_schedule
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Bytes of one micro-batch in one stage.
+    """Bytes of one micro-batch in one stage."""
 
-    full: from forward to backward, without the next two. boundary: the stage's input. head: what the output layer
-    keeps. weight_only: after I until W of a split backward; weight_only_block: the least share of a block. moved: what
-    waits on the host (`--offload activations`).
-    """
-
-    full: float
-    boundary: float
-    head: float
-    weight_only: float
-    weight_only_block: float
-    moved: float = 0.0
+    full: float  # from forward to backward, without the next two
+    boundary: float  # the stage's input
+    head: float  # what the output layer keeps
+    weight_only: float  # after I until W of a split backward
+    weight_only_block: float  # the least share of a block
+    moved: float = 0.0  # what waits on the host (`--offload activations`)
 
     @property
     def total(self) -> float:

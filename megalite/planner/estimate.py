@@ -18,14 +18,13 @@ from megalite.schedule import ScheduleShape, default_schedule, find_schedule
 
 
 class _Shared(NamedTuple):
-    """Of layouts that compute the same. block: times of a mean block. ends: seconds of embedding and head together.
-    block_bytes: the fewest that a mean block may keep. boundary: bytes of a message to the next stage."""
+    """Of layouts that compute the same."""
 
     config: Config
-    block: LayerTimes
-    ends: float
-    block_bytes: float
-    boundary: float
+    block: LayerTimes  # of a mean block
+    ends: float  # seconds of embedding and head together
+    block_bytes: float  # the fewest that a mean block may keep
+    boundary: float  # bytes of a message to the next stage
 
 
 @dataclass

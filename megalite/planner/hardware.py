@@ -18,53 +18,41 @@ from megalite.errors import ConfigError
 
 @dataclass(frozen=True)
 class Link:
-    """bandwidth: bytes per second of one device in one direction. latency: seconds of one message."""
+    """Between two devices."""
 
-    bandwidth: float
-    latency: float
+    bandwidth: float  # bytes per second of one device in one direction
+    latency: float  # seconds of one message
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of node.
-
-    matrix_flops: precision -> dense FLOP/s; fp8 where it is known. matrix_efficiency: part of it that large products
-    reach; matrix_half_size: the smallest extent of a product at which half of that is left. attention_efficiency: the
-    same for fused attention. memory_bandwidth in bytes/s, memory_efficiency the reachable part. kernel_overhead:
-    seconds of starting one kernel that nothing hides; action_overhead: of a stage's pass, besides its kernels.
-    reserved_bytes: of a device, what driver, libraries and fragmentation take. overlap: part of a transfer that can
-    hide behind computation. power: watts of one device with its share of the node. multiprocessors: what computes a
-    tile of a product each (0: products are not cut into tiles, and matrix_half_size counts); tile_latency: seconds in
-    which a tile begins. Of a node's host, 0 where not known: host_memory_bytes; host_link: bytes/s between one device
-    and its host; host_copy, disk_read, disk_write: bytes/s of all its devices together (a copy reads and writes: both
-    count). measured: what a profile found between processes of one node, by operation (all_reduce, gather, send); not
-    in the files, which may leave out the others that have a default, too.
-    """
+    """One kind of node. Files may leave out what has a default."""
 
     name: str
     kind: str
     devices_per_node: int
     memory_bytes: float
-    reserved_bytes: float
-    matrix_flops: Mapping[str, float]
-    matrix_efficiency: float
-    matrix_half_size: float
-    attention_efficiency: float
-    memory_bandwidth: float
-    memory_efficiency: float
-    kernel_overhead: float
-    action_overhead: float
+    reserved_bytes: float  # of a device, what driver, libraries and fragmentation take
+    matrix_flops: Mapping[str, float]  # precision -> dense FLOP/s; fp8 where it is known
+    matrix_efficiency: float  # part of it that large products reach
+    matrix_half_size: float  # the smallest extent of a product at which half of that is left
+    attention_efficiency: float  # the same for fused attention
+    memory_bandwidth: float  # bytes/s
+    memory_efficiency: float  # the reachable part
+    kernel_overhead: float  # seconds of starting one kernel that nothing hides
+    action_overhead: float  # of a stage's pass, besides its kernels
     intra_node: Link
     inter_node: Link
-    overlap: float
-    power: float
-    multiprocessors: float = 0
-    tile_latency: float = 0.0
-    host_memory_bytes: float = 0.0
-    host_link: float = 0.0
-    host_copy: float = 0.0
-    disk_read: float = 0.0
+    overlap: float  # part of a transfer that can hide behind computation
+    power: float  # watts of one device with its share of the node
+    multiprocessors: float = 0  # each computes a tile of a product (0: no tiles, and matrix_half_size counts)
+    tile_latency: float = 0.0  # seconds in which a tile begins
+    host_memory_bytes: float = 0.0  # of a node's host, as all that follows; 0 where not known
+    host_link: float = 0.0  # bytes/s between one device and its host
+    host_copy: float = 0.0  # bytes/s of all its devices together (a copy reads and writes: both count)
+    disk_read: float = 0.0  # the same of its disk
     disk_write: float = 0.0
+    # What a profile found between processes of one node, by operation (all_reduce, gather, send); not in the files.
     measured: Mapping[str, Link] = field(default_factory=dict)
 
     @property

@@ -44,35 +44,33 @@ MESSAGES = {
 
 
 class Way(NamedTuple):
-    """One way of an operation. seconds: of forward and backward. kept: bytes, states of weights included. partial:
-    whether each rank computes a summand of its input's gradient. again: whether an input of tokens, which alone is
-    kept, is gathered once more backward."""
+    """One way of an operation."""
 
     name: str
     before: str
     behind: str
-    seconds: float
-    kept: float
-    partial: bool = False
-    again: bool = False
+    seconds: float  # of forward and backward
+    kept: float  # bytes, states of weights included
+    partial: bool = False  # whether each rank computes a summand of its input's gradient
+    again: bool = False  # whether an input of tokens, which alone is kept, is gathered once more backward
 
 
 class Operation(NamedTuple):
-    """nbytes: of its whole input."""
+    """One operation of a block."""
 
     name: str
-    nbytes: float
+    nbytes: float  # of its whole input
     ways: list[Way]
 
 
 class BlockPlan(NamedTuple):
-    """ways: (operation, how). forward, backward: the block's messages in order. kept: bytes of a rank."""
+    """How a block's operations are shared."""
 
-    ways: tuple[tuple[str, str], ...] = ()
-    forward: tuple[str, ...] = ()
+    ways: tuple[tuple[str, str], ...] = ()  # (operation, how)
+    forward: tuple[str, ...] = ()  # the block's messages in order
     backward: tuple[str, ...] = ()
     seconds: float = 0.0
-    kept: float = 0.0
+    kept: float = 0.0  # bytes of a rank
 
     def priced(self, price: float) -> float:
         """Seconds, with those that the bytes are worth."""

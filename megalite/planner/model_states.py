@@ -35,18 +35,17 @@ from megalite.planner.step_bytes import step_numbers, tapped_numbers
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on one rank. scratch and gathered come and go inside a step (ZeRO 2 and 3), temporary at its end, while the
-    optimizer steps; host and file are off the device."""
+    """Bytes on one rank."""
 
     weights: int = 0
     gradients: int = 0
     master: int = 0
     moments: int = 0
-    scratch: int = 0
+    scratch: int = 0  # this and the next come and go inside a step (ZeRO 2 and 3)
     gathered: int = 0
-    host: int = 0
+    host: int = 0  # this and the next are off the device
     file: int = 0
-    temporary: int = 0
+    temporary: int = 0  # while the optimizer steps
 
     def __add__(self, other: StateBytes) -> StateBytes:
         """Two stages of a rank, which are stepped one after the other: the rest adds up."""

@@ -37,13 +37,11 @@ STEPPED = -1
 
 
 class MemoryPeak(NamedTuple):
-    """What a rank holds after a forward, or after the I of stage `ended`, or while it steps (`STEPPED`).
-
-    counts: (stage, micro-batches whose backward has not begun, those whose I is done and whose W waits, and those whose
-    input is held: of a stage that recomputes, more than the first).
-    """
+    """What a rank holds after a forward, or after the I of stage `ended`, or while it steps (`STEPPED`)."""
 
     ended: int | None
+    # (Stage, micro-batches whose backward has not begun, those whose I is done and whose W waits, and those whose
+    # input is held: of a stage that recomputes, more than the first).
     counts: tuple[tuple[int, int, int, int], ...]
 
     def held(self, kept: Mapping[int, StageActivations]) -> tuple[float, float, float]:

@@ -40,23 +40,21 @@ SIMULATED_ACTIONS = 6_000
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one layout does. memory: one entry per pipeline rank. breakdown: seconds of the step, by cause.
-    messages: seconds of data parallelism's messages of a step; open_messages: what of them computation does not hide.
-    offloaded_elements: parameters of a device whose optimizer states are off it."""
+    """What one layout does."""
 
     config: Config
     world_size: int
     step_time: float
     bubble_over_ideal: float
-    memory: tuple[RankMemory, ...]
-    breakdown: dict[str, float]
+    memory: tuple[RankMemory, ...]  # one entry per pipeline rank
+    breakdown: dict[str, float]  # seconds of the step, by cause
     model_flops: float
     hardware_flops: float
     peak_flops: float
     plan: MemoryPlan
-    offloaded_elements: float = 0.0
-    messages: float = 0.0
-    open_messages: float = 0.0
+    offloaded_elements: float = 0.0  # parameters of a device whose optimizer states are off it
+    messages: float = 0.0  # seconds of data parallelism's messages of a step
+    open_messages: float = 0.0  # what of them computation does not hide
 
     @property
     def fullest(self) -> int:
@@ -89,14 +87,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class SteadyState:
-    """makespan: seconds from the first forward to the last backward, or of a batch of a pipeline that never drains.
+    """What a batch takes in the pipeline."""
 
-    ends: of each rank. busy: seconds of work of all ranks.
-    """
-
-    makespan: float
-    ends: tuple[float, ...]
-    busy: float
+    makespan: float  # seconds from the first forward to the last backward, or of a batch of one that never drains
+    ends: tuple[float, ...]  # of each rank
+    busy: float  # seconds of work of all ranks
 
     @property
     def bubble_over_ideal(self) -> float:

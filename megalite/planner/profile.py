@@ -28,14 +28,13 @@ ANYTHING = ("num_layers", "model_type", "max_position_embeddings")
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Roofline):
-    """points: (tensor-parallel size, sequence parallel, micro-batch) -> kind of layer -> times. optimizer, step:
-    (fixed, per unit). measured: `measured_model` of what was timed; path: where it was read."""
+    """Measured times. points: (tensor-parallel size, sequence parallel, micro-batch) -> kind of layer -> times."""
 
     points: Mapping[tuple[int, bool, int], Mapping[str, LayerTimes]]
-    optimizer: tuple[float, float]
+    optimizer: tuple[float, float]  # (fixed, per unit)
     step: tuple[float, float]
-    measured: Mapping[str, Any] = field(default_factory=dict)
-    path: str = ""
+    measured: Mapping[str, Any] = field(default_factory=dict)  # `measured_model` of what was timed
+    path: str = ""  # where it was read
 
     def check(self, config: Config) -> None:
         """Raises ConfigError where another model is planned than was timed: times are of one width."""

@@ -47,10 +47,10 @@ TOO_SLOW = 1.5
 
 @dataclass(frozen=True)
 class OverBudget:
-    """A legal layout that does not fit. memory: one entry per pipeline rank."""
+    """A legal layout that does not fit."""
 
     config: Config
-    memory: tuple[RankMemory, ...]
+    memory: tuple[RankMemory, ...]  # one entry per pipeline rank
 
     @property
     def fullest(self) -> RankMemory:
@@ -59,13 +59,12 @@ class OverBudget:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """considered: layouts that closed forms ranked. predictions: those simulated that fit, fastest first. rejected:
-    the simulated or exactly counted ones that do not fit, least memory first. problems: why nothing was legal."""
+    """What a search has found."""
 
-    considered: int
-    predictions: tuple[Prediction, ...]
-    rejected: tuple[OverBudget, ...]
-    problems: tuple[str, ...] = ()
+    considered: int  # layouts that closed forms ranked
+    predictions: tuple[Prediction, ...]  # those simulated that fit, fastest first
+    rejected: tuple[OverBudget, ...]  # simulated or exactly counted ones that do not fit, least memory first
+    problems: tuple[str, ...] = ()  # why nothing was legal
 
 
 def search(

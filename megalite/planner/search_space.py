@@ -20,16 +20,15 @@ LEAST_TOKENS = 4096
 
 
 class Sizes(NamedTuple):
-    """tensor, context, pipeline, data: ranks of each axis. micro: samples of a micro-batch. expert: ranks over which
-    experts are dealt out; expert_tensor: that share each (None: as many as tensor)."""
+    """Ranks of each axis."""
 
     tensor: int
     context: int
     pipeline: int
     data: int
-    micro: int
-    expert: int = 1
-    expert_tensor: int | None = None
+    micro: int  # samples of a micro-batch
+    expert: int = 1  # ranks over which experts are dealt out
+    expert_tensor: int | None = None  # that share each; None: as many as tensor
 
 
 @dataclass(frozen=True)

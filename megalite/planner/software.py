@@ -12,44 +12,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Software:
-    """One generation of programs.
-
-    residual: passes over the residual stream in a block (norms, dropout, additions).
-    inner: over the inputs of an MLP's second product; three times as many where it is gated.
-    query: over queries and context.
-    logits: over the loss's logits in fp32.
-    scores, backward_scores: over the scores of attention, beside its products; 0 where attention is one kernel.
-    attention: FLOP/s of that kernel by hardware, where the hardware's own number does not hold.
-    products: the efficiency of matrix products by hardware, likewise: libraries have become faster.
-    accumulation: bytes that a weight's gradient moves beside its product, on a GPU; None: a pass of its own adds it.
-    optimizer: bytes an element beside gradient, master and moments.
-    kernels: launches of a block's forward.
-    behind_weights: reductions of dx run behind dW.
-    interleaved: every message of tensor parallelism runs behind parts of its product.
-    whole_stages: each tensor-parallel rank sends a stage's output whole; else a part, and they are gathered there.
-    whole_gradients: their gradients go back whole.
-    waits: transfers of a pass for which a stage stands still: 1 where it sends and receives at once, 2 where one comes
-        after the other.
-    """
+    """One generation of programs."""
 
     name: str
-    residual: float = 10.0
-    inner: float = 2.0
-    query: float = 4.0
-    logits: float = 6.0
-    scores: float = 0.0
+    residual: float = 10.0  # passes over the residual stream in a block (norms, dropout, additions)
+    inner: float = 2.0  # over the inputs of an MLP's second product; three times as many where it is gated
+    query: float = 4.0  # over queries and context
+    logits: float = 6.0  # over the loss's logits in fp32
+    scores: float = 0.0  # over the scores of attention, beside its products; 0 where attention is one kernel
     backward_scores: float = 0.0
-    attention: Mapping[str, float] = field(default_factory=dict)
-    products: Mapping[str, float] = field(default_factory=dict)
+    attention: Mapping[str, float] = field(default_factory=dict)  # FLOP/s of that kernel where the hardware's is wrong
+    products: Mapping[str, float] = field(default_factory=dict)  # likewise their efficiency: libraries became faster
     backward: float = 1.8
-    accumulation: float | None = 0.0
-    optimizer: float = 0.0
-    kernels: int = 14
-    behind_weights: bool = True
-    interleaved: bool = False
-    whole_stages: bool = True
-    whole_gradients: bool = False
-    waits: int = 0
+    accumulation: float | None = 0.0  # bytes of a weight's gradient beside its product, on a GPU; None: a pass adds it
+    optimizer: float = 0.0  # bytes an element beside gradient, master and moments
+    kernels: int = 14  # launches of a block's forward
+    behind_weights: bool = True  # reductions of dx run behind dW
+    interleaved: bool = False  # every message of tensor parallelism runs behind parts of its product
+    whole_stages: bool = True  # each tensor-parallel rank sends a stage's output whole; else a part, gathered there
+    whole_gradients: bool = False  # their gradients go back whole
+    waits: int = 0  # transfers of a pass for which a stage stands still: 1 if it sends and receives at once, else 2
 
     @property
     def fused_attention(self) -> bool:

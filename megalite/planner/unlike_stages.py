@@ -42,12 +42,12 @@ class DeviceClass(NamedTuple):
 
 
 class UnlikePlan(NamedTuple):
-    """A configuration that runs, and what a batch of it takes. seconds: simulated. kinds: of devices, of each stage."""
+    """A configuration that runs, and what a batch of it takes."""
 
     config: Config
-    seconds: float
+    seconds: float  # simulated
     stages: StagePlan
-    kinds: tuple[int, ...]
+    kinds: tuple[int, ...]  # of devices, of each stage
 
 
 def best_unlike(config: Config, classes: Sequence[DeviceClass], *, stale: bool = False) -> UnlikePlan | None:
