@@ -48,8 +48,7 @@ UNFINISHED_SENDS = 16
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one rank while it trains. host: in the memory of the node, not on the device; file: on a disk. warm_up:
-    of micro-batches before blocks became graphs, with torch's allocator."""
+    """Bytes on one rank while it trains."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -60,9 +59,9 @@ class RankMemory:
     logits: float = 0.0
     buffers: float = 0.0
     workspace: float = 0.0
-    warm_up: float = 0.0
-    host: float = 0.0
-    file: float = 0.0
+    warm_up: float = 0.0  # of micro-batches before blocks became graphs, with torch's allocator
+    host: float = 0.0  # in the memory of the node, not on the device
+    file: float = 0.0  # on a disk
 
     @property
     def model_states(self) -> float:
@@ -89,17 +88,13 @@ TERMS = tuple(field.name for field in fields(RankMemory) if field.name not in ("
 
 @dataclass(frozen=True)
 class PlannedStages:
-    """A model as a layout divides it.
+    """A model as a layout divides it."""
 
-    config: with its vocabulary resolved. program: schedule of a full batch. cuts: stage -> indices into [embedding,
-    block 0, ..., head]. plan: where memory lies.
-    """
-
-    config: Config
+    config: Config  # with its vocabulary resolved
     world_size: int
-    program: Program
-    cuts: list[range]
-    plan: MemoryPlan
+    program: Program  # schedule of a full batch
+    cuts: list[range]  # stage -> indices into [embedding, block 0, ..., head]
+    plan: MemoryPlan  # where memory lies
     on_cpu: bool = False
 
     @classmethod
@@ -209,22 +204,21 @@ def _states(run: PlannedStages, rank: int) -> StateBytes:
 
 
 def foreign_memory(
-    config: Config,
-    program: Program,
+    run: PlannedStages,
     rank: int,
     states: StateBytes,
     kept: Mapping[int, StageActivations],
     *,
     message: float,
     logits: float,
-    on_cpu: bool,
 ) -> RankMemory:
     """Bytes on a rank that holds stages of a module of the user's own, which were measured.
 
     message: between stages. logits: what comes and goes in the loss.
     """
+    program, shared = run.program, shared_memory_bytes(run.config, run.on_cpu)
     full, boundary, head, _ = _peak(program, rank, kept, logits)
-    messages, shared = _messages(program, rank, on_cpu=on_cpu) * message, shared_memory_bytes(config, on_cpu)
+    messages = _messages(program, rank, on_cpu=run.on_cpu) * message
     return _planned(
         states,
         _kept_by_step(program, rank, kept) + messages + shared,

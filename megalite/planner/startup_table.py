@@ -63,27 +63,23 @@ def startup_rows(run: PlannedStages, device: str = "CPU") -> list[tuple[str, str
 
 
 def foreign_rows(
-    config: Config,
-    world_size: int,
+    run: PlannedStages,
+    memory: Sequence[RankMemory],
+    device: str,
     *,
-    layers: Sequence[int],
     parameters: int,
     by_stage: Sequence[int],
     flops_per_sample: float,
-    memory: Sequence[RankMemory] = (),
-    device: str = "CPU",
 ) -> list[tuple[str, str]]:
-    """The same rows about a module of the user's own.
-
-    layers, by_stage: layers and parameters of each stage, tied ones in each that holds them. parameters: of the module.
-    memory: of the ranks at each pipeline coordinate.
-    """
+    """The same rows about a module of the user's own. memory: of the ranks at each pipeline coordinate. parameters: of
+    the module. by_stage: of each stage, tied ones in each that holds them."""
+    config, world_size, layers = run.config, run.world_size, list(map(len, run.cuts))
     model, batch = config.model, config.global_batch_size(world_size)
     counts = f"{in_units(parameters)} ({parameters:,})"
     if len(by_stage) > 1:
         counts += f"; by stage {', '.join(in_units(count) for count in by_stage)}"
     sizes = " + ".join(map(str, layers))
-    heaviest = max(range(len(memory)), key=lambda rank: memory[rank].total, default=0)
+    heaviest = max(range(len(memory)), key=lambda rank: memory[rank].total)
     return [
         (
             "model",
@@ -93,7 +89,7 @@ def foreign_rows(
         ("parameters", counts),
         *_run_rows(config, world_size, device),
         ("FLOPs", f"{in_units(flops_per_sample * batch, 'FLOP')} per step (counted in the traced module, x 3)"),
-        *(_memory_rows(memory, heaviest, device) if memory else []),
+        *_memory_rows(memory, heaviest, device),
     ]
 
 

@@ -87,14 +87,12 @@ def rows_of(run: PlannedRun, device: str) -> list[tuple[str, str]]:
         return startup_rows(run, device)
     every = range(len(run.cuts))
     return foreign_rows(
-        run.config,
-        run.world_size,
-        layers=[len(items) for items in run.cuts],
+        run,
+        run.memory,
+        device,
         parameters=run.foreign.count(every),
         by_stage=[run.foreign.count([stage]) for stage in every],
         flops_per_sample=run.foreign.flops_per_sample,
-        memory=run.memory,
-        device=device,
     )
 
 

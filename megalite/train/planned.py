@@ -55,7 +55,7 @@ class PlannedRun(PlannedStages):
 
 def memory_of(run: PlannedRun, foreign: ForeignModel) -> list[RankMemory]:
     """Bytes that a module of the user's own needs."""
-    config, program, on_cpu = run.config, run.program, run.on_cpu
+    config, program = run.config, run.program
     last = len(foreign.cuts) - 1
     measured = {stage: stage_activations(foreign, stage, last=stage == last) for stage in range(last + 1)}
     specs = [layer.boundary.message for layer in foreign.parts.found]
@@ -74,12 +74,12 @@ def memory_of(run: PlannedRun, foreign: ForeignModel) -> list[RankMemory]:
                 tied=foreign.parts.tied,
                 versions=program.weight_versions[rank],
                 num_gradients=program.gradient_buffers,
-                on_cpu=on_cpu,
+                on_cpu=run.on_cpu,
             )
         own = {stage: measured[stage][0] for stage in stages}
         logits = 2 * math.prod(specs[-1].shape) * wide if last in own else 0
         logits = max(logits, *(measured[stage][1] for stage in stages))
-        found.append(foreign_memory(config, program, rank, states, own, message=message, logits=logits, on_cpu=on_cpu))
+        found.append(foreign_memory(run, rank, states, own, message=message, logits=logits))
     return found
 
 
