@@ -38,11 +38,11 @@ def run_forwards(
 
 @dataclass(frozen=True)
 class Given:
-    """A source of micro-batches that are all in memory. factor: of each loss, 0-dim. first: number of the first one."""
+    """A source of micro-batches that are all in memory."""
 
     microbatches: Sequence[StageInput]
-    factor: Tensor
-    first: int = 0
+    factor: Tensor  # of each loss, 0-dim
+    first: int = 0  # number of the first one
 
     def get(self, microbatch: int) -> tuple[StageInput, Tensor]:
         return self.microbatches[microbatch - self.first], self.factor

@@ -17,8 +17,7 @@ from megalite.parallel.pipeline import Stage
 from megalite.parallel.tensor import ScaleTable, delayed_products
 from megalite.schedule import StageKey
 
-SCALES = "optimizer/fp8/"
-"""Of their names in a checkpoint."""
+SCALES = "optimizer/fp8/"  # of their names in a checkpoint
 
 
 class ScaleHistory(VersionedState):

@@ -36,46 +36,36 @@ from megalite.schedule import NORM, REDUCE, RESHARD, STEP, UNSHARD, Action, Chun
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What one update uses.
-
-    weight_decay: of the parameters that decay.
-    decoupled_lr: of the parameters that have a learning rate of their own; None: the same.
-    clip_grad: the largest global norm of the gradient; 0: it is not clipped.
-    iteration: counted from 1.
-    samples: of the iteration that this update completes; 0 for all but the last of PipeDream's updates in an iteration
-        (every other schedule makes one update per iteration).
-    """
+    """What one update uses."""
 
     learning_rate: float
-    weight_decay: float
-    clip_grad: float
+    weight_decay: float  # of the parameters that decay
+    clip_grad: float  # the largest global norm of the gradient; 0: it is not clipped
     loss_scale: float | Tensor
-    iteration: int
-    samples: int
-    decoupled_lr: float | None = None
+    iteration: int  # counted from 1
+    samples: int  # of the iteration that this completes; 0 for all but the last of PipeDream's updates in an iteration
+    decoupled_lr: float | None = None  # of the parameters that have a learning rate of their own; None: the same
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """One update. `grad_norm` is the norm before clipping, without the loss scale; None if there is no global norm, or
-    if the update is known to be skipped. On a GPU it and `skipped` (0 or 1) are still on the device. `norm`, 0-dim, is
-    what the update was decided by, finite or not."""
+    """One update. On a GPU `grad_norm` and `skipped` (0 or 1) are still on the device."""
 
     numbers: Hyperparameters
+    # Before clipping, without the loss scale; None if there is no global norm, or the update is known to be skipped.
     grad_norm: Tensor | float | None
     skipped: Tensor | bool
-    norm: Tensor
+    norm: Tensor  # 0-dim: what the update was decided by, finite or not
 
 
 @dataclass(frozen=True)
 class _PendingUpdate:
-    """An update whose outcome the host has not read yet. overflow: 0-dim, 1 where its norm is not finite. reading: of
-    its gradient norm, and of the limit above which that is a spike, if spikes are looked for."""
+    """An update whose outcome the host has not read yet."""
 
     update: int
     numbers: Hyperparameters
-    overflow: Tensor
-    reading: LateReading
+    overflow: Tensor  # 0-dim, 1 where its norm is not finite
+    reading: LateReading  # of its norm, and of the limit above which that is a spike, if spikes are looked for
 
 
 class Updater(Events):

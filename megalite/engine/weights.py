@@ -32,8 +32,7 @@ from megalite.parallel.zero import (
 )
 from megalite.schedule import ChunkUse, Program, StageKey, StagePlacement
 
-OLDER = "previous/"
-"""What names of older weight versions begin with in checkpoints."""
+OLDER = "previous/"  # what names of older weight versions begin with in checkpoints
 
 
 class StageLayers(Protocol):
@@ -57,38 +56,27 @@ SumCopies = Callable[[Sequence[Tensor]], Handle]
 
 @dataclass(frozen=True)
 class Ties:
-    """Parameters that several stages hold. ranks: along the pipeline, that have a copy. home: the stage whose copies
-    enter the norm and checkpoints. unlike: makes what sums them, where stages are cut differently."""
+    """Parameters that several stages hold."""
 
     names: frozenset[str] = frozenset()
-    ranks: Sequence[int] = ()
-    home: StageKey = (0, 0)
-    unlike: Callable[[], SumCopies] | None = None
+    ranks: Sequence[int] = ()  # along the pipeline, that have a copy
+    home: StageKey = (0, 0)  # the stage whose copies enter the norm and checkpoints
+    unlike: Callable[[], SumCopies] | None = None  # makes what sums them, where stages are cut differently
 
 
 @dataclass(frozen=True)
 class Weights:
-    """This rank's part of the weights, and the state that each update changes with them.
+    """This rank's part of the weights, and the state that each update changes with them."""
 
-    stages: by (stage, replica).
-    buffers: of each stage, one `ParameterBuffers` for each family and dtype of its parameters.
-    placement: which rank holds which stage.
-    sum_copies: sums the gradients of a parameter that several stages hold.
-    num_versions: weight versions that each stage keeps (2BW: 2).
-    together: micro-batches of an update, where a batch has several (PipeDream); None: a batch is one.
-    delay: how many updates old this rank's gradients are.
-    states: what else an update changes, in the order in which all ranks step it.
-    """
-
-    stages: dict[StageKey, Stage]
-    buffers: dict[StageKey, list[ParameterBuffers]]
+    stages: dict[StageKey, Stage]  # by (stage, replica)
+    buffers: dict[StageKey, list[ParameterBuffers]]  # of each stage, one for each family and dtype of its parameters
     optimizer: ShardedOptimizer
-    placement: StagePlacement
-    sum_copies: SumCopies
-    num_versions: int
-    together: int | None
-    delay: Delay
-    states: Sequence[VersionedState]
+    placement: StagePlacement  # which rank holds which stage
+    sum_copies: SumCopies  # sums the gradients of a parameter that several stages hold
+    num_versions: int  # weight versions that each stage keeps (2BW: 2)
+    together: int | None  # micro-batches of an update, where a batch has several (PipeDream); None: a batch is one
+    delay: Delay  # how many updates old this rank's gradients are
+    states: Sequence[VersionedState]  # what else an update changes, in the order in which all ranks step it
 
     @property
     def families(self) -> list[ParameterBuffers]:

@@ -31,14 +31,12 @@ from megalite.train.planned import PlannedRun
 
 logger = logging.getLogger(__name__)
 
-ESTIMATE_ERROR = 0.05
-"""The estimate may be so much too high (`tools/check_plan.py`)."""
+ESTIMATE_ERROR = 0.05  # the estimate may be so much too high (`tools/check_plan.py`)
 DOUBTFUL = 0.9
-PRICED_MICROBATCHES = 1_000
-"""A remedy that needs another program is priced for batches up to this long."""
+PRICED_MICROBATCHES = 1_000  # a remedy that needs another program is priced for batches up to this long
 
+# Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host).
 Pools = Sequence[tuple[Pool, bool]]
-"""Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host)."""
 
 
 def open_module(config: Config, mesh: ParallelMesh, program: Program, world: World) -> ForeignModel:

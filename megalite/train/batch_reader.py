@@ -35,20 +35,16 @@ LossScale = Callable[[int], float | Tensor]
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """This replica's part of one global batch.
-
-    first: number of its first micro-batch. samples: over all replicas. factors: of the micro-batches' losses.
-    parts: of each micro-batch's update in the batch's mean loss, `[m]`; ones where it is one update. counted: tokens.
-    """
+    """This replica's part of one global batch."""
 
     number: int
-    first: int
-    samples: int
+    first: int  # number of its first micro-batch
+    samples: int  # over all replicas
     loss_scale: float | Tensor
     microbatches: list[Microbatch]
-    factors: list[Tensor]
-    parts: Tensor
-    counted: Tensor
+    factors: list[Tensor]  # of the micro-batches' losses
+    parts: Tensor  # of each micro-batch's update in the batch's mean loss, `[m]`; ones where it is one update
+    counted: Tensor  # tokens
 
 
 class BatchReader:

@@ -47,8 +47,7 @@ from megalite.train.rollback import PassedOver
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-MANY_LAYERS = 1000
-"""Building more than this takes seconds, which are announced."""
+MANY_LAYERS = 1000  # building more takes seconds, which are announced
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
@@ -63,17 +62,12 @@ def wide_dtype(config: Config) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Model(Weights):
-    """This rank's part of the model.
+    """This rank's part of the model."""
 
-    foreign: the module of `--model-module`, if it is one.
-    rows: of the word embedding, where they are on the host and of this rank. plan: where its memory lies. passed:
-    iterations whose samples are passed over.
-    """
-
-    foreign: ForeignModel | None = None
-    rows: CachedRows | None = None
-    plan: MemoryPlan = DEFAULT_PLAN
-    passed: PassedOver = field(default_factory=PassedOver)
+    foreign: ForeignModel | None = None  # the module of `--model-module`, if it is one
+    rows: CachedRows | None = None  # of the word embedding, where they are on the host and of this rank
+    plan: MemoryPlan = DEFAULT_PLAN  # where its memory lies
+    passed: PassedOver = field(default_factory=PassedOver)  # iterations whose samples are passed over
 
 
 def build_model(config: Config, run: PlannedRun, mesh: ParallelMesh, device: torch.device) -> Model:

@@ -53,10 +53,8 @@ from megalite.train.starting_point import other_ids
 logger = logging.getLogger(__name__)
 
 WIDEST = 100
-LONGEST_TEXT = 1 << 26
-"""Bytes of raw text that are tokenised to check them; the start does it for more."""
-LARGEST_CHECKPOINT = 1 << 34
-"""Bytes of a checkpoint that are read to check them."""
+LONGEST_TEXT = 1 << 26  # bytes of raw text that are tokenised to check them; the start does it for more
+LARGEST_CHECKPOINT = 1 << 34  # bytes of a checkpoint that are read to check them
 
 
 class HostTooSmall(ConfigError):

@@ -43,14 +43,10 @@ from megalite.library import (
 from megalite.microbatch import Microbatch
 from megalite.schedule import Program
 
-BACKWARD = 2
-"""Products of a backward, in those of its forward."""
-MOST_PARAMETERS = 1 << 26
-"""Of larger modules no copy is made."""
-MOST_PRODUCTS = 10**10
-"""Parameters times tokens above which two forwards would take long (on one core more than a second)."""
-NOISE = 16
-"""Roundings, in units of the precision, that other shapes inside the module may make (tokens of each expert)."""
+BACKWARD = 2  # products of a backward, in those of its forward
+MOST_PARAMETERS = 1 << 26  # of larger modules no copy is made
+MOST_PRODUCTS = 10**10  # parameters times tokens above which two forwards take long (on one core more than a second)
+NOISE = 16  # roundings, in units of the precision, that other shapes inside the module may make (tokens of each expert)
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,11 @@ from megalite.microbatch import Microbatch
 
 @dataclass(frozen=True)
 class Further:
-    """Adds them to the micro-batches of a batch.
+    """Adds them to the micro-batches of a batch."""
 
-    depth: tokens beyond the next. over: the axis over which tokens are counted; None: each micro-batch by itself.
-    dtype: of the weights.
-    """
-
-    depth: int
-    over: Axis | None
-    dtype: torch.dtype
+    depth: int  # tokens beyond the next
+    over: Axis | None  # over which tokens are counted; None: each micro-batch by itself
+    dtype: torch.dtype  # of the weights
 
     def __call__(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         masks = [torch.stack([mask_of(mb, k) for k in range(1, self.depth + 1)], 1) for mb in microbatches]

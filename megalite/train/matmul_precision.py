@@ -36,11 +36,11 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """mode: one of `MODES`. device: the type of device it was chosen for. kept: it comes from a checkpoint."""
+    """How fp32 products are computed."""
 
-    mode: str
-    device: str
-    kept: bool = False
+    mode: str  # one of `MODES`
+    device: str  # the type of device it was chosen for
+    kept: bool = False  # it comes from a checkpoint
 
 
 def set_matmul_precision(config: Config, device: torch.device, world: Axis, *, earlier: Any = None) -> MatmulChoice:

@@ -38,11 +38,11 @@ LENGTHS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class ParamSchedules:
-    """All as functions of the samples that the schedules have seen. decoupled: the learning rate of the word embedding
-    and the output layer, where it is another (Megatron-LM's: the same course between numbers of its own)."""
+    """All as functions of the samples that the schedules have seen."""
 
     learning_rate: LearningRateSchedule
     weight_decay: WeightDecaySchedule
+    # Of word embedding and output layer, where it is another (Megatron-LM's: the same course between its own numbers).
     decoupled: LearningRateSchedule | None = None
 
     @classmethod
@@ -103,12 +103,12 @@ class ParamSchedules:
 
 @dataclass(frozen=True)
 class ResolvedSchedules:
-    """config: with the settings of the schedules that hold. origin: whose schedules, for the log. other: flag ->
-    (in the checkpoint's run, in this one), of what the flags override."""
+    """The schedules that hold."""
 
-    config: Config
+    config: Config  # with their settings
     schedules: ParamSchedules
-    origin: str
+    origin: str  # whose schedules, for the log
+    # Flag -> (in the checkpoint's run, in this one), of what the flags override.
     other: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 

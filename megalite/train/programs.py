@@ -10,12 +10,9 @@ from megalite.errors import ScheduleError
 from megalite.inventory import DEFAULT_PLAN, MemoryPlan, lowered_program
 from megalite.schedule import Program, find_schedule, validate
 
-PROVED_AT_START = 16
-"""Programs that a rank validates before the first step, so that none of a growing batch stops a run later."""
-LONG_BATCH = 4096
-"""Micro-batches times stages above which only the first rounds of a program are validated and drawn."""
-WIDE_PIPELINE = 64
-"""Ranks above which one of as many is validated and drawn in place of a long batch's program."""
+PROVED_AT_START = 16  # programs that a rank validates before the first step: no growing batch stops a run later
+LONG_BATCH = 4096  # micro-batches times stages above which only the first rounds of a program are validated and drawn
+WIDE_PIPELINE = 64  # ranks above which one of as many is validated and drawn in place of a long batch's program
 
 
 @dataclass(frozen=True)

@@ -29,14 +29,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleRange:
-    """Samples `first` to `last` (exclusive), of iterations `after` + 1 to `until`. rollbacks: of how many spikes; 0: a
-    flag's."""
+    """Samples `first` to `last` (exclusive), of iterations `after` + 1 to `until`."""
 
     first: int
     last: int
     after: int
     until: int
-    rollbacks: int = 0
+    rollbacks: int = 0  # of how many spikes; 0: a flag's
 
 
 @dataclass
@@ -74,14 +73,13 @@ class PassedOver(Container[int]):
 
 @dataclass(frozen=True)
 class Rollback:
-    """Goes back. Collective. guard: finds the spikes. find: `Checkpointer.go_back`. load: takes up the state of what
-    that has found; returns its (iteration, samples consumed)."""
+    """Goes back. Collective."""
 
-    guard: SpikeGuard
+    guard: SpikeGuard  # finds the spikes
     sizes: BatchSizeSchedule
     passed: PassedOver
-    find: Callable[[int], Any]
-    load: Callable[[Any], tuple[int, int]]
+    find: Callable[[int], Any]  # `Checkpointer.go_back`
+    load: Callable[[Any], tuple[int, int]]  # takes up what that has found: its (iteration, samples consumed)
 
     def __call__(self, spike: int) -> Record | None:
         """After a spike in this iteration: a record of what was done; None where no checkpoint is that old. Raises

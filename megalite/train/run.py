@@ -69,12 +69,12 @@ def run_training(config: Config, world: World, measures: Measures | None = None)
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run that is ready to train: what `open_run` yields. arithmetic: what its last bits depend on."""
+    """A run that is ready to train: what `open_run` yields."""
 
     trainer: Trainer
     state: RunState
     directory: RunDirectory
-    arithmetic: Record
+    arithmetic: Record  # what its last bits depend on
 
 
 @contextmanager

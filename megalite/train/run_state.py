@@ -41,13 +41,10 @@ from megalite.train.trainer import TrainingProgress
 logger = logging.getLogger(__name__)
 
 STEPS = f"optimizer/{LAST_STEP}/"
-SPIKES = "spikes"
-"""Where a checkpoint keeps the gradient norms that the next one is compared with."""
-PASSED_OVER = "passed_over"
-"""Where a checkpoint keeps the ranges of samples that the run passes over."""
-NEWEST = "newest_update"
+# Where a checkpoint keeps the gradient norms that the next one is compared with, the ranges of samples that the run
+# passes over, and the learning rates and weight decay of its newest update.
+SPIKES, PASSED_OVER, NEWEST = "spikes", "passed_over", "newest_update"
 NEWEST_NUMBERS = ("learning_rate", "weight_decay", "decoupled_lr")
-"""Where a checkpoint keeps the learning rate and weight decay of its newest update."""
 
 
 @dataclass(frozen=True)

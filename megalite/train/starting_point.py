@@ -64,24 +64,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """path: a committed checkpoint, or a Hugging Face directory.
+    """What a run begins with."""
 
-    model: what the weights are. weights_only: iteration, data and optimizer start anew. saved, world_size: the run that
-    wrote the checkpoint; told: the settings that its format holds, where it is not ours. source: gives the weights of a
-    model in another format; None for a checkpoint. run: gives the tensors of a run in another format. kind: that
-    format, for messages.
-    """
-
-    path: Place
-    model: ModelConfig
+    path: Place  # a committed checkpoint, or a Hugging Face directory
+    model: ModelConfig  # what the weights are
     meta: Mapping[str, Any]
-    weights_only: bool
-    saved: Config | None = None
-    told: frozenset[str] | None = None
-    world_size: int = 1
+    weights_only: bool  # iteration, data and optimizer start anew
+    saved: Config | None = None  # of the run that wrote the checkpoint
+    told: frozenset[str] | None = None  # the settings that its format holds, where it is not ours
+    world_size: int = 1  # of that run
+    # Gives the weights of a model in another format; None for a checkpoint.
     source: HuggingFaceSource | MegatronDistSource | DcpSource | None = None
-    run: TrainedRun | None = None
-    kind: str = ""
+    run: TrainedRun | None = None  # gives the tensors of a run in another format
+    kind: str = ""  # that format, for messages
 
     @property
     def origin(self) -> Origin:

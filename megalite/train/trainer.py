@@ -37,28 +37,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Iterations between two full garbage collections; generations 0 and 1 are collected after every iteration.
 FULL_COLLECTION = 1000
-"""Iterations between two full garbage collections; generations 0 and 1 are collected after every iteration."""
 
 
 @dataclass
 class TrainingProgress:
-    """How far a run has got: all of it is in every checkpoint.
+    """How far a run has got: all of it is in every checkpoint."""
 
-    iteration            iterations done, including skipped ones
-    consumed_samples     samples read, over all replicas
-    updates              batches that went through the pipeline; each makes one weight version, even if it is skipped
-    microbatches         micro-batches that this replica has run since the beginning, of all those that take turns
-    skipped_iterations   iterations that changed no weights
-    schedule_samples     samples that count for the learning-rate schedule: those of skipped updates do not
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    updates: int = 0
-    microbatches: int = 0
-    skipped_iterations: int = 0
-    schedule_samples: int = 0
+    iteration: int = 0  # iterations done, including skipped ones
+    consumed_samples: int = 0  # samples read, over all replicas
+    updates: int = 0  # batches that went through the pipeline; each makes one weight version, even if it is skipped
+    microbatches: int = 0  # that this replica has run since the beginning, of all those that take turns
+    skipped_iterations: int = 0  # that changed no weights
+    schedule_samples: int = 0  # that count for the learning-rate schedule: those of skipped updates do not
 
     def count_iteration(self, samples: int, skipped: bool) -> None:
         """Counts an iteration of `samples` samples. skipped: whether any of its updates was."""
@@ -68,15 +60,7 @@ class TrainingProgress:
 
 @dataclass(eq=False)
 class Trainer:
-    """Runs training from `progress` to completion; `run.py` puts it together.
-
-    program: (micro-batches per replica, iteration) -> its schedule. train_iters: number of the last iteration.
-    evaluate: (iteration, whether it is the last) -> records; None: a signal has cut it short.
-    report_phase: tells a supervisor. sample: iteration -> texts of the model; None: it writes none.
-    experts: ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
-    measure: iteration -> records of `--eval-tasks`; None: there are none.
-    unsaved: the beginning has not been saved.
-    """
+    """Runs training from `progress` to completion; `run.py` puts it together."""
 
     state: RunState
     progress: TrainingProgress
@@ -85,17 +69,19 @@ class Trainer:
     executor: Executor
     updater: Updater
     batch_reader: BatchReader
-    program: Callable[[int, int], Program]
+    program: Callable[[int, int], Program]  # (micro-batches per replica, iteration) -> its schedule
     hooks: Hooks
     exits: ExitPolicy
+    # (Iteration, whether it is the last) -> records; None: a signal has cut it short.
     evaluate: Callable[[int, bool], list[Record] | None]
-    report_phase: Callable[[str], None]
+    report_phase: Callable[[str], None]  # tells a supervisor
+    # Ids of a batch's micro-batches -> what the routers did with them; None: there are no routers.
     experts: Callable[[range], Callable[[], ExpertStats]] | None
-    sample: Callable[[int], list[Record]] | None
-    measure: Callable[[int], list[Record]] | None
+    sample: Callable[[int], list[Record]] | None  # iteration -> texts of the model
+    measure: Callable[[int], list[Record]] | None  # iteration -> records of `--eval-tasks`
     tracer: PipelineTracer | None
     roll_back: Rollback | None
-    unsaved: bool = False
+    unsaved: bool = False  # the beginning has not been saved
 
     def __post_init__(self) -> None:
         self.config, world = self.state.config, self.mesh.size("world")
