@@ -22,8 +22,8 @@ from megalite.inventory import (
 )
 from megalite.planner.communication import shards_of
 
+# Bytes an element of a pass that takes as long; across: rounded and transposed at once.
 LOOK, ROUND, ACROSS, TURN = 2.6, 3.5, 5.3, 3.5
-"""Bytes an element of a pass that takes as long; across: rounded and transposed at once."""
 
 
 def rounded_products(layer: Layer) -> Iterator[Product]:

@@ -20,10 +20,8 @@ from megalite.inventory import ElementBytes, MemoryPlan, computations, given_pla
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import PlannedStages, pipeline_memory
 
-CHUNK_BYTES = 14
-"""Of a parameter in chunks: its 16 bits, which the gradient's take over, master and two moments."""
-HOST_SHARE = 0.8
-"""Of a host's memory that chunks may take: PatrickStar's own default."""
+CHUNK_BYTES = 14  # of a parameter in chunks: its 16 bits, which the gradient's take over, master and two moments
+HOST_SHARE = 0.8  # of a host's memory that chunks may take: PatrickStar's own default
 
 
 def efficiency(ait: float, bandwidth: float, peak: float) -> float:

@@ -26,8 +26,7 @@ from megalite.planner.communication import CommGroup
 from megalite.planner.hardware import Hardware
 
 WHOLE, TOKENS, CHANNELS, SUMS = "whole", "tokens", "channels", "sums"
-PRICES = 2**40
-"""Of a byte, among which the least is found."""
+PRICES = 2**40  # of a byte, among which the least is found
 REDUCE, GATHER, EXCHANGE = ("all_reduce",), ("gather",), ("exchange",)
 MESSAGES = {
     (SUMS, WHOLE): (REDUCE, ()),

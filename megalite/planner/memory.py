@@ -42,8 +42,7 @@ from megalite.schedule import ChunkTraffic, Program, Residency, chunk_traffic, r
 
 #: A batch with more actions than this is not walked; the schedule's declared peak is taken instead.
 WALKED_ACTIONS = 20_000
-#: Messages that gloo sends at a time (`comm.p2p`).
-UNFINISHED_SENDS = 16
+UNFINISHED_SENDS = 16  # messages that gloo sends at a time (`comm.p2p`)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ def walked(program: Program) -> int:
     return min(m, 3 * period + m % period)
 
 
-STEPPED = -1
-"""That of a STEP."""
+STEPPED = -1  # that of a STEP
 
 
 class MemoryPeak(NamedTuple):

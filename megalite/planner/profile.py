@@ -22,8 +22,7 @@ from megalite.planner.hardware import Hardware, Link
 
 KINDS = ("embedding", "block", "head")
 PRECISION = "precision"
-ANYTHING = ("num_layers", "model_type", "max_position_embeddings")
-"""Of a model, what the time of a block does not depend on."""
+ANYTHING = ("num_layers", "model_type", "max_position_embeddings")  # what the time of a block does not depend on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,7 @@ from megalite.planner.startup_table import budget_rows
 from megalite.progress import in_units
 
 GB = 1e9
-DOUBTFUL = 0.1
-"""Part of a step that messages would add if computation did not hide them, from which on that is said."""
+DOUBTFUL = 0.1  # part of a step that messages would add if computation did not hide them, from which on that is said
 
 
 def layout_text(config: Config, world_size: int, plan: MemoryPlan | None = None) -> str:

@@ -23,26 +23,15 @@ from megalite.planner.search_space import Layout, apply, layout_of, of_shape, re
 from megalite.planner.uneven import recompute_of, recomputing, recut, smallest_numbers
 from megalite.progress import OnProgress, no_progress
 
-#: Simulated layouts: at least this many, whatever `top` is.
-LEAST_SIMULATED = 32
-
-#: Of so many of the sizes that proved fastest, so many more are simulated.
-BEST_SIZES, SIBLINGS = 2, 6
-
-#: Layouts that are counted exactly and do not fit before the search gives up.
-MOST_REJECTED = 100
-
-#: This many of the fastest pipelines are cut anew, and this many of the fastest that do not fit.
+LEAST_SIMULATED = 32  # simulated layouts: at least this many, whatever `top` is
+BEST_SIZES, SIBLINGS = 2, 6  # of so many of the sizes that proved fastest, so many more are simulated
+MOST_REJECTED = 100  # layouts that are counted exactly and do not fit before the search gives up
+# This many of the fastest pipelines are cut anew, and this many of the fastest that do not fit.
 RECUT, RECUT_MISFITS = 4, 2
-
-#: A cut is written out only if a step gains this part by it.
-LEAST_GAIN = 1e-3
-
-#: Steps whose predicted times differ by less than this part take equally long: the prediction is not that good.
+LEAST_GAIN = 1e-3  # a cut is written out only if a step gains this part by it
+# Steps whose predicted times differ by less than this part take equally long: the prediction is not that good.
 AS_LONG = 2e-3
-
-#: Sizes whose bound is this many times slower than the best estimate are left out.
-TOO_SLOW = 1.5
+TOO_SLOW = 1.5  # sizes whose bound is this many times slower than the best estimate are left out
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from megalite.config import SECTIONS, Config, all_options, build_section, config_problems, divisors, flat, schedule_file
 from megalite.schedule import SCHEDULES, default_schedule, resolve_chunks, schedule_problems
 
-#: Tokens of a sequence on one rank, at least, where it is cut.
-LEAST_TOKENS = 4096
+LEAST_TOKENS = 4096  # tokens of a sequence on one rank, at least, where it is cut
 
 
 class Sizes(NamedTuple):

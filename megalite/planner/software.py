@@ -57,8 +57,7 @@ Gradients are unscaled and clipped in passes of their own. The loss makes a doze
 maximum, difference, exponential, sum, quotient, gradient, copy."""
 _ADDED_APART: dict[str, Any] = {"accumulation": None, "behind_weights": False}
 
-#: arXiv 2104.04473.
-MEGATRON_2021 = Software("Megatron-LM 2021", **_EARLY, **_ADDED_APART, whole_stages=False)
+MEGATRON_2021 = Software("Megatron-LM 2021", **_EARLY, **_ADDED_APART, whole_stages=False)  # arXiv 2104.04473
 #: The same under DeepSpeed's pipeline engine (arXiv 2201.11990), whose source of 2021 sends activations in parts and
 #: gradients whole, each by a call that the compute stream waits for.
 DEEPSPEED_2021 = Software(

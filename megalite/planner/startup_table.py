@@ -228,8 +228,7 @@ def _precision(config: Config) -> str:
 TOO_SMALL = "too small for this layout"
 NO_ROOM = "no known device has more"
 PARTS = ("weights", "gradients", "optimizer", "activations", "boundary", "logits", "buffers", "workspace", "warm_up")
-LARGEST = 3
-"""Terms that are named beside devices that are too small."""
+LARGEST = 3  # terms that are named beside devices that are too small
 
 
 def _memory_rows(

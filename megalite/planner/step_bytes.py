@@ -10,8 +10,7 @@ Proof: tests/unit/planner/test_model_states.py counts what the rules allocate.
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.inventory import STEP_PIECE, BucketPlan, ElementBytes
 
-JOINED = 4.0
-"""A master of 16 bits of remainder: itself, and what splits it again."""
+JOINED = 4.0  # a master of 16 bits of remainder: itself, and what splits it again
 
 
 def step_numbers(config: Config, plan: BucketPlan, owner: int, *, on_cpu: bool) -> float:

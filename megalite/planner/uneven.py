@@ -26,8 +26,7 @@ from megalite.planner.cost import LayerTimes, add_times
 from megalite.planner.memory import PlannedStages, rank_memory
 from megalite.schedule import compact_layout, partition_of
 
-#: A stage between the ends may have this many layers more or fewer than the mean, or a third of the mean.
-SPREAD = 2
+SPREAD = 2  # a stage between the ends may have this many layers more or fewer than the mean, or a third of the mean
 
 
 def recompute_of(numbers: Sequence[int], blocks: Sequence[int]) -> tuple[Recompute, ...]:
@@ -53,9 +52,9 @@ def recomputing(config: Config, numbers: Sequence[int], blocks: Sequence[int]) -
 
 @dataclass(frozen=True)
 class MemoryHeadroom(PlannedStages):
-    """Stages whose ranks are asked one by one whether they fit. usable_bytes: of a device."""
+    """Stages whose ranks are asked one by one whether they fit."""
 
-    usable_bytes: float = 0.0
+    usable_bytes: float = 0.0  # of a device
 
     @cached_property
     def blocks(self) -> list[int]:

@@ -26,11 +26,9 @@ from megalite.schedule import BACKWARD, FORWARD, SCHEDULES, Costs, build_program
 
 MOST_GROUPS = 16
 """Blocks are moved between stages in at most so many groups of neighbours (Alpa's clusters of operators)."""
-MOST_UNITS = 64
-"""Devices are counted in at most so many."""
+MOST_UNITS = 64  # devices are counted in at most so many
 TRIED_MICRO = (1, 2, 4, 8)
-ROOMS = (1.0, 0.9, 0.75, 0.6)
-"""Parts of the memory that closed forms may fill, until what they leave out fits, too."""
+ROOMS = (1.0, 0.9, 0.75, 0.6)  # parts of the memory that closed forms may fill, until what they leave out fits, too
 
 
 class DeviceClass(NamedTuple):

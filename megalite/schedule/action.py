@@ -25,36 +25,25 @@ from typing import NamedTuple
 from megalite.errors import ScheduleError
 
 FORWARD = "F"
-BACKWARD = "B"
-"""Whole backward: gradient of the input and of the weights."""
-BACKWARD_INPUT = "I"
-"""First half of a split backward: gradient of the input only (what the previous stage waits for)."""
-BACKWARD_WEIGHT = "W"
-"""Second half: gradient of the weights (nothing waits for it, so it fills bubbles)."""
-RECOMPUTE = "R"
-"""The forward again, from the saved input of a stage that keeps nothing else (`Program.recomputed`)."""
+BACKWARD = "B"  # whole backward: gradient of the input and of the weights
+BACKWARD_INPUT = "I"  # first half of a split backward: gradient of the input only (what the previous stage waits for)
+BACKWARD_WEIGHT = "W"  # second half: gradient of the weights (nothing waits for it, so it fills bubbles)
+RECOMPUTE = "R"  # the forward again, from the saved input of a stage that keeps nothing else (`Program.recomputed`)
 SEND_F = "SEND_F"
 RECV_F = "RECV_F"
 SEND_B = "SEND_B"
 RECV_B = "RECV_B"
-REDUCE = "REDUCE"
-"""Start the data-parallel reduction of one update's gradient; the STEP of that update waits for it."""
+REDUCE = "REDUCE"  # start the data-parallel reduction of one update's gradient; the STEP of that update waits for it
 NORM = "NORM"
 """Send this stage's share of the global gradient norm of one update, so that STEP need not wait for it. Optional: in a
 program without it, STEP does both."""
-STEP = "STEP"
-"""Optimizer update u of one stage: consumes gradient u, produces weight version u + 1."""
-UNSHARD = "UNSHARD"
-"""Gather the weights of one stage (ZeRO-3)."""
-RESHARD = "RESHARD"
-"""Free the part of them that other ranks own."""
-EVICT = "EVICT"
-"""Begin to move what a micro-batch's forward keeps in one stage to the host; PREFETCH: to bring it back."""
-PREFETCH = "PREFETCH"
-FETCH = "FETCH"
-"""Of weights that live on the host, inside of a computation: `microbatch` is the layer of the stage. In drawings."""
-OVERLAP = "OVERLAP"
-"""Two computations that may run at the same time, as one action."""
+STEP = "STEP"  # optimizer update u of one stage: consumes gradient u, produces weight version u + 1
+UNSHARD = "UNSHARD"  # gather the weights of one stage (ZeRO-3)
+RESHARD = "RESHARD"  # free the part of them that other ranks own
+EVICT = "EVICT"  # begin to move what a micro-batch's forward keeps in one stage to the host
+PREFETCH = "PREFETCH"  # begin to bring it back
+FETCH = "FETCH"  # in drawings, of weights that come from the host in a computation: `microbatch` is the stage's layer
+OVERLAP = "OVERLAP"  # two computations that may run at the same time, as one action
 
 _WORDS = {
     FORWARD: "forward",
@@ -67,21 +56,16 @@ _WORDS = {
     RECV_B: "receive backward",
 }
 
-StageKey = tuple[int, int]
-"""(stage, replica)"""
+StageKey = tuple[int, int]  # (stage, replica)
 
 COMPUTE_KINDS = frozenset({FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
-GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})
-"""Kinds that add to the gradients of weights."""
-INPUT_GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_INPUT})
-"""Kinds that use what a forward has kept, for the gradient of the stage's input."""
-AWAITING_WEIGHT = {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}
-"""What a kind adds to the micro-batches that are between I and W."""
+GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_WEIGHT})  # kinds that add to the gradients of weights
+INPUT_GRADIENT_KINDS = frozenset({BACKWARD, BACKWARD_INPUT})  # use what a forward keeps, for the input's gradient
+AWAITING_WEIGHT = {BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}  # what a kind adds to the micro-batches between I and W
 SEND_KINDS = frozenset({SEND_F, SEND_B})
 RECV_KINDS = frozenset({RECV_F, RECV_B})
 COMMUNICATION_KINDS = SEND_KINDS | RECV_KINDS
-UPDATE_KINDS = frozenset({REDUCE, NORM, STEP, UNSHARD, RESHARD})
-"""Their `microbatch` is the number of an update or of a batch."""
+UPDATE_KINDS = frozenset({REDUCE, NORM, STEP, UNSHARD, RESHARD})  # `microbatch`: number of an update or a batch
 NONE = -1
 
 

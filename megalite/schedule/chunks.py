@@ -22,8 +22,7 @@ from megalite.schedule.action import BACKWARD, BACKWARD_INPUT, FORWARD, RECOMPUT
 from megalite.schedule.eviction import belady
 from megalite.schedule.program import Program, WeightChunks
 
-ChunkKey = tuple[int, int, int]
-"""(stage, replica, layer of the stage)."""
+ChunkKey = tuple[int, int, int]  # (stage, replica, layer of the stage)
 K = TypeVar("K", bound=Hashable)
 
 

@@ -22,8 +22,7 @@ from statistics import median
 from megalite.errors import ScheduleError
 from megalite.schedule.stage_placement import StagePlacement
 
-LEAST_GAIN = 0.05
-"""Part of the slowest stage's time that another division must save to be named."""
+LEAST_GAIN = 0.05  # part of the slowest stage's time that another division must save to be named
 
 
 def _slices(sizes: Sequence[int], num_layers: int) -> list[range]:

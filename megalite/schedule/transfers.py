@@ -23,8 +23,7 @@ from megalite.schedule.action import AWAITING_WEIGHT, EVICT, FORWARD, INPUT_GRAD
 from megalite.schedule.eviction import belady
 from megalite.schedule.program import ActivationRoom, BatchRange, Program
 
-SavedKey = tuple[int, int, int]
-"""(stage, replica, micro-batch) of the activations that a forward keeps."""
+SavedKey = tuple[int, int, int]  # (stage, replica, micro-batch) of the activations that a forward keeps
 
 
 @dataclass

@@ -49,10 +49,8 @@ from megalite.schedule.program import BatchRange, BatchSpec, Program
 from megalite.schedule.simulate import ResultKey, dependencies, produced, simulate
 from megalite.schedule.transfers import transfer_faults
 
-MOST_DRAWN = 8
-"""Ranks of a refused program that are drawn."""
-Lists = Sequence[Sequence[Action]]
-"""The whole run of every rank."""
+MOST_DRAWN = 8  # ranks of a refused program that are drawn
+Lists = Sequence[Sequence[Action]]  # the whole run of every rank
 
 
 class ValidationReport(NamedTuple):

@@ -33,8 +33,7 @@ from megalite.launch import INTERRUPTED, SAME_SECONDS
 
 logger = logging.getLogger(__name__)
 
-#: Other values of `"status"` in the summary line of metrics.jsonl.
-COMPLETED = "completed"
+COMPLETED = "completed"  # other values of `"status"` in the summary line of metrics.jsonl
 FAILED = "failed"
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)

@@ -31,8 +31,7 @@ from megalite.schedule.simulate import Span, Timeline, simulate
 
 LANE, GAP, BOX_RADIUS = 34, 8, 4
 LEFT, RIGHT, TOP, BOTTOM = 74, 150, 76, 62
-WIDEST = 1500
-"""The time axis, in pixels."""
+WIDEST = 1500  # the time axis, in pixels
 BOXES = {
     FORWARD: ("forward", "#5b8def", "#2f5fc4"),
     RECOMPUTE: ("forward again", "#a3bff6", "#86a3de"),
