@@ -33,10 +33,11 @@ def is_on(config: Config, name: str) -> object:
 
 
 def excluded(config: Config, flag: str, reasons: Mapping[str, str], fix: str = "drop one") -> Iterator[str]:
-    """A line for each setting that is on and does not go with `flag`. reasons: name -> why."""
-    for name, why in reasons.items():
-        if is_on(config, name):
-            yield f"{flag}: not with `{name}`, {why}; {fix}"
+    """A line for each setting that is on and does not go with `flag`. reasons: name, or several -> why."""
+    for names, why in reasons.items():
+        for name in names.split():
+            if is_on(config, name):
+                yield f"{flag}: not with `{name}`, {why}; {fix}"
 
 
 PAIRS: tuple[tuple[str, str, str], ...] = (
@@ -86,18 +87,13 @@ def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
     reasons = {
         "model_module": "whose layers are its own",
         "num_experts": "which get another number of tokens each time",
-        "multi_latent_attention": "which was never captured",
-        "experimental_attention_variant": "which was never captured",
-        "tensor_model_parallel_size": "whose messages are inside of blocks",
-        "stage_meshes": "whose messages are inside of blocks",
+        "multi_latent_attention experimental_attention_variant": "which was never captured",
+        "tensor_model_parallel_size stage_meshes context_parallel_size": "whose messages are inside of blocks",
         "pipeline_schedule_file": "which may run blocks twice",
-        "context_parallel_size": "whose messages are inside of blocks",
         "window_size": "whose mask is made anew each time",
         "reset_attention_mask": "whose documents have other lengths each time",
         "seq_length_schedule": "whose samples have other lengths",
-        "attn_logit_softcapping": "whose kernel is compiled",
-        "softmax_type": "whose kernel is compiled",
-        "attention_dropout": "whose kernel is compiled",
+        "attn_logit_softcapping softmax_type attention_dropout": "whose kernel is compiled",
         "recompute_granularity": "which runs blocks twice",
         "lora_rank": "whose matrices were never captured",
         "fp8_format": "whose scales the host keeps",
@@ -106,10 +102,8 @@ def cuda_graphs(config: Config, world_size: int) -> Iterator[str]:
         "optimizer": "which looks at the operands of products",
         "cpu_offloading_num_layers": "whose activations move",
         "device_memory_budget_gb": "whose activations may move",
-        "optimizer_cpu_offload": "which was never captured",
-        "optimizer_offload_path": "which was never captured",
+        "optimizer_cpu_offload optimizer_offload_path embedding_offload": "which was never captured",
         "param_offload": "whose weights move",
-        "embedding_offload": "which was never captured",
     }
     yield from excluded(config, flag, reasons)
     if schedule.asynchronous:
@@ -139,9 +133,7 @@ def partial_backprop(config: Config, world_size: int) -> Iterator[str]:
         "fp8_format": "whose scales look at every gradient",
         "calculate_per_token_loss": "whose means are over tokens",
         "rampup_batch_size": "whose steps have other depths",
-        "cpu_offloading_num_layers": "which waits for every backward",
-        "device_memory_budget_gb": "which waits for every backward",
-        "param_offload": "which waits for every backward",
+        "cpu_offloading_num_layers device_memory_budget_gb param_offload": "which waits for every backward",
         "embedding_offload": "whose rows wait for every backward",
         "optimizer": "whose factors are of all tokens",
     }
@@ -165,8 +157,7 @@ def tapped_products(config: Config, world_size: int) -> Iterator[str]:
         "fp16": "whose scaled gradients overflow when they are squared",
         "calculate_per_token_loss": "which scales gradients after the backward",
         "compile": "whose code hands over nothing",
-        "optimizer_cpu_offload": "whose steps do not wait for all of a rank",
-        "optimizer_offload_path": "whose steps do not wait for all of a rank",
+        "optimizer_cpu_offload optimizer_offload_path": "whose steps do not wait for all of a rank",
         "param_offload": "whose gradients are on the host",
         "delayed_parameter_update": "whose step overlaps the next batch",
         "embedding_offload": "whose rows have an optimizer of their own",
@@ -186,8 +177,7 @@ def message_driven(config: Config, world_size: int) -> Iterator[str]:
         return
     flag = f"`pipeline_schedule`={parallel.schedule}"
     reasons = {
-        "device_memory_budget_gb": "which plans what moves when",
-        "param_offload": "which plans what moves when",
+        "device_memory_budget_gb param_offload": "which plans what moves when",
         "embedding_offload": "whose rows are fetched ahead",
         "expert_model_parallel_size": "whose ranks are in several pipelines",
     }

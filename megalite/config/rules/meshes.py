@@ -54,7 +54,6 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
         yield f"`tensor_parallel_grid`={','.join(map(str, sides))}: {flag} has a grid of its own; use 4d, or drop it"
     if mode == "1d":
         return
-    state = "whose layers are cut along one side"
     reasons = {
         "sequence_parallel": "a grid splits all activations already",
         "tp_comm_overlap": "whose halves wait for other messages",
@@ -62,12 +61,10 @@ def tensor_grid(config: Config, world_size: int) -> Iterator[str]:
         "stage_meshes": "whose stages are cut along one side",
         "num_experts": "whose tokens travel",
         "model_module": "whose layers are its own",
-        "multi_latent_attention": state,
-        "experimental_attention_variant": state,
+        "multi_latent_attention experimental_attention_variant": "whose layers are cut along one side",
+        "mtp_num_layers lora_rank": "whose layers are cut along one side",
         "qk_layernorm_across_heads": "which is cut along one side",
         "qk_clip": "which looks at all queries",
-        "mtp_num_layers": state,
-        "lora_rank": state,
         "fp8_format": "whose scales are of matrices cut along one side",
         "compile": "whose norms send nothing",
         "partial_backprop_groups": "which counts whole micro-batches",

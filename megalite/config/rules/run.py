@@ -82,9 +82,8 @@ def qk_clip(config: Config, world_size: int) -> Iterator[str]:
         "mtp_num_layers": "whose blocks are not those of the model",
         "lora_rank": "whose projections are frozen",
         "compile": "whose code does not return the scores",
-        "optimizer_cpu_offload": "whose masters are on the host",
+        "optimizer_cpu_offload param_offload": "whose masters are on the host",
         "optimizer_offload_path": "whose masters are in files",
-        "param_offload": "whose masters are on the host",
         "delayed_parameter_update": "whose step ends later",
         "store_param_remainders": "whose masters exist only in a step",
     }
