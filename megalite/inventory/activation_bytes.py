@@ -20,6 +20,7 @@ library's fused ones.
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 from megalite.config import Config, ModelConfig
@@ -70,16 +71,13 @@ def boundary_shape(config: Config) -> tuple[int, int, int]:
 
 def boundary_bytes(config: Config) -> float:
     """Of `boundary_shape`, in the dtype of the residual stream."""
-    length, samples, width = boundary_shape(config)
-    return float(length * samples * width * _residual_bytes(config))
+    return float(prod(boundary_shape(config)) * _residual_bytes(config))
 
 
 def _norm_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of one norm: input, statistics, output (which the linear layer behind it keeps)."""
-    length, samples, h = boundary_shape(config)
-    return _input_and_statistics(config, model, on_cpu, _residual_bytes(config)) + (
-        length * samples * h * ElementBytes.of(config).compute
-    )
+    output = prod(boundary_shape(config)) * ElementBytes.of(config).compute
+    return _input_and_statistics(config, model, on_cpu, _residual_bytes(config)) + output
 
 
 def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, element: int) -> float:
@@ -98,14 +96,13 @@ def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, elem
 def _norms_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of all norms of a block; without those in front, the linear layers keep the residual stream as they read it."""
     size, residual = ElementBytes.of(config), _residual_bytes(config)
-    length, samples, h = boundary_shape(config)
     if model.norm_placement == "pre":
         return 2 * _norm_bytes(config, model, on_cpu)
     behind = 2 * _input_and_statistics(config, model, on_cpu, size.compute)
     if model.norm_placement == "sandwich":
         return behind + 2 * _norm_bytes(config, model, on_cpu)
     cast = size.compute if residual != size.compute else 0
-    return behind + length * samples * h * ((1 if cast else 2) * residual + 2 * cast)
+    return behind + prod(boundary_shape(config)) * ((1 if cast else 2) * residual + 2 * cast)
 
 
 def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
