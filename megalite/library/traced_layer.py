@@ -186,16 +186,6 @@ def _splits(node: fx.Node, traced: Traced, cut: TensorCut) -> bool:
     return True
 
 
-def _as_module(graph: fx.Graph, made: fx.Node, name: str) -> fx.Node:
-    """The operation as a call of a `Product`."""
-    turned, args = made.target is ADDMM, made.args
-    if turned:
-        args = (args[1], args[2], args[0])
-    found = graph.call_module(name, args, {"turned": True} if turned else {})
-    graph.erase_node(made)
-    return found
-
-
 def _extract(
     part: Part, arguments: Sequence[fx.Node], needed: set[fx.Node], traced: Traced, cut: TensorCut
 ) -> tuple[fx.Graph, dict[str, Any]]:
@@ -231,8 +221,13 @@ def _extract(
             _follow_mode(graph, made, training)
             if _splits(node, traced, cut):
                 name = f"product_{len(held)}"
-                held[name] = Product()
-                copies[node] = made = _as_module(graph, made, name)
+                held[name], plain, args = Product(), made, made.args
+                if node.target is ADDMM:
+                    made = graph.call_module(name, (args[1], args[2], args[0]), {"turned": True})
+                else:
+                    made = graph.call_module(name, args)
+                graph.erase_node(plain)
+                copies[node] = made
             if cut.kind(node):
                 copies[node] = rewritten(graph, node, made, cut, held)
     graph.output(tuple(copies[node] for node in part.leaves))
