@@ -16,7 +16,7 @@ REDUCE, NORM and STEP, and in how many weight versions they keep.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -68,42 +68,28 @@ class _PendingUpdate:
     reading: LateReading  # of its norm, and of the limit above which that is a spike, if spikes are looked for
 
 
+@dataclass(eq=False)
 class Updater(Events):
-    """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages.
+    """Carries out the actions that concern weights: reductions and optimizer steps of this rank's stages."""
 
-    policy           update -> learning rate, weight decay, loss scale of that batch
-    count_iteration  (samples of an iteration, whether any of its updates was skipped): called once that is known
-    nonfinite        'stop' or 'skip'
-    late             read the outcome of an update just before the next one, not at once (on a GPU)
-    max_skipped      number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
-    version          number of updates that the newest weights have seen
-    update_of        global id of a micro-batch -> the update that its gradient belongs to
-    spikes           looks for gradient norms that are out of proportion; None: nobody does
-    """
+    weights: Weights
+    _: KW_ONLY
+    policy: Callable[[int], Hyperparameters]  # update -> learning rate, weight decay, loss scale of that batch
+    # (Samples of an iteration, whether any of its updates was skipped): called once that is known.
+    count_iteration: Callable[[int, bool], None]
+    scaler: LossScaler
+    nonfinite: str  # 'stop' or 'skip'
+    max_skipped: int  # number of consecutive skips at the smallest loss scale that ends the run; `stuck` counts them
+    version: int  # number of updates that the newest weights have seen
+    update_of: Callable[[int], int]  # global id of a micro-batch -> the update that its gradient belongs to
+    late: bool  # read the outcome of an update just before the next one, not at once (on a GPU)
+    spikes: SpikeGuard | None = None  # looks for gradient norms that are out of proportion; None: nobody does
 
-    def __init__(
-        self,
-        weights: Weights,
-        *,
-        policy: Callable[[int], Hyperparameters],
-        count_iteration: Callable[[int, bool], None],
-        scaler: LossScaler,
-        nonfinite: str,
-        max_skipped: int,
-        version: int,
-        update_of: Callable[[int], int],
-        late: bool,
-        spikes: SpikeGuard | None = None,
-    ) -> None:
-        self._buffers_of, self._all_buffers = weights.buffers, weights.families
-        self._weights, self._policy, self._scaler = weights, policy, scaler
-        self._count_iteration = count_iteration
-        self._nonfinite, self._max_skipped = nonfinite, max_skipped
+    def __post_init__(self) -> None:
+        self._buffers_of, self._all_buffers = self.weights.buffers, self.weights.families
         self.stuck = 0
-        self._late, self._spikes = late, spikes
         self._pending: _PendingUpdate | None = None
         self._skipped_here = False  # whether an update of the iteration so far was skipped
-        self._version, self._update_of = version, update_of
         self._arrived: dict[str, set[StageKey]] = {REDUCE: set(), NORM: set(), STEP: set()}
         self._tied: dict[int, list[Handle]] = {}
         self._norm: PendingNorm | None = None
@@ -118,19 +104,19 @@ class Updater(Events):
         if program.chunks is not None:
             if self._plan is None or self._plan[0] is not program:
                 self._plan = program, plan_chunks(program, rank, actions)
-            self._weights.follow(self._plan[1])
+            self.weights.follow(self._plan[1])
 
     def newest_version(self) -> int:
-        return self._version
+        return self.version
 
     def restart(self, version: int) -> None:
         """Continues with the loaded weights of this version. The pipeline must be empty; what the host has not read yet
         of the updates so far is dropped."""
-        self._version, self._pending, self._skipped_here, self.stuck = version, None, False, 0
+        self.version, self._pending, self._skipped_here, self.stuck = version, None, False, 0
 
     def before_backward(self, stage: StageKey, microbatch: int, *, last: Mapping[GradSink, int] | bool) -> None:
         for buffers in self._buffers_of[stage]:
-            buffers.gradients.select(self._update_of(microbatch))
+            buffers.gradients.select(self.update_of(microbatch))
             if last is not False:
                 buffers.gradients.arm(None if last is True else last)
 
@@ -159,48 +145,48 @@ class Updater(Events):
             buffers.gradients.start_reduce()
         if self._is_last(REDUCE, stage):
             self._select(update)
-            self._tied[update] = self._weights.start_tied_sums()
+            self._tied[update] = self.weights.start_tied_sums()
 
     def _step(self, update: int, pending_norm: PendingNorm) -> None:
         """Steps the optimizer."""
         self.resolve_pending()
-        numbers = self._policy(update)
+        numbers = self.policy(update)
         norm = pending_norm.wait() / numbers.loss_scale
         overflow = found_inf = 1.0 - norm.isfinite().float()
         read = norm[None]
-        if self._spikes is not None:
-            limit = self._spikes.limit(norm)
+        if self.spikes is not None:
+            limit = self.spikes.limit(norm)
             read = torch.stack([norm, limit])
-            if self._spikes.withholds:
+            if self.spikes.withholds:
                 found_inf = torch.maximum(found_inf, (norm > limit).float())
         reading = LateReading(read)
         self._pending = _PendingUpdate(update, numbers, overflow, reading)
-        self._weights.optimizer.finish_step()  # it may still read what comes now
-        self._weights.follow(None)
-        delay = self._weights.delay
+        self.weights.optimizer.finish_step()  # it may still read what comes now
+        self.weights.follow(None)
+        delay = self.weights.delay
         delay.begin(numbers.iteration)
         delay.learning_rate, delay.weight_decay = numbers.learning_rate, numbers.weight_decay
         delay.decoupled_lr = numbers.decoupled_lr
         fault_point("opt_step", update=update)
-        self._weights.optimizer.step(
+        self.weights.optimizer.step(
             lr=numbers.learning_rate,
             weight_decay=numbers.weight_decay,
             decoupled_lr=numbers.decoupled_lr,
             grad_scale=_grad_scale(norm, found_inf, numbers),
             found_inf=found_inf,
-            version=self._version + 1,
+            version=self.version + 1,
         )
         if not delay.of_weights:  # the next batch runs on them
-            self._weights.optimizer.finish_step()
-        for state in self._weights.states:
-            state.step(lambda number: self._update_of(number) == update, found_inf, self._version + 1)
-        self._version += 1
+            self.weights.optimizer.finish_step()
+        for state in self.weights.states:
+            state.step(lambda number: self.update_of(number) == update, found_inf, self.version + 1)
+        self.version += 1
         shown: Tensor | float | None = norm
         skipped: Tensor | bool = found_inf
-        if not self._late:
+        if not self.late:
             skipped = self.resolve_pending()
             shown = None if skipped else reading.read()[0]
-        shown = shown if self._weights.together is None else None
+        shown = shown if self.weights.together is None else None
         self.results.append(UpdateResult(numbers, shown, skipped, norm))
         for buffers in self._all_buffers:
             buffers.gradients.begin_batch()
@@ -229,7 +215,7 @@ class Updater(Events):
             buffers.gradients.start_tied_reduce()
         for buffers in self._all_buffers:
             buffers.gradients.finish_reduce()
-        return self._weights.optimizer.start_grad_norm()
+        return self.weights.optimizer.start_grad_norm()
 
     def resolve_pending(self) -> bool:
         """Reads the outcome of the pending update, if there is one, counts it, and returns whether it was skipped.
@@ -241,30 +227,30 @@ class Updater(Events):
         latest, self._pending = self._pending, None
         norm, *limit = latest.reading.read()
         overflow = not math.isfinite(norm)
-        spikes = self._spikes
+        spikes = self.spikes
         skipped = overflow
         if spikes is not None and spikes.resolve(latest.update, norm, *limit, iteration=latest.numbers.iteration):
             skipped |= spikes.withholds
-        self._weights.optimizer.count_step(skipped=skipped)
+        self.weights.optimizer.count_step(skipped=skipped)
         self._skipped_here |= skipped
         if latest.numbers.samples:
-            self._count_iteration(latest.numbers.samples, self._skipped_here)
+            self.count_iteration(latest.numbers.samples, self._skipped_here)
             self._skipped_here = False
-        self.stuck = self.stuck + self._scaler.at_minimum if overflow else 0
-        self._scaler.update(found_non_finite=overflow)
-        if overflow and not self._scaler.skips_non_finite and self._nonfinite == "stop":
-            where = where_not_finite(self._all_buffers, overwritten=self._late)
+        self.stuck = self.stuck + self.scaler.at_minimum if overflow else 0
+        self.scaler.update(found_non_finite=overflow)
+        if overflow and not self.scaler.skips_non_finite and self.nonfinite == "stop":
+            where = where_not_finite(self._all_buffers, overwritten=self.late)
             raise RuntimeFailure(
                 f"update {latest.update + 1}: the gradient norm is {norm} ({where}); stopped before "
                 "the update, the weights are as they were; look at the data and `lr`, or continue with `nonfinite`=skip"
             )
-        if self.stuck >= self._max_skipped:
+        if self.stuck >= self.max_skipped:
             raise RuntimeFailure(f"update {latest.update + 1}: {self.describe_skips()}")
         return skipped
 
     def loss_scale(self, *, previous: bool) -> float | Tensor:
         """The loss scale of a batch that begins now. previous: the scale before the latest update instead."""
-        scaler, latest = self._scaler, self._pending
+        scaler, latest = self.scaler, self._pending
         if latest is None:
             return scaler.previous if previous else scaler.scale
         taken, skipped = scaler.foresee()
@@ -277,7 +263,7 @@ class Updater(Events):
         """Why the latest updates were skipped, as text."""
         return (
             f"the last {self.stuck} were skipped, the gradient norm is not finite and the loss scale of "
-            f"{self._scaler.scale:g} cannot fall (`max_skipped_updates`={self._max_skipped}); nothing is saved over "
+            f"{self.scaler.scale:g} cannot fall (`max_skipped_updates`={self.max_skipped}); nothing is saved over "
             "the checkpoints before; continue from one of them with a lower `lr` or `bf16`, and look at the data"
         )
 

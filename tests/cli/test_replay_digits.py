@@ -61,7 +61,7 @@ def with_fault(world: World, flags: list[str], fault: str) -> None:
             named = [pair for module in modules for pair in module.named_parameters()]
             flip(next(weight for name, weight in named if "fc1.weight" in name))  # which every token reads
         elif here and fault:
-            optimizer = self.updater._weights.optimizer
+            optimizer = self.updater.weights.optimizer
             flip(next(s.local for s in optimizer.shards() if s.name.startswith(fault) and s.local.numel() > 2000))
         return right(self, drain=drain, **more)
 
