@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,16 +49,10 @@ def gated_delta(
     return o, state
 
 
-class _Gates(NamedTuple):
+class _Gates:
     """What decays within chunks, `[N, b, H, r, C]` and decay `[..., C, C]`; last: of whole chunks `[..., 1, 1]`."""
 
-    decay: Tensor
-    from_state: Tensor
-    to_state: Tensor
-    last: Tensor
-
-    @classmethod
-    def of(cls, g: Tensor, begin: int, starts: Tensor | None) -> _Gates:
+    def __init__(self, g: Tensor, begin: int, starts: Tensor | None) -> None:
         """g: `[N, b, H, r, C]`, of tokens from `begin` on. starts: `[b, N * C]`."""
         count, size = len(g), g.shape[-1]
         total = g.cumsum(-1)
@@ -71,7 +65,8 @@ class _Gates(NamedTuple):
             decay *= at[..., None, :] >= starts[..., None]
             from_state *= starts < at[..., :1]
             to_state *= at >= starts[..., -1:]
-        return cls(decay, from_state, to_state, from_state[..., -1:, None])
+        self.decay, self.from_state, self.to_state = decay, from_state, to_state
+        self.last = from_state[..., -1:, None]
 
 
 class _GatedDelta(Node):
@@ -206,7 +201,7 @@ def _part(
     if starts is not None:
         starts = starts[:, begin:end]
         starts = torch.cat((starts, starts[:, -1:].expand(-1, len(g) * ctx.size - starts.shape[1])), 1)
-    return found, (beta, _Gates.of(g[..., 0], begin, starts))
+    return found, (beta, _Gates(g[..., 0], begin, starts))
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
