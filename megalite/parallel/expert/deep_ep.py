@@ -43,8 +43,9 @@ class _Event:
 
 
 class DeepEP:
-    """Messages run on a stream of the library's, which waits for what was queued before them; it keeps the memory of
-    what they read and write (`record_stream`). The host waits in `dispatch` until it knows how many tokens come."""
+    """A `TokenLibrary` whose weights are fp32. Messages run on a stream of the library's, which waits for what was
+    queued before them; it keeps the memory of what they read and write (`record_stream`). The host waits in `dispatch`
+    until it knows how many tokens come."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer
@@ -52,7 +53,6 @@ class DeepEP:
     def dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, num_experts: int
     ) -> tuple[Tensor, Tensor, Tensor, Any, Handle]:
-        """See `TokenLibrary`. weights: fp32."""
         per_rank, per_node, per_expert, goes, _ = self._buffer.get_dispatch_layout(experts, num_experts)
         rows, here, weights, _, trip, event = self._buffer.dispatch(
             x,
@@ -67,11 +67,9 @@ class DeepEP:
         return rows, here, weights, trip, _Event(event)
 
     def dispatch_again(self, x: Tensor, trip: Any) -> Sent:
-        """See `TokenLibrary`."""
         rows, *_, event = self._buffer.dispatch(x, handle=trip, async_finish=True)
         return (rows,), _Event(event)
 
     def combine(self, x: Tensor, trip: Any, weights: Tensor | None = None) -> Sent:
-        """See `TokenLibrary`."""
         sums, weights, event = self._buffer.combine(x, trip, topk_weights=weights, async_finish=True)
         return (sums,) if weights is None else (sums, weights), _Event(event)
