@@ -50,7 +50,6 @@ from megalite.config.files import (
 from megalite.config.layer_pattern import pattern_text
 from megalite.config.legal import config_problems, config_warnings, layout_problems
 from megalite.config.logging import LoggingConfig
-from megalite.config.lora import Lora
 from megalite.config.megatron_flags import MegatronFlag, megatron_flags
 from megalite.config.model import OWN_PATTERNS, ModelConfig
 from megalite.config.model_parts import Delta, Experts, FurtherTokens, Latent, QKClip, RopeScaling

@@ -5,7 +5,6 @@ Proof: tests/unit/inventory compares `nn` with it over every family and flag, an
 
 from megalite.inventory.activation_bytes import (
     MEAN_IMBALANCE,
-    WORST_IMBALANCE,
     ElementBytes,
     boundary_bytes,
     boundary_shape,

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megalite.comm import World
-from megalite.config import ContextParallelism, Delta, Latent, Lora, ModelConfig, ParallelConfig, RopeScaling
+from megalite.config import ContextParallelism, Delta, Latent, ModelConfig, ParallelConfig, RopeScaling
+from megalite.config.lora import Lora
 from megalite.config.model_parts import Experts
 from megalite.config.parallel import ExpertParallelism
 from megalite.errors import ConfigError

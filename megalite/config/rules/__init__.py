@@ -2,9 +2,9 @@
 
 A rule may assume that every field alone is within its bounds; it may not assume that other rules hold. It is pure.
 Conditions on one field, or on two of one section, are facts of its option: bounds, `needs` (a flag without which it is
-refused), `only_with` (without which it has no effect), `rival` (beside which it is refused). What is ignored beside
-other values: a condition of `idle.py`. Only conditions on values, or across sections, are functions here: write one in
-the file of its topic, put it in `RULES`, add its row to `test_bad_input.py`.
+refused), `only_with` (without which it has no effect), `rival` (beside which it is refused). Two settings that exclude
+each other across sections are a row of `beside.PAIRS`; what is ignored beside other values is a condition of `idle.py`.
+All else is a function here: write it in the file of its topic, put it in `RULES`, add its row to `test_bad_input.py`.
 """
 
 from collections.abc import Callable, Iterator

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megalite.config import Config, config_problems, read_unjudged
-from megalite.inventory import WORST_IMBALANCE, expert_rows, kept_bytes, model_layers
+from megalite.inventory import expert_rows, kept_bytes, model_layers
+from megalite.inventory.activation_bytes import WORST_IMBALANCE
 from megalite.planner.communication import CommGroup, families_of
 from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
