@@ -62,12 +62,9 @@ class ModuleInput(Microbatch):
 
 
 class TokenStage(StageModule):
-    """A stage that reads the tokens of a micro-batch; the last one returns the summed loss.
+    """A stage that reads the tokens of a micro-batch; the last one returns the summed loss."""
 
-    seed: of what its layers draw, None where they draw nothing.
-    """
-
-    seed: int | None = None
+    seed: int | None = None  # of what its layers draw, None where they draw nothing
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:  # type: ignore[override]  # made to a Sample
         """`x` is None on the first stage."""

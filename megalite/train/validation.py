@@ -2,6 +2,7 @@
 weights."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,40 +26,38 @@ LOSSES = ("lm_loss", "ppl", "bits_per_byte")
 """Of a record, those that it holds of the average of the weights, too: `ema_lm_loss` and so on."""
 
 
+@dataclass(eq=False)
 class Validator:
     """Evaluates splits, with the newest weight version."""
 
-    def __init__(
-        self,
-        data: RunData,
-        model: Model,
-        executor: Executor,
-        updater: Updater,
-        progress: TrainingProgress,
-        exits: ExitPolicy,
-    ) -> None:
-        self._data, self._model, self._progress, self._exits = data, model, progress, exits
-        self._channel, self._newest_version = executor.channel, updater.newest_version
-        self._mesh, self._device = data.mesh, data.device
-        self._token_bytes = data.token_bytes()
+    data: RunData
+    model: Model
+    executor: Executor
+    updater: Updater
+    progress: TrainingProgress
+    exits: ExitPolicy
+
+    def __post_init__(self) -> None:
+        self._mesh, self._device = self.data.mesh, self.data.device
+        self._token_bytes = self.data.token_bytes()
 
     def __call__(self, iteration: int, final: bool) -> list[Record] | None:
         """Records of the validation split, at the end also of the test split; None where it was interrupted.
         Collective over the world."""
-        length, records = self._data.evaluation_length(self._progress.consumed_samples), []
-        data = self._data.datasets
+        length, records = self.data.evaluation_length(self.progress.consumed_samples), []
+        data = self.data.datasets
         splits = [("valid", None, data.valid), *(("valid", name, part) for name, part in data.valid_sets.items())]
         for kind, name, dataset in [*splits, ("test", None, data.test if final else None)]:
-            if dataset is None or not self._data.config.training.evaluates:
+            if dataset is None or not self.data.config.training.evaluates:
                 continue
             record = self._evaluate(kind, iteration, dataset, length)
-            if record and self._data.config.optimizer.ema_decay is not None:
-                with self._model.averages_as_weights(self._newest_version()):
+            if record and self.data.config.optimizer.ema_decay is not None:
+                with self.model.averages_as_weights(self.updater.newest_version()):
                     averaged = self._evaluate(kind, iteration, dataset, length)
                 record = averaged and record | {f"ema_{key}": averaged[key] for key in LOSSES if key in averaged}
             if record is None:
                 return None
-            scheduled = self._data.config.training.seq_length_schedule is not None
+            scheduled = self.data.config.training.seq_length_schedule is not None
             named = {} if name is None else {"set": name}
             records.append(record | named | ({"seq_length": length} if scheduled else {}))
         return records
@@ -66,24 +65,24 @@ class Validator:
     def _evaluate(self, kind: str, iteration: int, dataset: Dataset, length: int) -> Record | None:
         """A `"valid"` or `"test"` record of all batches, None where it was interrupted."""
         # Equally many on all replicas; a sample that is not there has a loss mask of zeros.
-        batches, num_batches = self._data.evaluation(dataset, length)
+        batches, num_batches = self.data.evaluation(dataset, length)
         # summed loss, tokens that count, bytes that these tokens spell
         total = torch.zeros(3, dtype=torch.float64, device=self._device)
         self._train(False)
         bar = ProgressBar(f"evaluating {kind}", "batches", lines=LINES if self._mesh.world.is_first else 0)
         try:
-            with self._model.optimizer.masters_as_weights(self._newest_version()):
+            with self.model.optimizer.masters_as_weights(self.updater.newest_version()):
                 for number, microbatches in enumerate(batches):
-                    if self._exits.interrupted():
-                        self._exits.last_answer()
+                    if self.exits.interrupted():
+                        self.exits.last_answer()
                         return None
                     bar(number, num_batches)
-                    local = [self._data.cut(mb.to(self._device)) for mb in microbatches]
+                    local = [self.data.cut(mb.to(self._device)) for mb in microbatches]
                     losses = self._losses(local)
                     if self._mesh.coordinate("tp") == 0 and losses:
                         summed = torch.stack(list(losses.values())).double().sum()
                         total += torch.stack([summed, *self._sizes([local[number] for number in losses])])
-                self._exits.last_answer()
+                self.exits.last_answer()
         finally:
             bar.close()
             self._train(True)
@@ -102,12 +101,12 @@ class Validator:
 
     def _losses(self, microbatches: list[Microbatch]) -> dict[int, Tensor]:
         """Summed losses of the micro-batches that end on this rank, by number."""
-        program = forward_program(self._model.placement, len(microbatches))
-        version = self._newest_version()
-        stages = {key: ForwardOnly(stage, version) for key, stage in self._model.stages.items() if key[1] == 0}
-        return run_forwards(program, self._mesh.coordinate("pp"), stages, self._channel, microbatches)
+        program = forward_program(self.model.placement, len(microbatches))
+        version = self.updater.newest_version()
+        stages = {key: ForwardOnly(stage, version) for key, stage in self.model.stages.items() if key[1] == 0}
+        return run_forwards(program, self._mesh.coordinate("pp"), stages, self.executor.channel, microbatches)
 
     def _train(self, mode: bool) -> None:
-        for stage in self._model.stages.values():
+        for stage in self.model.stages.values():
             for module in stage.modules:
                 module.train(mode)
