@@ -133,15 +133,16 @@ class _Messages:
                 copies = [x.detach().clone() if later else x for x in tensors]
                 return real(*copies, *more, group=group, async_op=later, **kwargs), copies
 
-            noted = self._noted(kind, members, tensors, more, kwargs)
+            noted = self._noted(kind, members, stream, tensors, more, kwargs)
             work = self._begin(noted, stream, tensors[1:] if name in APART else tensors, tensors[:1], carry)
             return work if async_op else work.wait() and None
 
         return call
 
     def _noted(
-        self, kind: str, members: Communicator, tensors: Sequence[Tensor], more: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Call:
+        self, kind: str, members: Communicator, stream: Stream, tensors: Sequence[Tensor], more: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Call:  # fmt: skip
         part = tensors[0] if kind in ("all_reduce", "broadcast", "reduce_scatter") else tensors[-1]
         sizes = list(more) or [kwargs.get("output_split_sizes"), kwargs.get("input_split_sizes")]
         received, sent = (tuple(rows or ()) for rows in (*sizes, None, None)[:2])
@@ -150,7 +151,8 @@ class _Messages:
         elif sent or received:
             part = part[:1]
         op = str(kwargs.get("op", "")).rpartition(".")[2].lower()
-        return Call(kind, members, part.nbytes, _name(part), where(), op=op, sent=sent, received=received)
+        place = where()
+        return Call(kind, members, part.nbytes, _name(part), place, stream.line, op=op, sent=sent, received=received)
 
     def parts(self, kind: str) -> Callable[..., Any]:
         """`all_gather` and `reduce_scatter` of unequal parts, which gloo has not: carried as one sum."""
@@ -169,7 +171,7 @@ class _Messages:
                 return carried, arriving if gathers else [arriving[rank]]
 
             nbytes = sum(part.nbytes for part in parts)
-            noted = Call(f"{kind} of parts", members, nbytes, _name(own), where())
+            noted = Call(f"{kind} of parts", members, nbytes, _name(own), where(), stream.line)
             reads, writes = ([own], parts) if gathers else (parts, [own])
             work = self._begin(noted, stream, reads, writes, carry)
             return work if async_op else work.wait() and None
@@ -196,7 +198,7 @@ class _Messages:
             copy = x.detach().clone()
             return real(copy, peer, group=group, tag=tag), [copy]
 
-        noted = Call(kind, self._communicator(group), x.nbytes, _name(x), where(), peer=peer)
+        noted = Call(kind, self._communicator(group), x.nbytes, _name(x), where(), stream.line, peer=peer)
         return self._begin(noted, stream, [x] if kind == SEND else [], [x] if kind == RECV else [], carry)
 
     def batch(self, operations: Sequence[Any]) -> list[Any]:

@@ -29,10 +29,12 @@ LABEL = re.compile(r"forward|backward|mb\d+")
 
 @dataclass(eq=False)
 class Communicator:
-    """ranks: its members, world ranks. name: of its axis, once a mesh has been seen to hold it. said: (number of a
-    gathering, rank) -> what that rank, which was rehearsed before, has given to it."""
+    """ranks: its members, world ranks. number: how many of the same members were made before it. name: of its axis,
+    once a mesh has been seen to hold it. said: (number of a gathering, rank) -> what that rank, which was rehearsed
+    before, has given to it."""
 
     ranks: tuple[int, ...]
+    number: int = 0
     name: str = ""
     said: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
 
@@ -51,8 +53,7 @@ class Communicators:
         self._known: dict[tuple[tuple[int, ...], int], Communicator] = {}
 
     def of(self, ranks: Sequence[int], number: int) -> Communicator:
-        """number: how many of the same members were made before it."""
-        return self._known.setdefault((key := tuple(ranks), number), Communicator(key))
+        return self._known.setdefault((key := tuple(ranks), number), Communicator(key, number))
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +70,7 @@ class Call:
     nbytes: int
     dtype: str
     place: str
+    line: Line
     after: tuple[int, ...] = ()
     peer: int | None = None
     op: str = ""
