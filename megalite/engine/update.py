@@ -134,7 +134,8 @@ class Updater(Events):
                     self._step(update, norm)
         elif action.kind in (UNSHARD, RESHARD):
             for buffers in self._buffers_of[stage]:
-                buffers.weights.unshard() if action.kind == UNSHARD else buffers.weights.reshard()
+                move = buffers.weights.unshard if action.kind == UNSHARD else buffers.weights.reshard
+                move()
         else:
             raise RuntimeFailure(f"{action}: unknown action kind {action.kind!r}")
 

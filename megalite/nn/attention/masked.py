@@ -179,7 +179,7 @@ def bent(
 
     def bend(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap is not None:
-            score = cap * (2 * torch.sigmoid(2 * score / cap) - 1)  # a tanh, for which kernels have no fast function
+            score = cap * (2 * torch.sigmoid(2 * score / cap) - 1)  # a tanh, by the exponentials of softmax
         if words is None or channels is None:
             return score
         return torch.where(keeps(words[sample, head, query], channels[key], least), score, -torch.inf)
