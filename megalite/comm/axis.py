@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
+from torch import Tensor
 
 
 class WaitClock:
@@ -45,9 +46,9 @@ class Axis:
     size: number of ranks along it.
     rank: this process's coordinate.
     ranks: ranks[i] is the world rank at coordinate i.
-    group: the process group, None exactly when `size` is 1.
+    group: the process group, None where `size` is 1, or nobody is connected.
     waits: counts the time spent waiting for the other ranks; the axes of a mesh share one.
-    shared: carries CPU tensors through shared memory (`comm.shared_memory.share_axis`), or None.
+    shared: carries CPU tensors through shared memory (`comm.shared_memory.share_axis`), or nowhere, or None.
     even: whether its ranks lie in the order of a grid.
     """
 
@@ -122,22 +123,47 @@ class ExpertAxes:
     library: Any = None
 
 
+class Nobody:
+    """Whom tensors without values are sent to: nothing arrives, and nobody waits."""
+
+    def all_reduce_(self, x: Tensor, op: str) -> Self:
+        return self
+
+    def all_gather_into(self, out: Tensor, x: Tensor) -> Self:
+        return self
+
+    reduce_scatter_into = all_gather_into
+
+    def wait(self) -> None:
+        return None
+
+
 def make_axis(
-    name: str, lists: Sequence[Sequence[int]], rank: int, *, share: bool = True, timeout: timedelta | None = None
+    name: str,
+    lists: Sequence[Sequence[int]],
+    rank: int,
+    *,
+    share: bool = True,
+    timeout: timedelta | None = None,
+    connects: bool = True,
 ) -> Axis:
     """Makes a process group for every list of ranks and returns the axis of the list that holds `rank`.
 
     Collective. Lists of fewer than two ranks get no group; a list of all ranks shares the default group unless `share`
-    is False. timeout: of the new groups (None: torch's default, 30 minutes).
+    is False. timeout: of the new groups (None: torch's default, 30 minutes). connects: False: no list gets a group, and
+    messages go to nobody.
     """
     mine = Axis.single(name, rank)
     for ranks in lists:
         if len(ranks) < 2:
             continue
-        whole_world = len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks)
-        group = dist.group.WORLD if whole_world and share else _new_group(list(ranks), timeout)
+        group = None
+        if connects:
+            whole_world = len(ranks) == dist.get_world_size() and list(ranks) == sorted(ranks)
+            group = dist.group.WORLD if whole_world and share else _new_group(list(ranks), timeout)
         if rank in ranks:
-            mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group)
+            shared = None if connects else Nobody()
+            mine = Axis(name, len(ranks), list(ranks).index(rank), tuple(ranks), group, shared=shared)
     return mine
 
 

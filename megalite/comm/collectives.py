@@ -59,7 +59,7 @@ def _handle(work: Handle, axis: Axis, *, async_op: bool) -> Handle:
 
 
 def _through_memory(x: Tensor, axis: Axis) -> bool:
-    return axis.shared is not None and x.device.type == "cpu"
+    return axis.shared is not None and x.device.type != "cuda"
 
 
 def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool = False) -> Handle:
@@ -192,5 +192,7 @@ def device_of(axis: Axis) -> torch.device:
     """The device that tensors must be on to be sent over the axis."""
     if axis.size == 1:
         return torch.device("cpu")
+    if axis.group is None:  # nobody's
+        return torch.device("meta")
     backend = dist.get_backend(axis.group)
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalite.comm.axis import Axis, ContextAxes, FamilyAxes, WaitClock, make_axis
 from megalite.comm.ring import Parts, neighbours
@@ -66,7 +66,7 @@ class ParallelMesh:
     error instead of a hang.
     """
 
-    def __init__(self, rank: int, grids: Sequence[Views], *, timeout: float | None) -> None:
+    def __init__(self, rank: int, grids: Sequence[Views], *, timeout: float | None, connects: bool = True) -> None:
         self.rank = rank
         self.waits = WaitClock()
         self.takes_turns = any(grid != grids[0] for grid in grids)
@@ -79,7 +79,7 @@ class ParallelMesh:
             first += self._grids[-1].size
             pipeline += sizes[DENSE]["dp_shard"] * sizes[DENSE]["dp_replicate"] if self.takes_turns else 1
         self._world, self._pipeline = first, pipeline
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._how: Any = {"timeout": None if timeout is None else timedelta(seconds=timeout), "connects": connects}
         self._axes: dict[tuple[str, str], Axis] = {}
         self._complete = False
 
@@ -103,6 +103,7 @@ class ParallelMesh:
         dp_replicate: int = 1,
         stages: Sequence[tuple[int, int]] = (),
         timeout: float | None = None,
+        connects: bool = True,
     ) -> ParallelMesh:
         """The mesh of `size` ranks, without a communicator yet.
 
@@ -111,6 +112,7 @@ class ParallelMesh:
         dp_replicate: copies of the shards of optimizer state (hybrid sharding).
         stages: (tp, dp) of each stage, in place of all of these sizes.
         timeout: seconds that a collective over any axis but the world may take (None: torch's default).
+        connects: False: axes have no process groups, and messages go to nobody.
 
         Raises ConfigError if the sizes do not divide the world, or dp_replicate does not divide dp and edp.
         """
@@ -118,7 +120,8 @@ class ParallelMesh:
             raise ConfigError(f"world size {size}: the stages have {needed} ranks")
         grids = [_views(tp * dp, (tp, 1, 1), (tp, 1), 1, 1) for tp, dp in stages]
         dense, expert = (tp, cp_heads, cp // cp_heads), (tp if etp is None else etp, ep)
-        return cls(rank, grids or [_views(size, dense, expert, dp_replicate, pp)] * pp, timeout=timeout)
+        grids = grids or [_views(size, dense, expert, dp_replicate, pp)] * pp
+        return cls(rank, grids, timeout=timeout, connects=connects)
 
     # ---- arithmetic --------------------------------------------------------------------------------------------------
 
@@ -265,7 +268,7 @@ class ParallelMesh:
         if axis is None:
             new = any(len(ranks) > 1 for ranks in lines)
             assert not (new and self._complete), f"the communicator of {name} {apart} has to be made with the run"
-            axis = make_axis(apart or name, lines, self.rank, share=not apart, timeout=self._timeout)
+            axis = make_axis(apart or name, lines, self.rank, share=not apart, **self._how)
             even = not (self.takes_turns and "pp" in name.split("*"))
             axis = self._axes[name, apart] = replace(axis, waits=self.waits, even=even)
         return axis

@@ -13,11 +13,12 @@ same bits (`tests/faults`).
 
 from megalite.train.build import build_model, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
+from megalite.train.make_mesh import make_mesh
 from megalite.train.matmul_precision import MODES
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
 from megalite.train.resume_report import changes
-from megalite.train.run import OpenRun, make_mesh, open_run, run_training
+from megalite.train.run import OpenRun, open_run, run_training
 from megalite.train.run_data import open_datasets, resolve_tokenizer
 from megalite.train.run_state import RunState
 from megalite.train.samples import ModelInUse

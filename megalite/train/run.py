@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from megalite.checkpoint import Meta
-from megalite.comm import DeviceWaitClock, ParallelMesh, World, all_gather_json, open_channel, share_axis
-from megalite.config import Config, ParallelConfig
+from megalite.comm import ParallelMesh, World, open_channel
+from megalite.config import Config
 from megalite.convert import Origin
 from megalite.data import begun_phases
 from megalite.engine import Hyperparameters, SpikeGuard, Updater
@@ -32,6 +32,7 @@ from megalite.train.build import Model, build_model
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import expert_report
 from megalite.train.host_embedding import TrafficHook, watch_of
+from megalite.train.make_mesh import make_mesh
 from megalite.train.matmul_precision import arithmetic_of, set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
@@ -134,31 +135,6 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
             model.optimizer.finish_step()  # a delayed step that has failed must not end with the run
         finally:
             model.optimizer.close()
-
-
-def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
-    """The grid of ranks; tensor-parallel CPU ranks exchange through shared memory."""
-    mesh = ParallelMesh.build(
-        rank=world.rank,
-        size=world.size,
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context.context_parallel_size,
-        cp_heads=parallel.context.traders,
-        pp=parallel.pipeline_model_parallel_size,
-        ep=parallel.experts.expert_model_parallel_size,
-        etp=parallel.expert_tensor_size,
-        dp_replicate=parallel.num_distributed_optimizer_instances,
-        stages=parallel.meshes,
-        timeout=60 * parallel.distributed_timeout_minutes,
-    )
-    if world.local_size < world.size:
-        mesh.hosts = all_gather_json(world.host, mesh.world)
-    if world.device.type == "cuda":
-        mesh.waits = DeviceWaitClock()
-    if world.device.type == "cpu":
-        for name in ("tp", "ep"):
-            mesh.adopt(share_axis(mesh[name], timeout=60 * parallel.distributed_timeout_minutes))
-    return mesh
 
 
 def assemble_trainer(
