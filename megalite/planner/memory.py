@@ -11,8 +11,8 @@
 Not in it: what the driver and the libraries take for themselves (a number of the hardware file).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cache
 from typing import Self
 
@@ -95,6 +95,8 @@ class PlannedStages:
     cuts: list[range]  # stage -> indices into [embedding, block 0, ..., head]
     plan: MemoryPlan  # where memory lies
     on_cpu: bool = False
+    _: KW_ONLY
+    held: Sequence[StateBytes] | None = None  # by ranks that were built, pipeline coordinate by coordinate
 
     @classmethod
     def of(
@@ -134,7 +136,7 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
     # What the head keeps of a micro-batch is gone before the backward of the blocks of its stage begins.
     block = max(space[1] - kept[stage].head * (space[0] > 0) for stage, space in spaces.items())
     full, boundary, head, transient = _peak(program, rank, kept, max(logits, block))
-    host = float(states.host)
+    host = float(states.host + states.staging)
     if any(each.moved for each in kept.values()):
         peaks = memory_peaks(program, rank)
         host += max(sum(count * kept[stage].moved for stage, count, *_ in peak.counts) for peak in peaks)
@@ -167,8 +169,8 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
 def _planned(states: StateBytes, beside: float, **terms: float) -> RankMemory:
     """Of these terms and states, with what more the optimizer's step needs than a batch. beside: activations, messages
     and buffers that are there then."""
-    held = {name: getattr(states, name) for name in ("weights", "gradients", "master", "moments", "host", "file")}
-    memory = RankMemory(**held | terms)
+    held = {name: getattr(states, name) for name in ("weights", "gradients", "master", "moments", "file")}
+    memory = RankMemory(**held | {"host": states.host + states.staging} | terms)
     step = states.held + states.temporary + beside
     return replace(memory, workspace=memory.workspace + max(0.0, step - memory.total))
 
@@ -194,12 +196,21 @@ def _states(run: PlannedStages, rank: int) -> StateBytes:
             num_gradients=program.gradient_buffers,
             on_cpu=run.on_cpu,
         )
-        kept = program.weight_versions[rank] * kept_bytes(config, cuts[stage])
-        kept += gathered_bytes(config, cuts[stage], run.world_size)
-        states = replace(states, weights=states.weights + kept)
         total, scratch = total + states, max(scratch, states.scratch)
     # Gradients that go to the host share one pool, of pieces of one size.
-    return replace(total, scratch=scratch) if plan.hosts_params else total
+    total = replace(total, scratch=scratch) if plan.hosts_params else total
+    total = as_built(run, rank, total)
+    beside = sum(program.weight_versions[rank] * kept_bytes(config, cuts[stage]) for stage in run.stages_of(rank))
+    beside += sum(gathered_bytes(config, cuts[stage], run.world_size) for stage in run.stages_of(rank))
+    return replace(total, weights=total.weights + beside)
+
+
+def as_built(run: PlannedStages, rank: int, states: StateBytes) -> StateBytes:
+    """The states with what was read from the rank in place of what was worked out."""
+    if run.held is None:
+        return states
+    names = ("weights", "gradients", "master", "moments", "host", "file")
+    return replace(states, **{name: getattr(run.held[rank], name) for name in names})
 
 
 def foreign_memory(

@@ -45,6 +45,7 @@ class StateBytes:
     gathered: int = 0
     host: int = 0  # this and the next are off the device
     file: int = 0
+    staging: int = 0  # on the host, of gradients and weights on their way
     temporary: int = 0  # while the optimizer steps
 
     def __add__(self, other: StateBytes) -> StateBytes:
@@ -162,7 +163,7 @@ def _family_bytes(
         master=(owned - away) * (2 if remainders else size.wide) if separate else 0,
         scratch=_scratch(streamed, several) * size.gradient,
         gathered=(sum(largest[:2]) + kept) * size.compute if come_and_go else 0,
-        host=copies,
+        staging=copies,
     )
 
 
@@ -250,13 +251,18 @@ def _planned(
         on_cpu=on_cpu,
         tied=tied,
     )
-    kept: Counter[int] = Counter()  # owner -> masters, and what is kept for whole matrices
+    fullest = fullest_owner(config, plans)
+    return [_bucket(config, plan, fullest, on_cpu) for plan in plans]
+
+
+def fullest_owner(config: Config, plans: Sequence[BucketPlan]) -> int:
+    """Which owner of a family keeps most for whole matrices."""
+    kept: Counter[int] = Counter()  # owner -> masters, and what is kept for them
     for plan in plans:
         if plan.segments[0].whole:
             for owner, share in enumerate(plan.sizes):
                 kept[owner] += share + _matrix_state(config, plan, owner)
-    fullest = max(kept, key=lambda owner: kept[owner], default=0)
-    return [_bucket(config, plan, fullest, on_cpu) for plan in plans]
+    return max(kept, key=lambda owner: kept[owner], default=0)
 
 
 def _matrix_state(config: Config, plan: BucketPlan, owner: int) -> int:

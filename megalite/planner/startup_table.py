@@ -1,7 +1,7 @@
 """The table that a run prints before its first step.
 
-Plain arithmetic on the configuration: `--dry-run` prints the same table without a rank being started, and no torch is
-needed.
+Plain arithmetic on the configuration, for which no torch is needed; `--dry-run` gives it what was read from a rank that
+was built on `meta`.
 """
 
 from collections.abc import Sequence

@@ -70,13 +70,16 @@ class Model(Weights):
     passed: PassedOver = field(default_factory=PassedOver)  # iterations whose samples are passed over
 
 
-def build_model(config: Config, run: PlannedRun, mesh: ParallelMesh, device: torch.device) -> Model:
-    """Builds, initialises and shards this rank's stages of a run. config: as checkpoints and flags have settled it."""
+def build_model(
+    config: Config, run: PlannedRun, mesh: ParallelMesh, device: torch.device, mover: Mover | None = None
+) -> Model:
+    """Builds, initialises and shards this rank's stages of a run. config: as checkpoints and flags have settled it.
+    mover: of the device; None: one is made."""
     program, foreign, plan = run.program, run.foreign, run.plan
     more = {"expert": config.model.experts.num_experts is not None, "adapter": config.model.adapted_parts}
     families = ["dense", *(name for name, has in more.items() if has)]
     passed, rule = PassedOver(config.training.iterations_to_skip), config.optimizer.optimizer
-    mover, rows = foreign.parts.mover if foreign else Mover(device), None
+    mover, rows = mover or (foreign.parts.mover if foreign else Mover(device)), None
     if config.optimizer.offload.embedding_offload is not None:
         axis = norm_axis(mesh, program, families, sharded=config.parallel.zero_stage > 0)
         rows = make_rows(config, mesh, program.placement, parameter_dtype(config), axis, mover)
@@ -85,7 +88,7 @@ def build_model(config: Config, run: PlannedRun, mesh: ParallelMesh, device: tor
     alike = StageOptions(
         whole=OPTIMIZER_SPECS[rule].whole if foreign is None else foreign.parts.names.updated_whole(rule),
         rates=rates_of(config),
-        fill=partial(fill, seed=config.training.seed),
+        fill=None if device.type == "meta" else partial(fill, seed=config.training.seed),
     )
     # Per stage; a schedule with stale gradients has one stage per rank, and the others have 0 everywhere.
     staleness = program.staleness[program.placement.stages_of(mesh.coordinate("pp"))[0][0]]
@@ -174,7 +177,7 @@ def _build_stages(
     for key in program.placement.stages_of(rank):
         notes = replace(context, weight_grads=WeightGradQueue(), loads=ExpertLoads(), magnitudes=Magnitudes())
         items, again = [specs[i] for i in run.cuts[key[0]]], run.plan.recompute_of(key[0])
-        modules = [_build_module(config, items, notes, again) for _ in range(program.weight_versions[rank])]
+        modules = [build_module(config, items, notes, again) for _ in range(program.weight_versions[rank])]
         built[key] = (
             stage_type(program, key, [stage for stage, _ in built.values()], mover)(
                 modules,
@@ -190,7 +193,8 @@ def _build_stages(
     return built
 
 
-def _build_module(config: Config, specs: list[LayerSpec], context: LayerContext, recompute: Recompute) -> LayerStack:
+def build_module(config: Config, specs: list[LayerSpec], context: LayerContext, recompute: Recompute) -> LayerStack:
+    """The layers of a stage in one weight version."""
     stack = build_stack(config.model, specs, context, recompute=recompute)
     if config.gathers_float8:
         gather_rounded(stack)

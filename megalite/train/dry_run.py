@@ -42,6 +42,7 @@ from megalite.schedule import Program, render_text, simulate
 from megalite.stores import Place
 from megalite.train.announcement import judge, pools_of, rows_of
 from megalite.train.build import parameter_dtype
+from megalite.train.built_states import with_held
 from megalite.train.foreign import ForeignModel
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 WIDEST = 100
 LONGEST_TEXT = 1 << 26  # bytes of raw text that are tokenised to check them; the start does it for more
+LARGEST = 1 << 60  # bytes of a rank: tensors that are larger cannot even be without values
 LARGEST_CHECKPOINT = 1 << 34  # bytes of a checkpoint that are read to check them
 
 
@@ -98,7 +100,9 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         tp, *cp = (Axis(name, size, 0, tuple(range(size))) for name, size in sizes.items())  # that connect nobody
         device, dtype = torch.device("meta"), parameter_dtype(config)
         foreign = ForeignModel(config, tp, program, device, dtype, ContextAxes(cp[0], cp[1]), probe=False)
-    planned = PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=True)
+    planned = PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=on_cpu)
+    if foreign is not None or max(each.total for each in planned.memory) < LARGEST:
+        planned = with_held(planned)
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     device_name = torch.cuda.get_device_name() if here and not on_cpu else ""
@@ -214,11 +218,10 @@ def drawn(program: Program, shown: Program, short: list[int] | None) -> list[str
 
 def check_local_memory(run: PlannedRun) -> None:
     """What `check_memory` asks, of ranks that would all start on this host. Raises HostTooSmall."""
-    gpus = torch.cuda.device_count()
-    on_cpu = run.config.parallel.hardware.device == "cpu" or gpus == 0
-    devices = [torch.device("cpu") if on_cpu else torch.device("cuda", rank % gpus) for rank in range(run.world_size)]
+    cpu, gpus = torch.device("cpu"), torch.cuda.device_count()
+    devices = [cpu if run.on_cpu else torch.device("cuda", rank % gpus) for rank in range(run.world_size)]
     pools = [pools_of(device, rank) for rank, device in enumerate(devices)]
-    if problem := judge(replace(run, on_cpu=on_cpu), pools):
+    if problem := judge(run, pools):
         raise HostTooSmall(problem)
 
 

@@ -110,6 +110,7 @@ class ForeignModel:
         probe: bool,
     ) -> None:
         self.name, self._config, size = config.model.module.model_module or "", config, axis.size
+        self.dtype = dtype
         shape = config.training.micro_batch_size, config.model.seq_length
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         look = device.type == "meta"

@@ -26,6 +26,7 @@ from megalite.planner import (
     RankMemory,
     StageActivations,
     StateBytes,
+    as_built,
     foreign_memory,
     named_state_bytes,
     pipeline_memory,
@@ -76,6 +77,7 @@ def memory_of(run: PlannedRun, foreign: ForeignModel) -> list[RankMemory]:
                 num_gradients=program.gradient_buffers,
                 on_cpu=run.on_cpu,
             )
+        states = as_built(run, rank, states)
         own = {stage: measured[stage][0] for stage in stages}
         logits = 2 * math.prod(specs[-1].shape) * wide if last in own else 0
         logits = max(logits, *(measured[stage][1] for stage in stages))

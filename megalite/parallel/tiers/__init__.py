@@ -11,6 +11,7 @@ What moves, and who says so:
     mover.py           `Mover`: makes every copy, with the one rule of how long both ends live and who waits for what
     saved_tensors.py   `SavedTensors`: activations, which the program moves (EVICT, PREFETCH), or the first layers
                        (`ActivationOffload`)
+    meta_mover.py      `MetaMover`: of a rank on `meta`, whose bytes are counted before it exists
     state_file.py      `StateFile`: masters and moments in a file (ZeRO-Infinity, arXiv 2104.07857)
 
 The objects themselves belong to other rooms, which call the mover: weights and gradients
@@ -25,6 +26,7 @@ that keep clocks: a wait that is left out is a race), `tests/equivalence/test_ti
 computations), `test_memory_places.py`, `test_param_offload.py`, `test_embedding_offload.py` (no bit changes).
 """
 
+from megalite.parallel.tiers.meta_mover import MetaMover
 from megalite.parallel.tiers.mover import Arrival, Mover, Pairs, TieredMemory
 from megalite.parallel.tiers.saved_tensors import ActivationOffload, SavedForward, SavedTensors
 from megalite.parallel.tiers.state_file import StateFile

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from megalite.page_locked import host_bytes
+from megalite.parallel.tiers.state_file import StateFile
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(Target, source) of each copy."""
@@ -111,6 +112,10 @@ class Mover:
     @cached_property
     def _worker(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "on-host")
+
+    def file_in(self, folder: str) -> StateFile:
+        """A file there for masters and moments. Raises ConfigError where the folder cannot take one."""
+        return StateFile(folder)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros in host memory that copies go to and from, for as long as a run lasts."""

@@ -109,10 +109,10 @@ def cut_master_shards(
     separate = buffers.main_dtype != buffers.dtype or buffers.num_versions > 1
     owned = sum(b.owned_stop - b.owned_start for b in buffers.buckets)
     masters: list[MasterShard] = []
-    moved = 0
+    mover, moved = buffers.rank_memory.mover, 0
     for bucket in buffers.buckets:
         whole = any(segment.whole for segment in bucket.plan.segments)
-        filed = moved < file_fraction * owned and (buffers.device.type == "cpu" or not whole)
+        filed = moved < file_fraction * owned and (not mover.apart or not whole)
         offload = filed or (not whole and moved < offload_fraction * owned)
         moved += bucket.owned_stop - bucket.owned_start if offload else 0
         master = bucket.weights[0].shard
@@ -120,12 +120,12 @@ def cut_master_shards(
         if offload and buffers.on_host and not filed and not separate:
             pass  # the weights are on the host: they are the masters
         elif offload:
-            space = file if filed and file else buffers.rank_memory.mover
+            space = file if filed and file else mover
             master = space.empty(master.shape, buffers.main_dtype).copy_(master)
         elif store_param_remainders and buffers.dtype == torch.bfloat16 and buffers.num_versions == 1:
             remainders = ParamRemainders(master)
             master = remainders.masters
-        elif separate or master.device != buffers.device:
+        elif separate or (buffers.on_host and mover.apart):
             master = master.to(buffers.device, buffers.main_dtype, copy=True)
         where = file if filed else None
         for segment, inside, own in overlaps(bucket.plan.segments, bucket.owned_start, bucket.owned_stop):

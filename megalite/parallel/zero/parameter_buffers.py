@@ -103,7 +103,7 @@ class ParameterBuffers:
             shards=axis.size,
             bucket_size=options.bucket_size,
             overlap=options.overlap_grad_reduce,
-            on_cpu=self.device.type != "cuda",
+            on_cpu=not self.rank_memory.mover.apart,
             tied=tied,
         )
         return [options.bucket(plan, axes=self.axes, dtype=self.gradient_dtype, device=self.device) for plan in plans]

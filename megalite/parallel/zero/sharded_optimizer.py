@@ -16,7 +16,6 @@ from torch import Tensor
 
 from megalite.comm import Axis, Handle, TensorShard, all_gather_into
 from megalite.gradient import sum_of_squares
-from megalite.parallel.tiers import StateFile
 from megalite.parallel.zero.bucket import Bucket
 from megalite.parallel.zero.host_optimizer import make_sub_optimizers
 from megalite.parallel.zero.master_shards import MakeOptimizer, MasterShard, cut_master_shards
@@ -77,7 +76,8 @@ class ShardedOptimizer:
     ) -> None:
         self.buffers = list(buffers)
         self.norm_axis = norm_axis
-        self.file = None if offload_path is None else StateFile(offload_path)
+        places = self.buffers[:1] if offload_path is not None else ()
+        self.file = next((each.rank_memory.mover.file_in(str(offload_path)) for each in places), None)
         filed = 0.0 if self.file is None else offload_fraction if file_fraction is None else file_fraction
         how = offload_fraction, store_param_remainders, self.file, filed
         self.masters = [master for family in self.buffers for master in cut_master_shards(family, *how)]
@@ -98,23 +98,25 @@ class ShardedOptimizer:
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights (if they are not the compute weights) and of optimizer state on the device, and of
-        both in host memory or in the file."""
-        weights = {m.bucket.weights[0].shard.untyped_storage().data_ptr() for m in self.masters}
-        held = {"master": 0, "state": 0, "offloaded": 0}
+        both off it (`offloaded`): in host memory, or in the file (`file`)."""
+        weights = {m.bucket.weights[0].shard.untyped_storage()._cdata for m in self.masters}
+        held = {"master": 0, "state": 0, "offloaded": 0, "file": 0}
         for master in self.masters:
             moments = sum(t.nbytes for t in self._moments(master).values())
             if master.offloaded:
                 held["offloaded"] += master.tensor.nbytes + moments
+                held["file"] += (master.tensor.nbytes + moments) * (master.file is not None)
                 continue
             held["state"] += moments
             if master.remainders is not None:
                 held["master"] += 2 * master.tensor.numel()
-            elif master.tensor.untyped_storage().data_ptr() not in weights:
+            elif master.tensor.untyped_storage()._cdata not in weights:
                 held["master"] += master.tensor.nbytes
         for sub in self.sub_optimizers:
-            there = "offloaded" if sub.masters[0].offloaded else "state"
-            held[there] += sum(statistic.values.nbytes for statistic, _ in sub.statistics())
-            held[there] += sum(values.nbytes for values in getattr(sub.rule, "scratch", ()))
+            beside = sum(statistic.values.nbytes for statistic, _ in sub.statistics())
+            beside += sum(values.nbytes for values in getattr(sub.rule, "scratch", ()))
+            held["offloaded" if sub.masters[0].offloaded else "state"] += beside
+            held["file"] += beside * (sub.masters[0].file is not None)
         return held
 
     def _moments(self, master: MasterShard) -> dict[str, Tensor]:
