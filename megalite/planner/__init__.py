@@ -18,9 +18,11 @@ what is predicted of them).
 The rules are the product's own: a layout is legal if `config.config_problems` finds nothing, a stage holds what
 `schedule.partition` gives it, the pipeline takes the time that the simulator finds for the program that will run.
 
-Invariant: one truth. The start-up table of a run, `--dry-run` and `tools/plan.py` use the same formulas. Proof:
-tests/unit/planner (states against real buffers, activations against autograd, the search against brute force), and
-`tools/check_plan.py`, which measures what was predicted.
+Invariant: one truth. The search, `tools/plan.py` and the start of a run use the same formulas; `--dry-run` reads what a
+rank holds from buffers and optimizers built on `meta`, and what a CPU keeps of a micro-batch from layers that run
+without values (`PlannedStages.held`, `kept`). Proof: tests/unit/train/test_built_states.py (to the byte, over
+optimizers, ZeRO, versions and tiers), tests/unit/planner (states against real buffers, activations against autograd,
+the search against brute force), and `tools/check_plan.py`, which measures what was predicted.
 """
 
 from megalite.planner.activations import StageActivations
@@ -37,12 +39,13 @@ from megalite.planner.memory import (
     TERMS,
     PlannedStages,
     RankMemory,
+    as_built,
     foreign_memory,
     pipeline_memory,
     rank_memory,
     shared_memory_bytes,
 )
-from megalite.planner.model_states import StateBytes, checkpoint_bytes, named_state_bytes
+from megalite.planner.model_states import StateBytes, checkpoint_bytes, fullest_owner, named_state_bytes
 from megalite.planner.predict import Prediction, predict, program_of, steady_state
 from megalite.planner.profile import Profile, load_profile, mean_profile, measured_model
 from megalite.planner.result_table import as_json, budget, energy_text, gb, layout_text, states_text, summary, time_text

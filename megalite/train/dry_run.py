@@ -44,6 +44,7 @@ from megalite.train.announcement import judge, pools_of, rows_of
 from megalite.train.build import parameter_dtype
 from megalite.train.built_states import with_held
 from megalite.train.foreign import ForeignModel
+from megalite.train.kept_activations import with_kept
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
@@ -102,7 +103,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         foreign = ForeignModel(config, tp, program, device, dtype, ContextAxes(cp[0], cp[1]), probe=False)
     planned = PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=on_cpu)
     if foreign is not None or max(each.total for each in planned.memory) < LARGEST:
-        planned = with_held(planned)
+        planned = with_kept(with_held(planned))
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     device_name = torch.cuda.get_device_name() if here and not on_cpu else ""

@@ -1,0 +1,126 @@
+"""What layers are said to keep, from a run without values, beside what autograd holds after a real forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megalite.comm.world import World
+from megalite.config.cli import parse
+from megalite.microbatch import Microbatch
+from megalite.models import layer_specs
+from megalite.planner.memory import pipeline_memory
+from megalite.testing import run_ranks
+from megalite.train.build import boundary_spec, build_module, layer_context
+from megalite.train.kept_activations import with_kept
+from megalite.train.make_mesh import make_mesh
+from megalite.train.planned import PlannedRun
+
+BASE = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 2 --lr 1e-3 --mock-data "
+    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 304 --make-vocab-size-divisible-by 8"
+).split()
+
+
+def planned(flags: str, world: int) -> PlannedRun:
+    return PlannedRun.of(parse([*BASE, *flags.split()], world_size=world), world, on_cpu=True)
+
+
+def really_kept(world: World, flags: str, stage: int) -> int:
+    """Bytes that autograd holds of a stage's real forward, beside weights and what is given."""
+    run = planned(flags, world.size)
+    config, device = run.config, torch.device("cpu")
+    mesh = make_mesh(config.parallel, world)
+    how = {"sequence_parallel": config.parallel.sequence_parallel, "float8": config.training.float8}
+    context = dataclasses.replace(layer_context(config, mesh, device, None, **how), deferred=False)
+    specs = [layer_specs(config.model)[item] for item in run.cuts[stage]]
+    stack = build_module(config, specs, context, run.plan.recompute_of(stage))
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.normal_(std=0.02)
+    ids = torch.randint(0, 300, (2, config.model.seq_length))
+    positions = torch.arange(config.model.seq_length).expand_as(ids)
+    batch = Microbatch(ids, ids, positions, torch.ones(ids.shape), torch.arange(2))
+    spec = boundary_spec(config, device)
+    x = torch.randn(spec.shape).to(spec.dtype).requires_grad_() if stage else None
+    given = [*stack.parameters(), *stack.buffers(), *vars(batch).values(), x]
+    outside = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.numel() > 1 and tensor.untyped_storage()._cdata not in outside:
+            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        assert stack(x, batch).requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--fp64",
+        "--model-type llama --num-query-groups 2 --bf16",
+        "--hidden-dropout 0.1 --attention-dropout 0.1",
+        "--window-size 20 --bf16 --fp32-residual-connection",
+        "--seq-length 192 --qk-layernorm",
+        "--softmax-type learnable",
+        "--fp8-format hybrid --bf16",
+        "--model-type llama --mla q_lora_rank=40 kv_lora_rank=24 qk_head_dim=20 qk_pos_emb_head_dim=12 v_head_dim=32",
+        "--model-type llama --linear-attention variant=gdn num_key_heads=2 num_value_heads=4 key_head_dim=16 "
+        "value_head_dim=32",
+        "--recompute-granularity selective --attention-dropout 0.1",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ],
+)
+def test_layers_without_values_keep_what_layers_with_values_do(flags: str, stage: int) -> None:
+    flags += " --pipeline-model-parallel-size 2 --global-batch-size 8"
+    kept = with_kept(planned(flags, 2)).kept
+    assert kept is not None
+    alone = World(stage, 2, torch.device("meta"), local_size=2)  # the tensor axis has one rank
+    assert sum(kept[stage]) == really_kept(alone, flags, stage)
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--model-type llama --sequence-parallel --num-query-groups 2"])
+def test_ranks_that_are_not_there_change_nothing(flags: str) -> None:
+    flags += " --tensor-model-parallel-size 2"
+    [kept] = with_kept(planned(flags, 2)).kept or ()
+    assert [sum(kept)] * 2 == run_ranks(really_kept, 2, flags, 0)
+
+
+def test_the_table_has_it() -> None:
+    run = planned("--recompute-granularity full --recompute-method uniform --pipeline-model-parallel-size 2", 2)
+    ran = with_kept(run)
+    assert ran.kept is not None and ran.kept[0][1] == 0 < ran.kept[1][1]
+    more: Any = dataclasses.replace(ran, kept=[(blocks + 4096, other) for blocks, other in ran.kept])
+    before, after = (pipeline_memory(each)[0] for each in (ran, more))
+    assert after.activations - before.activations == 4096
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-experts 4",
+        "--context-parallel-size 2",
+        "--reset-attention-mask",
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--seq-length-schedule 0:64",
+        "--seq-length 65536",
+        "--compile",
+    ],
+)
+def test_layers_that_ask_for_values_are_left_to_closed_forms(flags: str) -> None:
+    run = planned(flags, 2)
+    assert with_kept(run) is run
+    assert with_kept(dataclasses.replace(run, on_cpu=False)).kept is None
