@@ -89,7 +89,9 @@ def test_layers_without_values_keep_what_layers_with_values_do(flags: str, stage
     kept = with_kept(planned(flags, 2)).kept
     assert kept is not None
     alone = World(stage, 2, torch.device("meta"), local_size=2)  # the tensor axis has one rank
-    assert sum(kept[stage]) == really_kept(alone, flags, stage)
+    # Before torch 2.13 a fake kernel of the CPU returned log-sums in fp32 for fp64, too.
+    narrow = 0.005 if "--fp64" in flags and torch.__version__ < "2.13" else 0.0  # compared as versions
+    assert sum(kept[stage]) == pytest.approx(really_kept(alone, flags, stage), rel=narrow, abs=0)
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "--model-type llama --sequence-parallel --num-query-groups 2"])
