@@ -7,12 +7,12 @@ the faster one counts, as the libraries choose. Inside a node a profile's measur
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from megalite.config import Config
-from megalite.inventory import bucket_limit, stage_parameters
+from megalite.inventory import ElementBytes, Parameter, bucket_limit, stage_parameters
 from megalite.planner.hardware import Hardware, Link
 
 
@@ -86,6 +86,13 @@ class CommGroup:
     def send(self, nbytes: float) -> float:
         """Seconds of a message to the next member; the slowest of the hops counts."""
         return self._seconds("send", nbytes, self.link.latency + nbytes / self.link.bandwidth)
+
+
+def held_parameters(config: Config, items: range) -> list[tuple[str, Parameter]]:
+    """(Logical name, parameter) of a stage. Where all parameters are as wide as their masters, those that are wide in
+    any case lie in one buffer with the others."""
+    size, found = ElementBytes.of(config), stage_parameters(config.model, items)
+    return [(name, replace(p, wide=p.wide and size.compute != size.wide)) for name, p in found]
 
 
 def stage_elements(config: Config, items: range, family: str | None = None) -> int:

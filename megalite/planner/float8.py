@@ -18,9 +18,8 @@ from megalite.inventory import (
     held_in_8_bits,
     micro_tokens,
     model_layers,
-    stage_parameters,
 )
-from megalite.planner.communication import shards_of
+from megalite.planner.communication import held_parameters, shards_of
 
 # Bytes an element of a pass that takes as long; across: rounded and transposed at once.
 LOOK, ROUND, ACROSS, TURN = 2.6, 3.5, 5.3, 3.5
@@ -82,7 +81,7 @@ def int8_bytes(config: Config, items: range, kind: tuple[str, bool]) -> tuple[in
     if not config.model.lora.frozen_weights_int8:
         return None
     size, weights, largest = ElementBytes.of(config), 0, 0
-    for _, parameter in stage_parameters(config.model, items):
+    for _, parameter in held_parameters(config, items):
         if not parameter.frozen or (parameter.family, parameter.wide) != kind:
             continue
         shape, held = parameter.local(config.parallel), held_in_8_bits(config.model, parameter.name)

@@ -20,7 +20,7 @@ from megalite.inventory import (
     recompute_ranges,
     stage_parameters,
 )
-from megalite.planner.communication import shards_of
+from megalite.planner.communication import held_parameters, shards_of
 from megalite.planner.model_states import planned_buckets
 from megalite.schedule import WeightChunks
 
@@ -47,7 +47,7 @@ def with_weight_chunks(config: Config, world_size: int, cuts: Sequence[range], p
 def _layer_bytes(config: Config, world_size: int, cut: range, num_stages: int) -> tuple[int, ...]:
     """Of the weights of each layer of a stage on the device: parameters begin at multiples of the alignment."""
     size, found = ElementBytes.of(config), defaultdict[str, int](int)
-    own, names = list(stage_parameters(config.model, cut)), [layer_name(item, config.model.num_layers) for item in cut]
+    own, names = held_parameters(config, cut), [layer_name(item, config.model.num_layers) for item in cut]
     for kind in dict.fromkeys(parameter.buffer for _, parameter in own):
         family, wide, _ = kind
         shards = shards_of(config, world_size, family)

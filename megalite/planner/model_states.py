@@ -28,7 +28,7 @@ from megalite.inventory import (
     plan_buckets,
     stage_parameters,
 )
-from megalite.planner.communication import shards_of
+from megalite.planner.communication import held_parameters, shards_of
 from megalite.planner.float8 import int8_bytes
 from megalite.planner.step_bytes import step_numbers, tapped_numbers
 
@@ -107,7 +107,7 @@ def state_bytes(
 def _buffered(config: Config, items: range) -> list[tuple[str, Parameter]]:
     """(Name, parameter) of what is in flat buffers: all but rows that are on the host."""
     apart = WORD_EMBEDDINGS if config.optimizer.offload.embedding_offload is not None else None
-    return [(name, parameter) for name, parameter in stage_parameters(config.model, items) if name != apart]
+    return [(name, parameter) for name, parameter in held_parameters(config, items) if name != apart]
 
 
 def embedding_rows(config: Config) -> StateBytes:
