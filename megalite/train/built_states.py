@@ -156,11 +156,16 @@ def read(model: Model) -> StateBytes:
     weights, gradients = list(_weights(model)), list(_gradients(model))
     host = fresh([*weights, *gradients], away=True)
     on_device = {"weights": fresh(weights, away=False), "gradients": fresh(gradients, away=False)}
-    held = model.optimizer.memory()
-    masters = [shard for shard in model.optimizer.masters if shard.offloaded and shard.file is None]
-    moments = held["offloaded"] - held["file"] - sum(shard.tensor.nbytes for shard in masters)
-    host += fresh((shard.tensor for shard in masters), away=True) + moments
-    return StateBytes(**on_device, master=held["master"], moments=held["state"], host=host, file=held["file"])
+    held, masters = model.optimizer.memory(), model.optimizer.masters
+    filed = [shard.tensor for shard in masters if shard.file is not None]
+    away = [shard.tensor for shard in masters if shard.offloaded and shard.file is None]
+    here = [shard.tensor for shard in masters if not shard.offloaded]
+    here += [shard.remainders.remainder for shard in masters if shard.remainders is not None]
+    # `memory` adds up shards, beside which there are gaps.
+    moments = held["offloaded"] - held["file"] - sum(tensor.nbytes for tensor in away)
+    file = held["file"] - sum(tensor.nbytes for tensor in filed) + fresh(filed, away=False)
+    host += fresh(away, away=True) + moments
+    return StateBytes(**on_device, master=fresh(here, away=False), moments=held["state"], host=host, file=file)
 
 
 def _weights(model: Model) -> Iterator[Tensor]:

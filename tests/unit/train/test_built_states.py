@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from equivalence import own_models
+from equivalence.layouts import TINY, draw
 
 from megalite.comm import Axis, ContextAxes, ParallelMesh
-from megalite.config import Config
+from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.config.cli import parse
 from megalite.inventory import MemoryPlan, first_alike
 from megalite.parallel.tiers import MetaMover
-from megalite.planner import StateBytes
+from megalite.planner import StateBytes, within_budget
 from megalite.planner.memory import pipeline_memory
 from megalite.train.build import build_model
 from megalite.train.built_states import held_at, with_held
@@ -38,6 +40,7 @@ RULES = [
     "--optimizer sgd --bf16",
     "--optimizer lion --exp-avg-dtype bf16 --bf16",
     "--optimizer muon",
+    "--optimizer muon --hidden-size 36",
     "--optimizer muon --bf16 --swiglu",
     "--optimizer soap --soap-max-precond-dim 100",
     "--optimizer shampoo --bf16",
@@ -93,6 +96,8 @@ def test_every_rule_stage_version_and_place(rule: str) -> None:
         ("--tensor-parallel-mode 4d --tensor-parallel-grid 2,2,1 --tensor-model-parallel-size 4", 8),
         ("--context-parallel-size 2 --optimizer soap --zero-stage 1", 4),
         ("--num-experts 4 --expert-model-parallel-size 2 --bf16 --zero-stage 3", 8),
+        ("--num-experts 4 --moe-router score_function=sigmoid --zero-stage 3 --fp64", 4),
+        ("--num-experts 4 --offload optimizer,params --zero-stage 3", 4),
         (
             "--pipeline-model-parallel-size 4 --pipeline-schedule 2bw --staleness-correction predict "
             "--global-batch-size 8",
@@ -123,6 +128,23 @@ def test_owners_of_two_families_of_whole_matrices() -> None:
     run = PlannedRun.of(config, 4, on_cpu=True)
     closed, read = pipeline_memory(run)[0], pipeline_memory(with_held(run))[0]
     assert read.model_states == pytest.approx(closed.model_states, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_layouts(seed: int) -> None:
+    """Of owners of whole matrices the closed forms add up the fullest of each family and stage: at most a little more
+    than any rank has."""
+    case = draw(random.Random(seed))
+    config = parse([*TINY, *case.model, *case.layout], world_size=case.world_size)
+    owners = OPTIMIZER_SPECS[config.optimizer.optimizer].whole is not None and config.parallel.zero_stage
+    for on_cpu in (True, False):
+        plan = within_budget(config, case.world_size, on_cpu=on_cpu)
+        run = PlannedRun.of(config, case.world_size, on_cpu=on_cpu, plan=plan)
+        for closed, read in zip(pipeline_memory(run), pipeline_memory(with_held(run)), strict=True):
+            pairs = {name: (getattr(closed, name), getattr(read, name)) for name in HELD}
+            said, true = (sum(pair[k] for pair in pairs.values()) for k in (0, 1))
+            same = 0.75 * said <= true <= 1.05 * said if owners else all(a == b for a, b in pairs.values())
+            assert same, f"{pairs}\nreplay: {case.command} --dry-run"
 
 
 def test_what_a_search_takes_on_trust_a_rank_denies(monkeypatch: pytest.MonkeyPatch) -> None:
