@@ -130,6 +130,7 @@ def test_owners_of_two_families_of_whole_matrices() -> None:
     assert read.model_states == pytest.approx(closed.model_states, rel=0.01)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_layouts(seed: int) -> None:
     """Of owners of whole matrices the closed forms add up the fullest of each family and stage: at most a little more
