@@ -97,7 +97,7 @@ class PlannedStages:
     on_cpu: bool = False
     _: KW_ONLY
     held: Sequence[StateBytes] | None = None  # by ranks that were built, pipeline coordinate by coordinate
-    kept: Sequence[tuple[int, int]] | None = None  # by (blocks, other layers) of each stage, which ran
+    kept: Sequence[int] | None = None  # of a micro-batch by the blocks of each stage, which ran
 
     @classmethod
     def of(
@@ -133,7 +133,7 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
     again = {stage: plan.recompute_of(stage) for stage in stages}
     kept = {stage: stage_activations(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     if run.kept is not None:
-        kept = {stage: replace(one, full=run.kept[stage][0], head=run.kept[stage][1]) for stage, one in kept.items()}
+        kept = {stage: replace(one, full=run.kept[stage]) for stage, one in kept.items()}
     spaces = {stage: workspace_bytes(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     logits = max(space[0] for space in spaces.values())
     # What the head keeps of a micro-batch is gone before the backward of the blocks of its stage begins.
