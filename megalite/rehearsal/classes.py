@@ -3,11 +3,9 @@
 Ranks of a stage that differ along an axis do the same, the first of the axis apart: it counts losses, writes, draws.
 """
 
-import torch
-
-from megalite.comm import ParallelMesh, World
+from megalite.comm import ParallelMesh
 from megalite.rehearsal.rank import Rehearsed
-from megalite.train import make_mesh
+from megalite.train import mesh_on_meta
 
 MOST = 16
 """Ranks of a world that are all rehearsed."""
@@ -16,7 +14,7 @@ VIEWS = (("tp", "cp_heads", "cp_ring", "dp_shard", "dp_replicate"), ("etp", "ep"
 
 def mesh_of(run: Rehearsed, rank: int = 0) -> ParallelMesh:
     """The grid, for arithmetic."""
-    return make_mesh(run.config.parallel, World(rank, run.size, torch.device("meta"), local_size=run.size))
+    return mesh_on_meta(run.config.parallel, run.size, rank)
 
 
 def distinct_ranks(run: Rehearsed) -> tuple[list[int], list[int]]:

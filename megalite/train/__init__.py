@@ -13,7 +13,7 @@ same bits (`tests/faults`).
 
 from megalite.train.build import build_model, parameter_dtype, wide_dtype, zero_options
 from megalite.train.dry_run import dry_run
-from megalite.train.make_mesh import make_mesh
+from megalite.train.make_mesh import make_mesh, mesh_on_meta
 from megalite.train.matmul_precision import MODES
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache

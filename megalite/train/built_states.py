@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalite.comm import ParallelMesh, World
+from megalite.comm import ParallelMesh
 from megalite.config import Config
 from megalite.engine import BuiltStages
 from megalite.inventory import first_alike
@@ -27,7 +27,7 @@ from megalite.planner import StateBytes, fullest_owner
 from megalite.schedule import StageKey
 from megalite.train.build import Model, build_model
 from megalite.train.foreign import ForeignModel
-from megalite.train.make_mesh import make_mesh
+from megalite.train.make_mesh import mesh_on_meta
 from megalite.train.planned import PlannedRun
 
 
@@ -53,7 +53,7 @@ def with_held(run: PlannedRun) -> PlannedRun:
 
 def held_at(run: PlannedRun, coordinate: int) -> StateBytes:
     """Of the rank at this pipeline coordinate that holds most: owners of whole matrices have unequal shares."""
-    rank = _mesh(run, 0).ranks_of(coordinate)[0]
+    rank = mesh_on_meta(run.config.parallel, run.world_size).ranks_of(coordinate)[0]
     first = build_on_meta(run, rank)
     families: dict[str, list[ParameterBuffers]] = {}
     for family in first.families:
@@ -70,13 +70,8 @@ def held_at(run: PlannedRun, coordinate: int) -> StateBytes:
 def build_on_meta(run: PlannedRun, rank: int) -> Model:
     """This world rank's part of the model, without values."""
     foreign: Any = None if run.foreign is None else _Looked(run.foreign, run)
-    mover, run = MetaMover(on_cpu=run.on_cpu), replace(run, foreign=foreign)
-    return build_model(_plain(run.config), run, _mesh(run, rank), mover.device, mover)
-
-
-def _mesh(run: PlannedRun, rank: int) -> ParallelMesh:
-    world = World(rank, run.world_size, torch.device("meta"), local_size=run.world_size)
-    return make_mesh(run.config.parallel, world)
+    mover, mesh = MetaMover(on_cpu=run.on_cpu), mesh_on_meta(run.config.parallel, run.world_size, rank)
+    return build_model(_plain(run.config), replace(run, foreign=foreign), mesh, mover.device, mover)
 
 
 def _plain(config: Config) -> Config:
@@ -104,12 +99,8 @@ class _Looked:
     def build(self, mesh: ParallelMesh) -> BuiltStages:
         keys = self.run.program.placement.stages_of(mesh.coordinate("pp"))
         versions = self.run.program.weight_versions[mesh.coordinate("pp")]
-        return {key: (_nothing(), [_HeldParameters(self.module, key) for _ in range(versions)]) for key in keys}
-
-
-def _nothing() -> Any:
-    """In the place of a stage, which nobody runs."""
-    return nn.Module()
+        stage: Any = nn.Module()  # in the place of one, which nobody runs
+        return {key: (stage, [_HeldParameters(self.module, key) for _ in range(versions)]) for key in keys}
 
 
 class _HeldParameters(nn.Module):

@@ -14,14 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalite.comm import World
 from megalite.config import Config
 from megalite.inventory import blocks_of, first_alike
 from megalite.microbatch import Microbatch
 from megalite.models import layer_specs
 from megalite.nn import LayerStack
 from megalite.train.build import boundary_spec, build_module, layer_context
-from megalite.train.make_mesh import make_mesh
+from megalite.train.make_mesh import mesh_on_meta
 from megalite.train.planned import PlannedRun
 
 TILE = 64  # queries that attention takes together at least
@@ -61,8 +60,7 @@ def _kept_in(run: PlannedRun, stage: int) -> int:
     blocks = blocks_of(config.model, run.cuts[stage])
     if not blocks:
         return 0
-    world = World(0, run.world_size, torch.device("meta"), local_size=run.world_size)
-    mesh = make_mesh(config.parallel, world)
+    mesh = mesh_on_meta(config.parallel, run.world_size)
     context = layer_context(
         config, mesh, device, None, sequence_parallel=config.parallel.sequence_parallel, float8=config.training.float8
     )

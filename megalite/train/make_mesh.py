@@ -1,5 +1,7 @@
 """The grid of ranks of a run, as its configuration has it."""
 
+import torch
+
 from megalite.comm import DeviceWaitClock, ParallelMesh, World, all_gather_json, share_axis
 from megalite.config import ParallelConfig
 
@@ -29,3 +31,8 @@ def make_mesh(parallel: ParallelConfig, world: World) -> ParallelMesh:
         for name in ("tp", "ep"):
             mesh.adopt(share_axis(mesh[name], timeout=60 * parallel.distributed_timeout_minutes))
     return mesh
+
+
+def mesh_on_meta(parallel: ParallelConfig, size: int, rank: int = 0) -> ParallelMesh:
+    """The grid of a run on `size` ranks as one of them would see it: for arithmetic, and to build what is looked at."""
+    return make_mesh(parallel, World(rank, size, torch.device("meta"), local_size=size))

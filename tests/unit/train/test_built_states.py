@@ -15,12 +15,13 @@ from equivalence.layouts import TINY, draw
 from megalite.comm import Axis, ContextAxes, ParallelMesh
 from megalite.config import OPTIMIZER_SPECS, Config
 from megalite.config.cli import parse
+from megalite.errors import ConfigError
 from megalite.inventory import MemoryPlan, first_alike
 from megalite.parallel.tiers import MetaMover
 from megalite.planner import StateBytes, within_budget
 from megalite.planner.memory import pipeline_memory
 from megalite.train.build import build_model
-from megalite.train.built_states import held_at, with_held
+from megalite.train.built_states import build_on_meta, held_at, with_held
 from megalite.train.foreign import ForeignModel
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
@@ -77,8 +78,7 @@ def test_every_rule_stage_version_and_place(rule: str) -> None:
         late = " --pipeline-schedule 2bw" * (versions - 1)
         try:
             config = config_of(f"{rule} {tier} --zero-stage {stage} --ddp-bucket-size 10000{late}", 4)
-        except Exception as refused:  # combinations that no run may have
-            assert "--" in str(refused)
+        except ConfigError:  # a combination that no run may have
             continue
         run = PlannedRun.of(config, 4, on_cpu=on_cpu)
         same(run, (stage, versions, tier, on_cpu))
@@ -182,8 +182,6 @@ def test_of_owners_of_whole_matrices_the_fullest_is_read() -> None:
 
 
 def _masters(run: PlannedRun, owner: int) -> int:
-    from megalite.train.built_states import build_on_meta
-
     return sum(shard.tensor.numel() for shard in build_on_meta(run, owner).optimizer.masters)
 
 
