@@ -112,8 +112,9 @@ def test_a_script_that_goes_on_after_the_run_waits_for_nobody(tmp_path: Path) ->
     """Under torchrun the ranks are the user's own processes."""
     script = tmp_path / "script.py"
     script.write_text(
-        "import time, megalite.library.ranks as ranks\nranks.ALONE_SECONDS = 0.5\n"
-        "print(ranks.run(lambda world: world.size, device='cpu'))\ntime.sleep(1.5)\n"
+        "import sys, time, megalite.library.ranks as ranks\nranks.ALONE_SECONDS = 0.5\n"
+        # in one piece: the ranks share the pipe, and `print` may write the end of a line by itself
+        "sys.stdout.write(f'{ranks.run(lambda world: world.size, device=\"cpu\")}\\n')\ntime.sleep(1.5)\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     root = Path(megalite.__file__).parents[1]
