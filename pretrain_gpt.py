@@ -86,7 +86,7 @@ def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:
     from megalite.train import dry_run
 
     try:
-        text = dry_run(parsed.config, parsed.origins, parsed.ranks)
+        text = dry_run(parsed.config, parsed.origins, parsed.ranks, import_module("megalite.rehearsal").unseen)
     except MegaliteError as error:
         print_error(error)
         return error.exit_code

@@ -116,6 +116,8 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     widened_context = product * tokens * q if widened else 0.0
     row_sums = tokens * heads * max(4, size.wide)  # the softmax's log-sums
     beside = row_sums
+    if config.parallel.context.traders > 1:
+        beside += context  # as it comes back from the ranks that had these heads
     if model.attention_dropout > 0:
         beside += 8.0 * tokens * heads  # what keys each query's dropout
     if model.softmax_type != "vanilla":
@@ -289,6 +291,9 @@ def _expert_bytes(config: Config, layer: Layer) -> float:
         return 0.0
     size, given = ElementBytes.of(config), layer.model.experts
     rows = 2 * expert_rows(config, layer, WORST_IMBALANCE) * layer.model.hidden_size * size.compute
+    if size.wide != size.compute:  # the router has its input widened, and a shared expert as it is
+        alone = given.moe_shared_expert_intermediate_size is None
+        rows += prod(boundary_shape(config)) * (size.wide - size.compute * alone)
     return rows + micro_tokens(config) * 2.0 * (given.num_experts or 1) * size.wide
 
 

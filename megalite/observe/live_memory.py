@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.comm import all_gather_json
 from megalite.config import BatchRamp
-from megalite.inventory import MemoryPlan
 from megalite.observe.hooks import Hook, TrainerView
 from megalite.observe.stats import Record, StepStats
-from megalite.planner import PlannedStages, RankMemory, rank_memory
+from megalite.planner import RankMemory
 from megalite.progress import in_units
 
 logger = logging.getLogger(__name__)
@@ -105,17 +104,16 @@ class LiveBytes(TorchDispatchMode):
 class MemoryCheckHook(Hook):
     """After the first steps: `memory: predicted ..., measured peak ... (error ...)`, and the numbers in the record.
 
-    The record of the log line that follows gets `predicted_memory_bytes`, `measured_memory_bytes` (of the rank that
-    measured most) and `memory_error` (predicted over measured, minus 1). Every rank takes part; world rank 0 prints.
+    The record of the log line that follows gets, on world rank 0, `predicted_memory_bytes`, `measured_memory_bytes` (of
+    the rank that measured most) and `memory_error` (predicted over measured, minus 1). Every rank takes part.
     """
 
-    def __init__(self, plan: MemoryPlan | None = None) -> None:
-        """plan: where the run's memory lies; None: what flags say."""
-        self._plan = plan
+    def __init__(self, predicted: Sequence[RankMemory] = ()) -> None:
+        """predicted: of the ranks at each pipeline coordinate, which rank 0 alone has to know."""
+        self._predicted = predicted
         self._counter: LiveBytes | None = None
         self._watching = ExitStack()
         self._until = 0
-        self._predicted: RankMemory | None = None
         self._measured: float | None = None
 
     def on_start(self, trainer: TrainerView) -> None:
@@ -125,8 +123,6 @@ class MemoryCheckHook(Hook):
         least = LEAST_ITERATIONS if on_cpu else WATCHED
         if training.batch_ramp != BatchRamp() or training.seq_length_schedule is not None or to_go < least:
             return  # the first batches are not the ones that the prediction is about
-        run = PlannedStages.of(trainer.config, trainer.mesh.size("world"), on_cpu=on_cpu, plan=self._plan)
-        self._predicted = rank_memory(run, trainer.mesh.coordinate("pp"))
         self._until = trainer.iteration + WATCHED
         if on_cpu:
             self._counter = LiveBytes()
@@ -136,29 +132,32 @@ class MemoryCheckHook(Hook):
             torch.cuda.reset_peak_memory_stats(trainer.device)
 
     def after_step(self, trainer: TrainerView, stats: StepStats) -> None:
-        if self._predicted is not None and self._measured is None and stats.iteration >= self._until:
+        if self._until and self._measured is None and stats.iteration >= self._until:
             counter, device = self._counter, trainer.device
             self._measured = torch.cuda.max_memory_allocated(device) if counter is None else counter.peak
             self._stop()
 
     def on_log(self, trainer: TrainerView, record: Record) -> None:
-        if self._measured is None or self._predicted is None:
+        if self._measured is None or not self._until:
             return
+        self._until = 0
+        rows = all_gather_json([self._measured, trainer.mesh.coordinate("pp")], trainer.mesh.world)
+        if trainer.mesh.world.is_first and self._predicted:
+            measured, coordinate = max(rows)
+            self._tell(record, self._predicted[int(coordinate)], measured, on_cpu=trainer.device.type == "cpu")
+
+    def _tell(self, record: Record, planned: RankMemory, measured: float, *, on_cpu: bool) -> None:
         # On a CPU the "device" memory and that of the host are one, and a file that is mapped counts as alive.
-        elsewhere = self._predicted.host + self._predicted.file if trainer.device.type == "cpu" else 0.0
+        elsewhere = planned.host + planned.file if on_cpu else 0.0
         # What the allocator keeps beside CUDA graphs is reserved, and what is measured is allocated.
-        mine = self._predicted.total - self._predicted.warm_up + elsewhere
-        rows = all_gather_json([mine, self._measured], trainer.mesh.world)
-        predicted, measured = max(rows, key=lambda row: row[1])
+        predicted = planned.total - planned.warm_up + elsewhere
         record["predicted_memory_bytes"], record["measured_memory_bytes"] = round(predicted), round(measured)
         record["memory_error"] = predicted / measured - 1
-        self._predicted = None
-        if trainer.mesh.world.is_first:
-            what = "allocated on the GPU" if trainer.device.type == "cuda" else "of live tensors"
-            logger.info(
-                "memory: predicted %s, measured peak %s %s on the fullest rank (error %+.1f%%)",
-                in_units(predicted, "B"), in_units(measured, "B"), what, 100 * record["memory_error"],
-            )  # fmt: skip
+        logger.info(
+            "memory: predicted %s, measured peak %s %s on the fullest rank (error %+.1f%%)",
+            in_units(predicted, "B"), in_units(measured, "B"), "of live tensors" if on_cpu else "allocated on the GPU",
+            100 * record["memory_error"],
+        )  # fmt: skip
 
     def on_end(self, trainer: TrainerView, summary: Record) -> None:
         self._stop()

@@ -23,7 +23,7 @@ from megalite import __version__
 from megalite.commands import typed
 from megalite.config import Config
 from megalite.errors import DataError, flag_of
-from megalite.inventory import FLOPS_CONVENTION, MemoryPlan
+from megalite.inventory import FLOPS_CONVENTION
 from megalite.observe.alerts import EventHook, PrometheusHook
 from megalite.observe.curves import loss_picture
 from megalite.observe.hooks import Hook, Hooks, TrainerView, guarded
@@ -32,6 +32,7 @@ from megalite.observe.loggers import ConsoleHook, TensorBoardHook, WandbHook
 from megalite.observe.slow_ranks import SlowRankHook
 from megalite.observe.stats import Record, StepStats
 from megalite.parallel.pipeline import Executor
+from megalite.planner import RankMemory
 from megalite.progress import is_terminal
 
 METRICS_FILE = "metrics.jsonl"
@@ -49,16 +50,16 @@ def make_hooks(
     start_facts: Record | None = None,
     flops_per_sample: float | None = None,
     first: Sequence[Hook] = (),
-    plan: MemoryPlan | None = None,
+    memory: Sequence[RankMemory] = (),
     executor: Executor | None = None,
 ) -> Hooks:
     """Make the hooks of world rank `rank` from the logging section. Every rank of the world calls this.
 
     start_facts: what the start line of metrics.jsonl says besides the usual. flops_per_sample: of a model not ours.
-    first: hooks that add to records what the others write. plan: where the run's memory lies. executor: its actions are
-    named in profiles.
+    first: hooks that add to records what the others write. memory: what ranks at each pipeline coordinate are predicted
+    to need, on rank 0. executor: its actions are named in profiles.
     """
-    hooks: list[Hook] = [*first, SlowRankHook(), *([] if config.model.is_foreign else [MemoryCheckHook(plan)])]
+    hooks: list[Hook] = [*first, SlowRankHook(), MemoryCheckHook(memory)]
     logging, save = config.logging, config.checkpoint.run_folder
     if rank == 0:
         metrics = None if save is None else Path(save) / METRICS_FILE

@@ -25,7 +25,7 @@ sound order is blamed (`test_sound_orders.py`); each fault between ranks is foun
 from megalite.rehearsal.device import watched_gpu
 from megalite.rehearsal.fake_groups import FakeGroups
 from megalite.rehearsal.match import Fault
-from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed
+from megalite.rehearsal.rank import alone, rehearse_rank, rehearsed, unseen
 from megalite.rehearsal.report import as_json, explain, rehearse, rehearse_run
 from megalite.rehearsal.streams import DEVICE, Gpu
 from megalite.rehearsal.timing import write_trace

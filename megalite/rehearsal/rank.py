@@ -8,7 +8,7 @@ import io
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -143,6 +143,11 @@ def record_rank(
         return record
 
 
+def unseen(size: int) -> AbstractContextManager[Gpu]:
+    """The first of so many ranks, on a GPU without values: what is made there can be measured."""
+    return alone(FakeGroups(0, size))
+
+
 @contextmanager
 def alone(groups: FakeGroups) -> Iterator[Gpu]:
     """A rank without others, whose weights are not drawn."""
@@ -150,6 +155,7 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
         kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
         continued: dict[str, list[int]] = {str(place): [] for place in range(MOST_PROMPTS)}
         for module, name, value in (
+            ("megalite.train.announcement", "as_read", lambda run: run),  # the rank itself says what it holds and keeps
             ("megalite.train.build", "fill", lambda name, parameter, *, seed: parameter.data.zero_()),
             ("megalite.train.samples", "read_prompts", lambda *_: ["1 2 3"] * min(groups.world.size(), MOST_PROMPTS)),
             # other replicas have continued their prompts, too

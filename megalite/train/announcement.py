@@ -26,13 +26,16 @@ from megalite.planner import RankMemory, foreign_rows, format_table, shared_memo
 from megalite.progress import in_units
 from megalite.schedule import Program, division_text
 from megalite.train.build import parameter_dtype
+from megalite.train.built_states import with_held
 from megalite.train.foreign import ForeignModel
+from megalite.train.kept_activations import Gpu, with_kept
 from megalite.train.planned import PlannedRun
 
 logger = logging.getLogger(__name__)
 
 ESTIMATE_ERROR = 0.05  # the estimate may be so much too high (`tools/check_plan.py`)
 DOUBTFUL = 0.9
+LARGEST = 1 << 60  # bytes of a rank: tensors that are larger cannot even be without values
 PRICED_MICROBATCHES = 1_000  # a remedy that needs another program is priced for batches up to this long
 
 # Of a rank: (pool, whether its device's memory comes from it; else what the rank keeps on its host).
@@ -55,12 +58,20 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
     return found
 
 
-def announce(run: PlannedRun, world: World, axis: Axis) -> None:
-    """Prints the table and what is slow here; refuses what cannot fit. Collective over `axis`, all ranks. Raises
-    ConfigError."""
+def as_read(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
+    """The run with what its ranks hold and keep, as far as their stages, built without values, can say it."""
+    if run.foreign is None and max(each.total for each in run.memory) >= LARGEST:
+        return run
+    return with_kept(with_held(run), gpu)
+
+
+def announce(run: PlannedRun, world: World, axis: Axis) -> PlannedRun:
+    """Prints the table and what is slow here; refuses what cannot fit. Returns the run, on rank 0 as read from its
+    stages. Collective over `axis`, all ranks. Raises ConfigError."""
     if run.foreign is not None:
         _ = run.memory  # on all ranks: somebody's layers may fail in it
     if world.is_first:
+        run = as_read(run)
         table = format_table(rows_of(run, "CPU" if run.on_cpu else torch.cuda.get_device_name(world.device)))
         logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
         for line in device_advice(run.config, world.device):
@@ -68,6 +79,7 @@ def announce(run: PlannedRun, world: World, axis: Axis) -> None:
     check_float8(run.config, world.device)
     use_newer_kernel(world.device, parameter_dtype(run.config))
     check_memory(run, world, axis)
+    return run
 
 
 def make_tracer(config: Config, program: Program, executor: Executor, mesh: ParallelMesh) -> PipelineTracer | None:

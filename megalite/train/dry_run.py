@@ -40,11 +40,10 @@ from megalite.planner import (
 from megalite.progress import ProgressBar, amount, duration
 from megalite.schedule import Program, render_text, simulate
 from megalite.stores import Place
-from megalite.train.announcement import judge, pools_of, rows_of
+from megalite.train.announcement import as_read, judge, pools_of, rows_of
 from megalite.train.build import parameter_dtype
-from megalite.train.built_states import with_held
 from megalite.train.foreign import ForeignModel
-from megalite.train.kept_activations import with_kept
+from megalite.train.kept_activations import Gpu
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
@@ -56,7 +55,6 @@ logger = logging.getLogger(__name__)
 
 WIDEST = 100
 LONGEST_TEXT = 1 << 26  # bytes of raw text that are tokenised to check them; the start does it for more
-LARGEST = 1 << 60  # bytes of a rank: tensors that are larger cannot even be without values
 LARGEST_CHECKPOINT = 1 << 34  # bytes of a checkpoint that are read to check them
 
 
@@ -64,16 +62,16 @@ class HostTooSmall(ConfigError):
     """The ranks of a run do not fit into this host."""
 
 
-def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
+def dry_run(config: Config, origins: Mapping[str, str], world_size: int, gpu: Gpu | None = None) -> str:
     """The text that `--dry-run` prints. Nothing is written but the tokens of a raw text, which the run will
-    read. Raises MegaliteError.
+    read. gpu: one without values, on which blocks say what they keep. Raises MegaliteError.
 
     A run that does not fit into a host without GPUs is one for GPUs elsewhere, unless `--device cpu` says otherwise.
     """
     here = meant_for_this_host(world_size)
     why = f"{world_size} ranks are not meant for this host"
     try:
-        return _dry_run(config, origins, world_size, here, why)
+        return _dry_run(config, origins, world_size, here, why, gpu)
     except HostTooSmall as error:
         if config.parallel.hardware.device == "cpu" or torch.cuda.is_available():
             raise
@@ -82,10 +80,10 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int) -> str:
             + "; planned for GPUs elsewhere, whose needs differ (memory, below); `device` cpu plans for this host"
         )
         ranks = "1 rank does" if world_size == 1 else f"{world_size} ranks do"
-        return _dry_run(config, origins, world_size, False, f"{ranks} not fit into this host")
+        return _dry_run(config, origins, world_size, False, f"{ranks} not fit into this host", gpu)
 
 
-def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: bool, why: str) -> str:
+def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: bool, why: str, gpu: Gpu | None) -> str:
     """why: the run is not meant for this host."""
     config, tokenizer = resolve_tokenizer(config) if here else without_files(config)
     on_cpu = config.parallel.hardware.device == "cpu" or (here and not torch.cuda.is_available())
@@ -101,9 +99,7 @@ def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: 
         tp, *cp = (Axis(name, size, 0, tuple(range(size))) for name, size in sizes.items())  # that connect nobody
         device, dtype = torch.device("meta"), parameter_dtype(config)
         foreign = ForeignModel(config, tp, program, device, dtype, ContextAxes(cp[0], cp[1]), probe=False)
-    planned = PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=on_cpu)
-    if foreign is not None or max(each.total for each in planned.memory) < LARGEST:
-        planned = with_kept(with_held(planned))
+    planned = as_read(PlannedRun.before(config, world_size, program, plan, foreign, on_cpu=on_cpu), gpu)
     notes = [f" not checked: devices, memory, data, `load` and `save` ({why})"]
     notes += [f" not here    {line}" for line in (*missing_data(config), *missing_packages(config))]
     device_name = torch.cuda.get_device_name() if here and not on_cpu else ""

@@ -1,12 +1,14 @@
 """What autograd keeps of a micro-batch, read from the blocks of a stage: they run once on tensors without values.
 
-These are CPU tensors as torch takes them (`FakeTensorMode`), so kernels are those of this host: one that multiplies 16
-bits itself keeps less than one that widens them first. Blocks that ask for values (routers of experts, documents) or
-for what other ranks have (a ring), and those that loop over many pieces, are left to closed forms, which the search and
-the start of a run use for all (`megalite.planner.activations`), as embedding and head are. What GPUs keep,
-tools/rehearse.py says.
+On a CPU these are tensors as torch takes them there (`FakeTensorMode`), so kernels are those of this host: one that
+multiplies 16 bits itself keeps less than one that widens them first. A GPU is one that the caller has
+(`megalite.rehearsal`). Blocks that ask for values (routers of experts, documents) or for what other ranks have (a
+ring), and those that loop over many pieces, are left to closed forms, which the search uses for all
+(`megalite.planner.activations`), as embedding and head are, and the start of a run on GPUs.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -19,34 +21,54 @@ from megalite.inventory import blocks_of, first_alike
 from megalite.microbatch import Microbatch
 from megalite.models import layer_specs
 from megalite.nn import LayerStack
+from megalite.parallel.context import SequenceCut
 from megalite.train.build import boundary_spec, build_module, layer_context
 from megalite.train.make_mesh import mesh_on_meta
 from megalite.train.planned import PlannedRun
+
+Gpu = Callable[[int], AbstractContextManager[object]]
+"""While it is open, this process is a rank of a world of that size, and has a GPU whose tensors have no values."""
 
 TILE = 64  # queries that attention takes together at least
 MOST_PIECES = 500  # more take seconds: torch looks at every operation
 
 
-def with_kept(run: PlannedRun) -> PlannedRun:
+def with_kept(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
     """The run with what the blocks of each stage keep of a micro-batch, if they can say it."""
-    if not run.on_cpu or run.foreign is not None or not _speaks(run.config) or _pieces(run) > MOST_PIECES:
+    if run.foreign is not None or not _speaks(run.config, on_gpu=not run.on_cpu):
         return run
+    if run.on_cpu:
+        if _pieces(run) > MOST_PIECES:
+            return run
+        place: AbstractContextManager[object] = FakeTensorMode()
+    elif gpu is not None:
+        place = gpu(run.world_size)
+    else:
+        return run
+    with place:
+        return replace(run, kept=_kept(run, torch.device("cpu" if run.on_cpu else "cuda")))
+
+
+def _kept(run: PlannedRun, device: torch.device) -> tuple[int, ...]:
+    """Of each stage."""
     known: dict[object, int] = {}
     kept = []
     for stage, items in enumerate(run.cuts):
         alike = first_alike(run.config.model, items), run.plan.recompute_of(stage)
         if alike not in known:
-            known[alike] = _kept_in(run, stage)
+            known[alike] = _kept_in(run, stage, device)
         kept.append(known[alike])
-    return replace(run, kept=tuple(kept))
+    return tuple(kept)
 
 
-def _speaks(config: Config) -> bool:
-    """Whether nothing in the blocks depends on values, or on what comes from other ranks."""
+def _speaks(config: Config, *, on_gpu: bool) -> bool:
+    """Whether nothing in the blocks depends on values, or on what comes from other ranks, and all stays that they keep
+    and nothing else."""
     parallel, model = config.parallel, config.model
-    alone = parallel.context.context_parallel_size == 1 and parallel.grid is None and not parallel.meshes
+    stays = model.cpu_offloading_num_layers == 0 and parallel.hardware.cuda_graph_impl == "none"
+    alone = (on_gpu or parallel.context.ring == 1) and parallel.grid is None and not parallel.meshes
     seen = not config.data.reset_attention_mask and model.experts.num_experts is None
-    return alone and seen and config.training.seq_length_schedule is None and not config.training.compile
+    return stays and alone and seen and config.training.seq_length_schedule is None and not config.training.compile
 
 
 def _pieces(run: PlannedRun) -> int:
@@ -54,9 +76,9 @@ def _pieces(run: PlannedRun) -> int:
     return max(map(len, run.cuts)) * -(-run.config.model.seq_length // TILE)
 
 
-def _kept_in(run: PlannedRun, stage: int) -> int:
+def _kept_in(run: PlannedRun, stage: int, device: torch.device) -> int:
     """Bytes that the blocks of a stage keep beside what the stage receives."""
-    config, device = run.config, torch.device("cpu")
+    config = run.config
     blocks = blocks_of(config.model, run.cuts[stage])
     if not blocks:
         return 0
@@ -65,22 +87,24 @@ def _kept_in(run: PlannedRun, stage: int) -> int:
         config, mesh, device, None, sequence_parallel=config.parallel.sequence_parallel, float8=config.training.float8
     )
     context = replace(context, deferred=False)
-    specs = [layer_specs(config.model)[item] for item in blocks]
-    with FakeTensorMode():
-        stack = build_module(config, specs, context, run.plan.recompute_of(stage))
-        spec = boundary_spec(config, device)
-        x = torch.empty(spec.shape, dtype=spec.dtype).requires_grad_()
-        microbatch = _microbatch(config)
-        own = [*stack.parameters(), *stack.buffers(), *vars(microbatch).values()]
-        own += [x] if stage else []  # behind an embedding the stage makes it
-        return _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)])
+    every = layer_specs(config.model)  # which share what rotates
+    specs = [every[item] for item in blocks]
+    stack = build_module(config, specs, context, run.plan.recompute_of(stage))
+    spec = boundary_spec(config, device)
+    x = torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_()
+    microbatch = _microbatch(config, device)
+    own = [*stack.parameters(), *stack.buffers(), *vars(microbatch).values()]
+    own += [x] if stage else []  # behind an embedding the stage makes it
+    return _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)])
 
 
-def _microbatch(config: Config) -> Microbatch:
+def _microbatch(config: Config, device: torch.device) -> Microbatch:
     length, samples = config.model.seq_length, config.training.micro_batch_size
-    tokens = torch.zeros(samples, length, dtype=torch.int64)
-    positions, mask = torch.arange(length).expand_as(tokens), torch.ones(tokens.shape)
-    return Microbatch(tokens, tokens, positions, mask, sample_ids=torch.arange(samples))
+    tokens = torch.zeros(samples, length, dtype=torch.int64, device=device)
+    positions = torch.arange(length, device=device).expand_as(tokens)
+    numbers, mask = torch.arange(samples, device=device), torch.ones(tokens.shape, device=device)
+    cut = SequenceCut(0, config.parallel.context.context_parallel_size, config.parallel.context.ring)
+    return cut(Microbatch(tokens, tokens, positions, mask, sample_ids=numbers))
 
 
 def _saved(stack: LayerStack, x: Tensor, microbatch: Microbatch, own: list[Tensor]) -> int:

@@ -6,7 +6,7 @@
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from megalite.engine import Hyperparameters, SpikeGuard, Updater
 from megalite.observe import Record, make_hooks
 from megalite.optim import build_scaler
 from megalite.parallel.pipeline import Executor, executor_of
-from megalite.planner import format_table, within_budget
+from megalite.planner import RankMemory, format_table, within_budget
 from megalite.schedule import token_pairs
 from megalite.train import matmul_precision
 from megalite.train.announcement import announce, make_tracer, open_module
@@ -91,7 +91,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     program = programs.full(world.size)
     foreign = open_module(resolved, mesh, program, world) if resolved.model.is_foreign else None
     planned = PlannedRun.before(resolved, world.size, program, plan, foreign, on_cpu=world.device.type == "cpu")
-    announce(planned, world, mesh.world)
+    planned = announce(planned, world, mesh.world)
     world.report_phase("start-up: run directory")
     with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:
         check_shared_disks(resolved, world, mesh.world)
@@ -128,7 +128,8 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
             facts = {**arithmetic, **record}
             if world.is_first:
                 logger.info("\n%s", format_table(rows))
-        trainer = assemble_trainer(world, data, programs, state, progress, facts, measures)
+        memory = planned.memory if world.is_first else ()  # read there alone
+        trainer = assemble_trainer(world, data, programs, state, progress, facts, measures, memory)
         mesh.complete()
         try:
             yield OpenRun(trainer, state, directory, arithmetic)
@@ -139,7 +140,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
 
 def assemble_trainer(
     world: World, data: RunData, programs: ProgramCache, state: RunState, progress: TrainingProgress,
-    start_facts: Record, measures: Measures | None,
+    start_facts: Record, measures: Measures | None, memory: Sequence[RankMemory] = (),
 ) -> Trainer:  # fmt: skip
     """Wires executor, updater, batch reader, validator and hooks into a trainer."""
     config, model, mesh = state.config, state.model, data.mesh
@@ -169,7 +170,7 @@ def assemble_trainer(
         batch_reader=reader,
         program=programs.program,
         tracer=make_tracer(config, programs.full(world.size), executor, mesh),
-        hooks=make_hooks(config, world.rank, start_facts, flops, [*traffic, uploads], model.plan, executor),
+        hooks=make_hooks(config, world.rank, start_facts, flops, [*traffic, uploads], memory, executor),
         exits=exits,
         experts=expert_report(config, model, mesh, world.device) if config.model.experts.num_experts else None,
         sample=SampleWriter(model_in_use()) if config.logging.samples.sample_interval is not None else None,

@@ -82,6 +82,7 @@ def body(world: World, argv: list[str]) -> int:
 
 
 LAYOUTS = [
+    "--bf16",  # by this host's kernels, which widen operands or do not
     "--optimizer-offload-path {folder}",
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
     "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -89,7 +90,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS[:2], *(pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS[2:])])
+@pytest.mark.parametrize("layout", [*LAYOUTS[:3], *(pytest.param(x, marks=pytest.mark.full) for x in LAYOUTS[3:])])
 def test_the_prediction_is_within_five_per_cent_of_a_run(layout: str, tmp_path: Path) -> None:
     argv = [*FLAGS, *layout.format(folder=tmp_path).split(), "--save", str(tmp_path)]
     assert run_ranks(body, 2 if "parallel" in layout else 1, argv, timeout=120)[0] == 0

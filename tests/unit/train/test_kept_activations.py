@@ -13,8 +13,11 @@ from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.microbatch import Microbatch
 from megalite.models import layer_specs
+from megalite.parallel.context import SequenceCut
+from megalite.planner.activations import stage_activations
 from megalite.planner.memory import pipeline_memory
-from megalite.testing import run_ranks
+from megalite.rehearsal import unseen
+from megalite.testing import run_ranks, run_single
 from megalite.train.build import boundary_spec, build_module, layer_context
 from megalite.train.kept_activations import with_kept
 from megalite.train.make_mesh import make_mesh
@@ -30,23 +33,27 @@ def planned(flags: str, world: int) -> PlannedRun:
     return PlannedRun.of(parse([*BASE, *flags.split()], world_size=world), world, on_cpu=True)
 
 
-def really_kept(world: World, flags: str, stage: int) -> int:
+def really_kept(world: World, flags: str, stage: int, device_type: str = "cpu") -> int:
     """Bytes that autograd holds of a real forward of a stage's blocks, beside weights and what the stage receives."""
     run = planned(flags, world.size)
-    config, device = run.config, torch.device("cpu")
+    config, device = run.config, torch.device(device_type)
     mesh = make_mesh(config.parallel, world)
     how = {"sequence_parallel": config.parallel.sequence_parallel, "float8": config.training.float8}
     context = dataclasses.replace(layer_context(config, mesh, device, None, **how), deferred=False)
-    specs = [spec for item in run.cuts[stage] if "layers." in (spec := layer_specs(config.model)[item]).name]
+    every = layer_specs(config.model)
+    specs = [every[item] for item in run.cuts[stage] if "layers." in every[item].name]
     stack = build_module(config, specs, context, run.plan.recompute_of(stage))
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.normal_(std=0.02)
-    ids = torch.randint(0, 300, (2, config.model.seq_length))
-    positions = torch.arange(config.model.seq_length).expand_as(ids)
-    batch = Microbatch(ids, ids, positions, torch.ones(ids.shape), torch.arange(2))
+    context_parallel = config.parallel.context
+    cut = SequenceCut(0, context_parallel.context_parallel_size, context_parallel.ring)
+    ids = torch.randint(0, 300, (config.training.micro_batch_size, config.model.seq_length), device=device)
+    positions = torch.arange(config.model.seq_length, device=device).expand_as(ids)
+    mask, numbers = torch.ones(ids.shape, device=device), torch.arange(len(ids), device=device)
+    batch = cut(Microbatch(ids, ids, positions, mask, numbers))
     spec = boundary_spec(config, device)
-    x = torch.randn(spec.shape).to(spec.dtype).requires_grad_()
+    x = torch.randn(spec.shape, device=device).to(spec.dtype).requires_grad_()
     given = [*stack.parameters(), *stack.buffers(), *vars(batch).values(), x if stage else None]
     outside = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -93,9 +100,15 @@ def test_layers_without_values_keep_what_layers_with_values_do(flags: str, stage
     assert kept[stage] == pytest.approx(really_kept(alone, flags, stage), rel=narrow, abs=0)
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--model-type llama --sequence-parallel --num-query-groups 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16 --tensor-model-parallel-size 2",
+        "--model-type llama --tensor-model-parallel-size 2 --sequence-parallel --num-query-groups 2",
+        "--bf16 --context-parallel-size 2 --cp-comm-type a2a",
+    ],
+)
 def test_ranks_that_are_not_there_change_nothing(flags: str) -> None:
-    flags += " --tensor-model-parallel-size 2"
     [kept] = with_kept(planned(flags, 2)).kept or ()
     assert [kept] * 2 == run_ranks(really_kept, 2, flags, 0)
 
@@ -124,3 +137,41 @@ def test_layers_that_ask_for_values_are_left_to_closed_forms(flags: str) -> None
     run = planned(flags, 2)
     assert with_kept(run) is run
     assert with_kept(dataclasses.replace(run, on_cpu=False)).kept is None
+
+
+def on_unseen_gpu(world: World, flags: str) -> tuple[int, float]:
+    """(What the blocks say they keep, what the search takes for it)."""
+    size = 2 if "parallel-size 2" in flags else 1
+    run = dataclasses.replace(planned(flags, size), on_cpu=False)
+    [kept] = with_kept(run, unseen).kept or ()
+    return kept, stage_activations(run.config, run.cuts[0], run.plan.recompute_of(0)).full
+
+
+LARGER = " --hidden-size 512 --seq-length 512 --bf16 --device cuda "
+ON_GPUS = [
+    "",
+    "--model-type llama --num-query-groups 2",
+    "--qk-layernorm --hidden-dropout 0.1",
+    "--attention-dropout 0.1 --window-size 100",
+    "--softcapping attention=30 --softmax-type learnable",
+    "--fp8-format hybrid",
+    "--model-type llama --mla q_lora_rank=40 kv_lora_rank=24 qk_head_dim=20 qk_pos_emb_head_dim=12 v_head_dim=32",
+    "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--context-parallel-size 2",
+    "--context-parallel-size 2 --cp-comm-type all_gather",
+    "--context-parallel-size 2 --cp-comm-type a2a",
+]
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("flags", ON_GPUS)
+def test_what_blocks_keep_on_a_gpu_is_what_the_search_takes_for_it(flags: str) -> None:
+    kept, taken = run_single(on_unseen_gpu, LARGER + flags)
+    assert taken == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.parametrize("flags", ["--offload activations=2", "--cuda-graph-impl local", "--num-experts 4"])
+def test_what_goes_or_stays_elsewhere_is_left_to_closed_forms(flags: str) -> None:
+    run = dataclasses.replace(planned(LARGER + flags, 1), on_cpu=False)
+    assert with_kept(run, unseen) is run
