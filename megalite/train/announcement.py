@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 ESTIMATE_ERROR = 0.05  # the estimate may be so much too high (`tools/check_plan.py`)
 DOUBTFUL = 0.9
+WORTH_A_LOOK = 1 << 24  # bytes of activations
 LARGEST = 1 << 60  # bytes of a rank: tensors that are larger cannot even be without values
 PRICED_MICROBATCHES = 1_000  # a remedy that needs another program is priced for batches up to this long
 
@@ -62,7 +63,8 @@ def as_read(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
     """The run with what its ranks hold and keep, as far as their stages, built without values, can say it."""
     if run.foreign is None and max(each.total for each in run.memory) >= LARGEST:
         return run
-    return with_kept(with_held(run), gpu)
+    large = any(each.activations >= WORTH_A_LOOK for each in run.memory)
+    return with_kept(with_held(run), gpu) if large else with_held(run)
 
 
 def announce(run: PlannedRun, world: World, axis: Axis) -> PlannedRun:

@@ -75,13 +75,14 @@ def build_on_meta(run: PlannedRun, rank: int) -> Model:
 
 
 def _plain(config: Config) -> Config:
-    """Without what changes how blocks run, and not what they hold."""
+    """Without what changes how blocks run, or how tokens travel, and not what they hold."""
+    experts = replace(config.parallel.experts, moe_token_dispatcher_type="alltoall")
     hardware = replace(config.parallel.hardware, cuda_graph_impl="none")
     return replace(
         config,
         model=replace(config.model, cpu_offloading_num_layers=0),
         training=replace(config.training, compile=False, partial_backprop_groups=1),
-        parallel=replace(config.parallel, hardware=hardware),
+        parallel=replace(config.parallel, hardware=hardware, experts=experts),
     )
 
 

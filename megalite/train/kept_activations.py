@@ -7,6 +7,7 @@ ring), and those that loop over many pieces, are left to closed forms, which the
 (`megalite.planner.activations`), as embedding and head are, and the start of a run on GPUs.
 """
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config import Config
-from megalite.inventory import blocks_of, first_alike
+from megalite.inventory import blocks_of, first_alike, model_layers
 from megalite.microbatch import Microbatch
 from megalite.models import layer_specs
 from megalite.nn import LayerStack
@@ -28,6 +29,8 @@ from megalite.train.planned import PlannedRun
 
 Gpu = Callable[[int], AbstractContextManager[object]]
 """While it is open, this process is a rank of a world of that size, and has a GPU whose tensors have no values."""
+
+logger = logging.getLogger(__name__)
 
 TILE = 64  # queries that attention takes together at least
 MOST_PIECES = 500  # more take seconds: torch looks at every operation
@@ -45,8 +48,12 @@ def with_kept(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
         place = gpu(run.world_size)
     else:
         return run
-    with place:
-        return replace(run, kept=_kept(run, torch.device("cpu" if run.on_cpu else "cuda")))
+    try:
+        with place:
+            return replace(run, kept=_kept(run, torch.device("cpu" if run.on_cpu else "cuda")))
+    except (NotImplementedError, RuntimeError) as error:  # torch has no kernel without values for something
+        logger.warning("activations are worked out: blocks without values fail (%s)", str(error).partition("\n")[0])
+        return run
 
 
 def _kept(run: PlannedRun, device: torch.device) -> tuple[int, ...]:
@@ -73,7 +80,7 @@ def _speaks(config: Config, *, on_gpu: bool) -> bool:
 
 def _pieces(run: PlannedRun) -> int:
     """Pieces over which the blocks of the longest stage loop, at most."""
-    return max(map(len, run.cuts)) * -(-run.config.model.seq_length // TILE)
+    return max(_number(run, stage) for stage in range(len(run.cuts))) * -(-run.config.model.seq_length // TILE)
 
 
 def _kept_in(run: PlannedRun, stage: int, device: torch.device) -> int:
@@ -88,14 +95,22 @@ def _kept_in(run: PlannedRun, stage: int, device: torch.device) -> int:
     )
     context = replace(context, deferred=False)
     every = layer_specs(config.model)  # which share what rotates
-    specs = [every[item] for item in blocks]
+    specs = [every[item] for item in blocks[: _number(run, stage)]]
     stack = build_module(config, specs, context, run.plan.recompute_of(stage))
     spec = boundary_spec(config, device)
     x = torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_()
     microbatch = _microbatch(config, device)
     own = [*stack.parameters(), *stack.buffers(), *vars(microbatch).values()]
     own += [x] if stage else []  # behind an embedding the stage makes it
-    return _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)])
+    kept = _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)])
+    return kept[-1] + (kept[-1] - kept[-2] if len(kept) > 1 else 0) * (len(blocks) - len(kept))
+
+
+def _number(run: PlannedRun, stage: int) -> int:
+    """Blocks of a stage that run: two of many that are alike, of which a third keeps what the second does."""
+    model, blocks = run.config.model, blocks_of(run.config.model, run.cuts[stage])
+    alike = len({model_layers(model)[item] for item in blocks}) == 1 and not run.plan.recompute_of(stage).method
+    return min(2, len(blocks)) if alike else len(blocks)
 
 
 def _microbatch(config: Config, device: torch.device) -> Microbatch:
@@ -107,10 +122,10 @@ def _microbatch(config: Config, device: torch.device) -> Microbatch:
     return cut(Microbatch(tokens, tokens, positions, mask, sample_ids=numbers))
 
 
-def _saved(stack: LayerStack, x: Tensor, microbatch: Microbatch, own: list[Tensor]) -> int:
-    """Bytes that the stack saves beside its `own` tensors."""
+def _saved(stack: LayerStack, x: Tensor, microbatch: Microbatch, own: list[Tensor]) -> list[int]:
+    """Bytes that the stack has saved beside its `own` tensors when each of its blocks has run."""
     seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in own}
-    kept = 0
+    kept, after = 0, []
 
     def note(tensor: Tensor) -> Tensor:
         nonlocal kept
@@ -120,6 +135,8 @@ def _saved(stack: LayerStack, x: Tensor, microbatch: Microbatch, own: list[Tenso
             kept += storage.nbytes()
         return tensor
 
+    for block in stack.ordered():
+        block.register_forward_hook(lambda *_: after.append(kept))
     with saved_tensors_hooks(note, lambda tensor: tensor):
         stack(x, microbatch)
-    return kept
+    return after
