@@ -37,7 +37,7 @@ beside=()
 if [[ -z $* || $* == --full || $* == --landing ]]; then
     trap 'kill "${beside[@]}" 2> /dev/null || true; rm -f "${logs[@]}"' EXIT
     others=()
-    for part in "tests/distributed tests/equivalence" "tests/cli tests/faults tests/unit/train"; do
+    for part in "tests/distributed tests/equivalence" "tests/cli tests/faults tests/unit/train tests/unit/observe tests/unit/rehearsal"; do
         read -ra folders <<< "$part"
         log=$(mktemp)
         python -m pytest --durations=10 "${folders[@]}" "$@" > "$log" 2>&1 &

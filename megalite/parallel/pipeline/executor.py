@@ -47,6 +47,17 @@ from megalite.schedule import (
 _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 DIRECTIONS = {RECV_F: FORWARD, RECV_B: BACKWARD}
 _OF_STAGE = {BACKWARD_WEIGHT: "backward_weight", RECOMPUTE: "recompute", EVICT: "evict", PREFETCH: "prefetch"}
+# By name: an executor that held its own methods would stay, with all that it has run, until garbage is collected.
+_HANDLERS = {
+    FORWARD: "_forward",
+    BACKWARD: "_backward",
+    BACKWARD_INPUT: "_backward",
+    **dict.fromkeys(_OF_STAGE, "_of_stage"),
+    SEND_F: "_send",
+    SEND_B: "_send",
+    RECV_F: "_post",
+    RECV_B: "_post",
+}
 """Kinds that move no tensor between stages -> the stage's method."""
 
 
@@ -116,16 +127,6 @@ class Executor:
         self._microbatches: dict[int, tuple[StageInput, Tensor]] = {}
         self._forwards: Counter[int] = Counter()
         self._losses: dict[int, Tensor] = {}
-        self._handlers: dict[str, Callable[[Action, MicrobatchSource], None]] = {
-            FORWARD: self._forward,
-            BACKWARD: self._backward,
-            BACKWARD_INPUT: self._backward,
-            **dict.fromkeys(_OF_STAGE, self._of_stage),
-            SEND_F: self._send,
-            SEND_B: self._send,
-            RECV_F: self._post,
-            RECV_B: self._post,
-        }
 
     def run(self, actions: Sequence[Action], source: MicrobatchSource) -> Iterator[Action]:
         """Runs the actions in order. Yields those that concern weights, for the caller to carry out."""
@@ -139,8 +140,8 @@ class Executor:
                     self.events.before_backward(part.stage_key, part.microbatch, last=last)
                 start = self._clock()
                 with self._no_mark if self.mark is None else self.mark(part.words):
-                    if (handler := self._handlers.get(part.kind)) is not None:
-                        handler(part, source)
+                    if (handler := _HANDLERS.get(part.kind)) is not None:
+                        getattr(self, handler)(part, source)
                     else:
                         yield part
                 if self.trace is not None:

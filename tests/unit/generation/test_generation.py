@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from megalite.generation.engine import Generator
 from megalite.generation.groups import Request, group_size
 from megalite.generation.sampling import NO_NUMBER, Sampling, pick_tokens
 from megalite.generation.stages import ModelParts
+from megalite.nn import LayerCache
 from megalite.nn.stack import LayerStack
 from tests.unit.inference.tiny_checkpoint import all_logits, tiny_model_config, write_checkpoint
 
@@ -62,6 +66,24 @@ def test_greedy_with_the_cache_equals_full_recomputation(tmp_path: Path, changes
         expected.append(text[len(prompt) :])
     for size, rounds in ((1, None), (3, 5)):
         assert continued(stack, prompts, GREEDY, 12, micro_batch_size=size, rounds=rounds) == expected
+
+
+def test_nothing_of_a_generation_waits_for_a_collection(tmp_path: Path) -> None:
+    _, stack = write_checkpoint(tmp_path)
+    caches: list[weakref.ref[LayerCache]] = []
+    make = LayerCache.__init__
+
+    def noted(cache: LayerCache, most: int) -> None:
+        make(cache, most)
+        caches.append(weakref.ref(cache))
+
+    gc.disable()
+    try:
+        with patch.object(LayerCache, "__init__", noted):
+            continued(stack, [[5, 6], [7]], GREEDY, 4)
+        assert caches and not any(cache() is not None for cache in caches)
+    finally:
+        gc.enable()
 
 
 def test_past_the_last_position_the_newer_half_is_the_context(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def body(world: World, argv: list[str]) -> int:
 
 
 LAYOUTS = [
-    "--bf16 --hidden-size 256 --seq-length 256 --micro-batch-size 4",  # by this host's kernels, which widen operands or do not
+    "--bf16 --hidden-size 256 --seq-length 256 --micro-batch-size 4",  # this host's kernels widen, or do not
     "--optimizer-offload-path {folder}",
     "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
     "--tensor-model-parallel-size 2 --sequence-parallel",
