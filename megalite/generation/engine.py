@@ -149,7 +149,8 @@ class Generator:
             column = slot.columns
             if not slot.caches:
                 config = self.parts.config
-                most = tokens.shape[1] + config.text_positions + config.lora.prefix
+                new = min(slot.remaining or config.text_positions, config.text_positions)
+                most = tokens.shape[1] + new + config.lora.prefix
                 for stage, stack in self.parts.stages.items():
                     blocks = sum(isinstance(module, Block) for module in stack.modules())
                     slot.caches[stage] = [LayerCache(most) for _ in range(blocks)]
