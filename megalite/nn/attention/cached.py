@@ -1,7 +1,8 @@
 """Attention in generation: the new tokens' queries against the keys and values of all tokens so far.
 
     a prompt            as in training, at any length; a later chunk of it by tiles, against the cache
-    one token           one product of its heads with all cached keys, and one with all values
+    one token           torch's kernel, where it sees all and nothing else counts; else one product of its heads with all
+                        cached keys, and one with all values
 
 Where ranks share a sequence (context parallelism) a prompt is cut as in training and each rank caches the keys of its
 own tokens, as they are before heads are traded. A generated token is computed on all of these ranks; one of them, in
@@ -15,7 +16,7 @@ from torch import Tensor
 from megalite.comm import all_reduce_
 from megalite.microbatch import Microbatch
 from megalite.nn.attention.context import context_attention
-from megalite.nn.attention.core import AttentionCore
+from megalite.nn.attention.core import AttentionCore, fused_attention
 from megalite.nn.kv_cache import LayerCache
 from megalite.visibility import Visibility
 
@@ -41,6 +42,11 @@ def cached_attention(
         k, v = cache.append(k, v, starts=starts)
         return core(q, k, v, sinks=sinks, document_starts=starts, sample_ids=microbatch.sample_ids)
     k, v, hidden = with_token(core, k, v, microbatch, cache)
+    on_cpu = q.device.type == "cpu"
+    plain = core.axes.size == 1 and hidden is None and sinks is None and core.softcap is None
+    if plain and not (on_cpu and q.shape[3] > 1):  # its kernel wants keys for every head
+        wide = core.tile_dtype(q) if on_cpu else core.product_dtype or q.dtype
+        return fused_attention(q.to(wide), k.to(wide), v.to(wide)).to(q.dtype)
     return attend_token(core, q, k, v, hidden, sinks)
 
 
@@ -54,9 +60,9 @@ def with_token(
     mine = axes.size == 1 or int(places) % axes.size == axes.heads.rank + axes.heads.size * axes.ring.rank
     kept = slice(0, int(mine))
     k, v = cache.append(k[kept], v[kept], places[kept] if axes.size > 1 else None, starts)
-    keys = torch.arange(len(k), device=k.device) if cache.places is None else cache.places
     if starts is None and core.window is None:
         return k, v, None
+    keys = torch.arange(len(k), device=k.device) if cache.places is None else cache.places
     queries = keys[-1:] if cache.places is None else places  # behind a prefix, if there is one
     sight = Visibility.of(queries, keys, window=core.window, document_starts=starts)
     return k, v, ~sight.dense().view(-1, 1, 1, len(k))
