@@ -1,8 +1,8 @@
 """Attention in generation: the new tokens' queries against the keys and values of all tokens so far.
 
     a prompt            as in training, at any length; a later chunk of it by tiles, against the cache
-    one token           torch's kernel, where it sees all and nothing else counts; else one product of its heads with all
-                        cached keys, and one with all values
+    one token           torch's kernel, where it sees all keys and they are all that counts; else one product of its
+                        heads with all cached keys, and one with all values
 
 Where ranks share a sequence (context parallelism) a prompt is cut as in training and each rank caches the keys of its
 own tokens, as they are before heads are traded. A generated token is computed on all of these ranks; one of them, in

@@ -52,7 +52,7 @@ _HANDLERS = {
     FORWARD: "_forward",
     BACKWARD: "_backward",
     BACKWARD_INPUT: "_backward",
-    **dict.fromkeys(_OF_STAGE, "_of_stage"),
+    **{kind: "_of_stage" for kind in _OF_STAGE},
     SEND_F: "_send",
     SEND_B: "_send",
     RECV_F: "_post",
