@@ -47,6 +47,7 @@ from megalite.schedule import (
 _BACKWARD_KINDS = frozenset({BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT})
 DIRECTIONS = {RECV_F: FORWARD, RECV_B: BACKWARD}
 _OF_STAGE = {BACKWARD_WEIGHT: "backward_weight", RECOMPUTE: "recompute", EVICT: "evict", PREFETCH: "prefetch"}
+"""Kinds that move no tensor between stages -> the stage's method."""
 # By name: an executor that held its own methods would stay, with all that it has run, until garbage is collected.
 _HANDLERS = {
     FORWARD: "_forward",
@@ -58,7 +59,6 @@ _HANDLERS = {
     RECV_F: "_post",
     RECV_B: "_post",
 }
-"""Kinds that move no tensor between stages -> the stage's method."""
 
 
 class MicrobatchSource(Protocol):

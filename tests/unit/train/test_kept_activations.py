@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalite.comm import Axis
 from megalite.comm.world import World
 from megalite.config.cli import parse
 from megalite.microbatch import Microbatch
@@ -18,6 +19,7 @@ from megalite.planner.activations import stage_activations
 from megalite.planner.memory import pipeline_memory
 from megalite.rehearsal import unseen
 from megalite.testing import run_ranks, run_single
+from megalite.train.announcement import announce, as_read
 from megalite.train.build import boundary_spec, build_module, layer_context
 from megalite.train.kept_activations import with_kept
 from megalite.train.make_mesh import make_mesh
@@ -175,3 +177,13 @@ def test_what_blocks_keep_on_a_gpu_is_what_the_search_takes_for_it(flags: str) -
 def test_what_goes_or_stays_elsewhere_is_left_to_closed_forms(flags: str) -> None:
     run = dataclasses.replace(planned(LARGER + flags, 1), on_cpu=False)
     assert with_kept(run, unseen) is run
+
+
+def announced(world: World) -> tuple[bool, tuple[int, ...] | None]:
+    run = announce(planned("--hidden-size 256 --seq-length 256 --micro-batch-size 4", 1), world, Axis.single("world"))
+    return run.held is not None, None if run.kept is None else tuple(run.kept)
+
+
+def test_a_start_reads_as_a_dry_run_does() -> None:
+    run = as_read(planned("--hidden-size 256 --seq-length 256 --micro-batch-size 4", 1))
+    assert run.kept is not None and run_single(announced) == (True, tuple(run.kept))
