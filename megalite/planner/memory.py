@@ -238,7 +238,7 @@ def foreign_memory(
         activations=full,
         boundary=boundary + messages,
         logits=head + logits,
-        buffers=states.scratch + states.gathered + shared,
+        buffers=states.scratch + states.gathered + (shared if run.on_cpu else PRODUCT_WORKSPACE),
     )
 
 
