@@ -149,8 +149,9 @@ class Generator:
             column = slot.columns
             if not slot.caches:
                 config = self.parts.config
-                new = min(slot.remaining or config.text_positions, config.text_positions)
-                most = tokens.shape[1] + new + config.lora.prefix
+                # A slot that has its tokens goes on to the end of an episode, which others may need.
+                new = slot.remaining + (self.rounds or ROUNDS) if slot.remaining else config.text_positions
+                most = tokens.shape[1] + min(new, config.text_positions) + config.lora.prefix
                 for stage, stack in self.parts.stages.items():
                     blocks = sum(isinstance(module, Block) for module in stack.modules())
                     slot.caches[stage] = [LayerCache(most) for _ in range(blocks)]

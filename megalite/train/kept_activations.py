@@ -33,7 +33,7 @@ Gpu = Callable[[int], AbstractContextManager[object]]
 logger = logging.getLogger(__name__)
 
 TILE = 64  # queries that attention takes together at least
-MOST_PIECES = 500  # more take seconds: torch looks at every operation
+MOST_PIECES = 150  # more take seconds: torch looks at every operation
 
 
 def with_kept(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
@@ -52,7 +52,8 @@ def with_kept(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
         with place:
             return replace(run, kept=_kept(run, torch.device("cpu" if run.on_cpu else "cuda")))
     except (NotImplementedError, RuntimeError) as error:  # torch has no kernel without values for something
-        logger.warning("activations are worked out: blocks without values fail (%s)", str(error).partition("\n")[0])
+        why = str(error).partition("\n")[0][:120]
+        logger.warning("activations are worked out: blocks without values fail (%s)", why)
         return run
 
 
@@ -98,7 +99,8 @@ def _kept_in(run: PlannedRun, stage: int, device: torch.device) -> int:
     specs = [every[item] for item in blocks[: _number(run, stage)]]
     stack = build_module(config, specs, context, run.plan.recompute_of(stage))
     spec = boundary_spec(config, device)
-    x = torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_()
+    learns = 0 not in run.cuts[stage] or not model_layers(config.model)[0].is_frozen
+    x = torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_(learns)
     microbatch = _microbatch(config, device)
     own = [*stack.parameters(), *stack.buffers(), *vars(microbatch).values()]
     own += [x] if stage else []  # behind an embedding the stage makes it

@@ -149,7 +149,10 @@ def continued(world: World, directory: str, layout: Layout, sampling: list[Sampl
     cut = pieces.run(requests, sampling[0], stops=loaded.stops, **options)
     assert cut == [ids for (ids,) in generate(loaded, PROMPTS, sampling[0], **options)]
     early = pieces.run(requests, Sampling(seed=9), stops=range(0, 257, 6), **options)  # in between a group ends
-    return [*(generate(loaded, PROMPTS, how, **options) for how in sampling), early]
+    # ... and another takes its place, which has more tokens to come than those that go on
+    many = replace(loaded.generator, rounds=None)
+    late = many.run(requests, Sampling(seed=9), stops=range(0, 257, 6), **options | {"micro_batch_size": 1})
+    return [*(generate(loaded, PROMPTS, how, **options) for how in sampling), early, late]
 
 
 def scored(world: World, directory: str, layout: Layout) -> Any:

@@ -33,6 +33,7 @@ LLAMA = {
 }
 UNLIKE = LLAMA | {"num_layers": 2, "window_size": 3, "window_attn_skip_freq": "2", "no_rope_freq": "0,1"}
 SINKS = LLAMA | {"softmax_type": "off-by-one", "attn_logit_softcapping": 0.5}
+SINKS_ALONE, CAP_ALONE = {"softmax_type": "off-by-one"}, {"attn_logit_softcapping": 0.5}
 GREEDY = Sampling(greedy=True)
 
 
@@ -55,7 +56,11 @@ def one(stack: LayerStack, prompt: list[int], sampling: Sampling, count: int, **
     return continued(stack, [prompt], sampling, count, **options)[0]
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA, UNLIKE, SINKS], ids=["gpt", "llama", "layers that differ", "sinks"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, LLAMA, UNLIKE, SINKS, SINKS_ALONE, CAP_ALONE],
+    ids=["gpt", "llama", "layers that differ", "sinks and a cap", "sinks", "a cap"],
+)
 def test_greedy_with_the_cache_equals_full_recomputation(tmp_path: Path, changes: dict) -> None:
     _, stack = write_checkpoint(tmp_path, model=tiny_model_config(**changes))
     prompts, expected = [[72, 101, 108], [5], [7] * 4], []

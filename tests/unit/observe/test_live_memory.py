@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from equivalence.layouts import train_body
 
+from megalite.comm import Axis
 from megalite.comm.world import World
 from megalite.config.cli import parse
-from megalite.observe.live_memory import LiveBytes
+from megalite.observe.live_memory import LiveBytes, MemoryCheckHook
 from megalite.observe.observers import read_metrics
+from megalite.planner import RankMemory
 from megalite.testing import run_ranks, run_single
 from megalite.train.run import run_training
 
@@ -105,3 +109,15 @@ def test_counting_changes_no_loss(tmp_path: Path) -> None:
     expected, _ = run_single(train_body, FLAGS, 10)
     records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if record["kind"] == "train"]
     assert [record["lm_loss"] for record in records] == expected
+
+
+@pytest.mark.parametrize("fullest", [0, 1])
+def test_the_prediction_is_that_of_the_rank_that_measured_most(fullest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[1000.0 + (coordinate == fullest), coordinate] for coordinate in range(2)]
+    monkeypatch.setattr("megalite.observe.live_memory.all_gather_json", lambda mine, axis: rows)
+    hook = MemoryCheckHook([RankMemory(weights=100.0), RankMemory(weights=200.0)])
+    hook._measured, hook._until = 1000.0, 3
+    mesh = SimpleNamespace(coordinate=lambda axis: 0, world=Axis.single("world"))
+    record: dict[str, Any] = {}
+    hook.on_log(cast(Any, SimpleNamespace(mesh=mesh, device=torch.device("cpu"))), record)
+    assert record["predicted_memory_bytes"] == 100 * (fullest + 1)

@@ -21,7 +21,7 @@ from megalite.rehearsal import unseen
 from megalite.testing import run_ranks, run_single
 from megalite.train.announcement import announce, as_read
 from megalite.train.build import boundary_spec, build_module, layer_context
-from megalite.train.kept_activations import with_kept
+from megalite.train.kept_activations import _kept, with_kept
 from megalite.train.make_mesh import make_mesh
 from megalite.train.planned import PlannedRun
 
@@ -55,7 +55,8 @@ def really_kept(world: World, flags: str, stage: int, device_type: str = "cpu") 
     mask, numbers = torch.ones(ids.shape, device=device), torch.arange(len(ids), device=device)
     batch = cut(Microbatch(ids, ids, positions, mask, numbers))
     spec = boundary_spec(config, device)
-    x = torch.randn(spec.shape, device=device).to(spec.dtype).requires_grad_()
+    frozen = stage == 0 and "--lora" in flags  # as is the embedding, which makes it
+    x = torch.randn(spec.shape, device=device).to(spec.dtype).requires_grad_(not frozen)
     given = [*stack.parameters(), *stack.buffers(), *vars(batch).values(), x if stage else None]
     outside = {each.untyped_storage()._cdata for each in given if isinstance(each, Tensor)}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -87,6 +88,7 @@ def really_kept(world: World, flags: str, stage: int, device_type: str = "cpu") 
         "--model-type llama --mla q_lora_rank=40 kv_lora_rank=24 qk_head_dim=20 qk_pos_emb_head_dim=12 v_head_dim=32",
         "--model-type llama --linear-attention variant=gdn num_key_heads=2 num_value_heads=4 key_head_dim=16 "
         "value_head_dim=32",
+        "--lora rank=4 targets=linear_fc2 --bf16 --load . --finetune",
         "--recompute-granularity selective --attention-dropout 0.1",
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
@@ -187,3 +189,17 @@ def announced(world: World) -> tuple[bool, tuple[int, ...] | None]:
 def test_a_start_reads_as_a_dry_run_does() -> None:
     run = as_read(planned("--hidden-size 256 --seq-length 256 --micro-batch-size 4", 1))
     assert run.kept is not None and run_single(announced) == (True, tuple(run.kept))
+
+
+def of_experts(world: World, flags: str) -> tuple[int, float]:
+    """As `on_unseen_gpu`, of experts that the rehearsal's GPU deals their tokens evenly."""
+    run = dataclasses.replace(planned(LARGER + flags, 1), on_cpu=False)
+    with unseen(1):
+        [kept] = _kept(run, torch.device("cuda"))
+    return kept, stage_activations(run.config, run.cuts[0], run.plan.recompute_of(0)).full
+
+
+@pytest.mark.parametrize("flags", ["", "--moe-shared-expert-intermediate-size 512"])
+def test_what_experts_keep_is_what_the_search_takes_for_it(flags: str) -> None:
+    kept, taken = run_single(of_experts, "--num-experts 4 --moe-router-topk 2 " + flags)
+    assert taken == pytest.approx(kept, rel=0.01)
