@@ -125,9 +125,9 @@ def amount(value: float, unit: str) -> str:
 
 
 def in_units(number: float, unit: str = "") -> str:
-    """Three digits: 1234567 and `B` -> `1.23 MB`, with the prefixes k, M, G, T, P."""
-    for prefix in ("", "k", "M", "G", "T", "P"):
-        if abs(number) < 999.5 or prefix == "P":
+    """Three digits: 1234567 and `B` -> `1.23 MB`, with the prefixes k, M, G, T, P, E."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E"):
+        if abs(number) < 999.5 or prefix == "E":
             break
         number /= 1000
     return f"{number:.3g} {prefix}{unit}".rstrip()

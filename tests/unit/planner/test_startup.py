@@ -53,7 +53,8 @@ def test_a_schedule_file_is_named_in_the_table_and_where_a_run_goes_on() -> None
 
 
 def test_units() -> None:
-    assert [in_units(n, "B") for n in (0, 999, 1000, 1234567, 5e18)] == ["0 B", "999 B", "1 kB", "1.23 MB", "5e+03 PB"]
+    found = [in_units(n, "B") for n in (0, 999, 1000, 1234567, 5e18, 5e21)]
+    assert found == ["0 B", "999 B", "1 kB", "1.23 MB", "5 EB", "5e+03 EB"]
     assert in_units(12) == "12"
 
 
