@@ -18,11 +18,12 @@ what is predicted of them).
 The rules are the product's own: a layout is legal if `config.config_problems` finds nothing, a stage holds what
 `schedule.partition` gives it, the pipeline takes the time that the simulator finds for the program that will run.
 
-Invariant: one truth. The search, `tools/plan.py` and the start of a run use the same formulas; `--dry-run` reads what a
-rank holds from buffers and optimizers built on `meta`, and what a CPU keeps of a micro-batch from blocks that run
-without values (`PlannedStages.held`, `kept`). Proof: tests/unit/train/test_built_states.py (to the byte, over
-optimizers, ZeRO, versions and tiers), tests/unit/planner (states against real buffers, activations against autograd,
-the search against brute force), and `tools/check_plan.py`, which measures what was predicted.
+Invariant: one truth. The search and `tools/plan.py` use the same formulas; the start of a run and `--dry-run` read what
+a rank holds from buffers and optimizers built on `meta`, and what blocks keep of a micro-batch from blocks that run
+without values, where they can (`PlannedStages.held`, `kept`; `megalite.train.kept_activations`). Proof:
+tests/unit/train/test_built_states.py (to the byte, over optimizers, ZeRO, versions and tiers), tests/unit/planner
+(states against real buffers, activations against autograd, the search against brute force), and `tools/check_plan.py`,
+which measures what was predicted.
 """
 
 from megalite.planner.activations import StageActivations

@@ -6,7 +6,7 @@
 
 Nothing is allocated, and no rank is started: the stages of a rank take some tenths of a second, whatever their size.
 What comes and goes in a step is no part of it: closed forms have that (`megalite.planner.model_states`), which the
-search and the start of a run use for all of it. Proof that they agree: tests/unit/train/test_built_states.py.
+search uses for all of it. Proof that they agree: tests/unit/train/test_built_states.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -35,7 +35,6 @@ def launched(flags: str, steps: int) -> Counter[str]:
     return found
 
 
-@pytest.mark.in_turn
 @pytest.mark.parametrize(
     "flags", ["--zero-stage 1", "--zero-stage 1 --ddp-bucket-size 1000", "--optimizer muon --ddp-bucket-size 1000"]
 )
