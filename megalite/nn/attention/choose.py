@@ -93,7 +93,8 @@ def _fused(need: Need) -> bool:
 
 def _masked(need: Need) -> bool:
     bent = need.bends or need.drops or need.in_parts
-    return need.hides and not bent and _on_device(need) and need.queries == need.keys
+    narrow = need.dtype in (torch.bfloat16, torch.float16)
+    return need.hides and not bent and narrow and _on_device(need) and need.queries == need.keys
 
 
 def _flexible(need: Need) -> bool:

@@ -144,7 +144,8 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     grouped = r > 1
     q = q.permute(1, 2, 3, 0, 4).reshape(b, g * r, s, d)
     k, v = (t.permute(1, 2, 0, 3) for t in (k, v))
-    if grouped and q.device.type == "cpu":  # the CPU kernel wants as many key heads as query heads
+    # the CPU's kernel, and that of a GPU for 32 bits, want as many key heads as query heads
+    if grouped and (q.device.type == "cpu" or q.dtype.itemsize > 2):
         k, v = (t[:, :, None].expand(b, g, r, length, d).reshape(b, g * r, length, d) for t in (k, v))
         grouped = False
     context = F.scaled_dot_product_attention(q, k, v, is_causal=s == length, enable_gqa=grouped)
