@@ -57,12 +57,17 @@ class CompiledAttention(Node):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(query, key, value)
-        return a_product(query)[..., : value.shape[-1]], query.new_empty(query.shape[:-1], dtype=torch.float32)
+        order = sorted(range(query.dim()), key=query.stride, reverse=True)  # results lie as queries do
+        out = query.new_empty([*(query.shape[dim] for dim in order[:-1]), value.shape[-1]])
+        out = out.permute([order.index(dim) for dim in range(query.dim())])
+        a_product(query, out.flatten(0, 1))
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-        query, key, value = ctx.saved_tensors
+        query, key, value, *_ = ctx.saved_tensors
         return a_product(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -71,10 +76,11 @@ def compiled_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> A
     return CompiledAttention.apply(query, key, value)
 
 
-def a_product(x: Tensor) -> Tensor:
-    """A launch whose result is like x."""
+def a_product(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """A launch whose result is like x, or is written to `out`, `[n, s, columns]`."""
     rows = x.reshape(-1, *x.shape[-2:])
-    return torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], x.shape[-1])).view(x.shape)
+    made = torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], (x if out is None else out).shape[-1]), out=out)
+    return made.view(*x.shape[:-1], -1) if out is None else made
 
 
 def compiled_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
@@ -90,7 +96,7 @@ class _Scaled(Node):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *beside: Tensor | None) -> Tensor:
         ctx.save_for_backward(y, *beside)
-        return y.permute(2, 0, 1, 3).flatten(2)
+        return y.permute(2, 0, 1, 3).clone(memory_format=torch.contiguous_format).flatten(2)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
