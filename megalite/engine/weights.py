@@ -20,7 +20,7 @@ from megalite.engine.versioned import VersionedState
 from megalite.inventory import AXIS_FAMILIES
 from megalite.optim import EMA, Delay, pieces
 from megalite.parallel.pipeline import Stage, replica_axes, start_shared_sum
-from megalite.parallel.tensor import hold_in_8_bits
+from megalite.parallel.tensor import hold_in_8_bits, place_of
 from megalite.parallel.zero import (
     ParameterBuffers,
     RankMemory,
@@ -244,11 +244,11 @@ def quantize_base(weights: Weights) -> None:
     the ranks of a stage; once, when the base is loaded: nothing is left to do after that."""
     if not any(family.frozen for family in weights.optimizer.buffers):
         return
-    moved: dict[int, Tensor] = {}
+    moved: dict[tuple[int, int], Tensor] = {}
     modules = [module for _, stage in sorted(weights.stages.items()) for module in stage.modules]
     hold_in_8_bits(modules)
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         if not parameter.requires_grad and parameter.is_floating_point():
-            place = parameter.data_ptr()
+            place = place_of(parameter)
             parameter.data = moved[place] if place in moved else moved.setdefault(place, parameter.data.clone())
     release_frozen(weights.optimizer.buffers)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from megalite.comm import ParallelMesh
 from megalite.config import Config
-from megalite.engine import BuiltStages
+from megalite.engine import BuiltStages, quantize_base
 from megalite.inventory import first_alike
 from megalite.library import Parts
+from megalite.parallel.tensor import Int8Products, Linear
 from megalite.parallel.tiers import MetaMover
 from megalite.parallel.zero import ParameterBuffers
 from megalite.planner import StateBytes, fullest_owner
@@ -33,8 +34,6 @@ from megalite.train.planned import PlannedRun
 
 def with_held(run: PlannedRun) -> PlannedRun:
     """The run with what the ranks at each pipeline coordinate hold."""
-    if run.config.optimizer.offload.embedding_offload is not None or run.config.model.lora.frozen_weights_int8:
-        return run  # rows on the host are numpy's, and codes are made of values: neither can be on meta
     known: dict[Any, StateBytes] = {}
     held = []
     for coordinate in range(run.program.num_ranks):
@@ -71,10 +70,13 @@ def build_on_meta(run: PlannedRun, rank: int) -> Model:
     """This world rank's part of the model, without values."""
     foreign: Any = None if run.foreign is None else _Looked(run.foreign, run)
     mover, mesh = MetaMover(on_cpu=run.on_cpu), mesh_on_meta(run.config.parallel, run.world_size, rank)
-    return build_model(_plain(run.config), replace(run, foreign=foreign), mesh, mover.device, mover)
+    model = build_model(plain(run.config), replace(run, foreign=foreign), mesh, mover.device, mover)
+    if run.config.model.lora.frozen_weights_int8:
+        quantize_base(model)
+    return model
 
 
-def _plain(config: Config) -> Config:
+def plain(config: Config) -> Config:
     """Without what changes how blocks run, or how tokens travel, and not what they hold."""
     experts = replace(config.parallel.experts, moe_token_dispatcher_type="alltoall")
     hardware = replace(config.parallel.hardware, cuda_graph_impl="none")
@@ -164,10 +166,19 @@ def _weights(model: Model) -> Iterator[Tensor]:
     for family in model.families:
         held = [*family.weights.coming, *(w for b in (*family.buckets, *family.frozen) for w in b.weights)]
         yield from _tensors(held)
+    if model.rows is not None:
+        yield model.rows.weight
+    modules = [module for stage in model.stages.values() for module in stage.modules] if model.foreign is None else []
+    layers = [layer for module in modules for layer in module.modules()]
+    products = (layer.products for layer in layers if isinstance(layer, Linear))
+    if scales := [each.scale for each in products if isinstance(each, Int8Products)]:
+        yield from (*scales, *(p for layer in layers for p in layer.parameters(recurse=False) if not p.requires_grad))
 
 
 def _gradients(model: Model) -> Iterator[Tensor]:
     """With the slices that are there only while a step reads them (stages 2 and 3)."""
+    if model.rows is not None:
+        yield model.rows.gradient
     held = [gradient for family in model.families for bucket in family.buckets for gradient in bucket.gradients]
     yield from (gradient.reduced for gradient in held)
     yield from _tensors(held)

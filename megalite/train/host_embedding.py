@@ -28,13 +28,15 @@ def make_rows(
     config: Config, mesh: ParallelMesh, placed: StagePlacement, dtype: torch.dtype, norm_axis: Axis, mover: Mover
 ) -> CachedRows | None:
     """The rows of this rank; None where other ranks have them. Collective. dtype: of parameters."""
-    model, ctx = config.model, LayerContext(tp=mesh["tp"], dtype=dtype)
+    meta = mover.device.type == "meta"
+    model, ctx = config.model, LayerContext(tp=mesh["tp"], dtype=dtype, device=torch.device("meta" if meta else "cpu"))
     family, copies = mesh.family("dense"), replica_axes(mesh, placed)
     replica = first_stage(placed.stages_of(mesh.coordinate("pp")))
     if replica is None:
         return None
     initial = parameter_of(vocabulary(WORD_EMBEDDINGS, model), ctx)
-    fill(WORD_EMBEDDINGS, initial, seed=config.training.seed)
+    if not meta:
+        fill(WORD_EMBEDDINGS, initial, seed=config.training.seed)
     placement = placement_of(initial)
     rule = RowRule(
         rule_maker(config.optimizer, config.staleness),

@@ -97,7 +97,7 @@ class HostRows:
     def __init__(self, initial: Tensor, rule: RowRule, *, trained: int) -> None:
         self.rule, self.trained = rule, trained
         self.weights = initial.to(rule.dtype)
-        self.kept = {name: torch.zeros(self.weights.shape, dtype=dtype) for name, dtype in rule.kept.items()}
+        self.kept = {name: torch.zeros_like(self.weights, dtype=dtype) for name, dtype in rule.kept.items()}
         self.taken = 0
         self._steps_of = np.zeros(len(initial), np.int64)
         self._moves = np.zeros(len(initial), bool)  # rows whose moments are not all 0

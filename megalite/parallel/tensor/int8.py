@@ -49,13 +49,18 @@ def in_8_bits(weight: Tensor, shared: Axis | None = None) -> tuple[Tensor, Tenso
     return (wide / scale).round_().to(torch.int8), scale
 
 
+def place_of(x: Tensor) -> tuple[int, int]:
+    """Where a tensor is, whether or not it has memory: versions of a parameter may be in one place."""
+    return x.untyped_storage()._cdata, int(x.storage_offset())
+
+
 def hold_in_8_bits(modules: Iterable[nn.Module]) -> None:
     """The matrices of the blocks among the modules from now on; all of a model's versions at once, which share codes as
     they share weights. Collective over the tensor axis."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+    made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
     named = [each for module in modules for each in module.named_modules()]
     for layer in (layer for name, layer in named if ".layers." in f".{name}" and isinstance(layer, Linear)):
-        place = layer.weight.data_ptr()
+        place = place_of(layer.weight)
         if place not in made:
             made[place] = in_8_bits(layer.weight, layer.tp if isinstance(layer, RowParallelLinear) else None)
         layer.weight.data, scale = made[place]

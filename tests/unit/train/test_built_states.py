@@ -112,6 +112,14 @@ def test_every_rule_stage_version_and_place(rule: str) -> None:
         ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 4", 2),
         ("--stage-meshes 1x2,2x1 --global-batch-size 4", 4),
         ("--lora rank=2 --load . --finetune --bf16 --zero-stage 3", 2),
+        ("--lora rank=2 int8=true --load . --finetune --bf16 --tensor-model-parallel-size 2", 2),
+        ("--lora rank=2 int8=true --load . --finetune --pipeline-model-parallel-size 2 --global-batch-size 4", 2),
+        ("--untie-embeddings-and-output-weights --embedding-offload cpu --tensor-model-parallel-size 2 --bf16", 4),
+        (
+            "--untie-embeddings-and-output-weights --embedding-offload cpu --pipeline-model-parallel-size 2 "
+            "--global-batch-size 4 --optimizer lion",
+            2,
+        ),
         ("--fp8-format hybrid --fp8-recipe delayed --bf16", 1),
         ("--num-distributed-optimizer-instances 2 --zero-stage 1 --bf16", 8),
         ("--zero-hpz-partition-size 2 --zero-stage 3 --bf16", 8),
