@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -86,7 +86,7 @@ def print_dry_run(parsed: Parsed, place: LaunchEnvironment) -> int:
     from megalite.train import dry_run
 
     try:
-        text = dry_run(parsed.config, parsed.origins, parsed.ranks, import_module("megalite.rehearsal").unseen)
+        text = dry_run(parsed.config, parsed.origins, parsed.ranks, unseen_gpu)
     except MegaliteError as error:
         print_error(error)
         return error.exit_code
@@ -102,7 +102,13 @@ def train(config: Config, world: World) -> int:
     configure_logging(world.rank)
     share_facts(rank=world.rank, world_size=world.size)
     measures = import_module("megalite.inference").TaskEvaluator if config.logging.eval_tasks.eval_task_files else None
-    return run_training(config, world, measures)
+    return run_training(config, world, measures, unseen_gpu)
+
+
+def unseen_gpu(size: int) -> AbstractContextManager[object]:
+    """A GPU without values, on which blocks say what they keep."""
+    gpu: AbstractContextManager[object] = import_module("megalite.rehearsal").unseen(size)
+    return gpu
 
 
 def configure_logging(rank: int) -> None:

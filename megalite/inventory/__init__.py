@@ -5,11 +5,14 @@ Proof: tests/unit/inventory compares `nn` with it over every family and flag, an
 
 from megalite.inventory.activation_bytes import (
     MEAN_IMBALANCE,
+    NARROW,
+    WORST_IMBALANCE,
     ElementBytes,
     boundary_bytes,
     boundary_shape,
     context_bytes,
     expert_rows,
+    keeps_entrance,
     kept_bytes,
     micro_tokens,
     weight_only_bytes,

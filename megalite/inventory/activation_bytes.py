@@ -8,8 +8,8 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
     attention            qkv e T (q + 2k)/t, rotated or rearranged queries and keys, context e T q/t, log-sums 4 T a/t
     MLP                  fc1 e T f/t (gated: gate and value, 2 e T f/t); the activation is computed again, but where
                          it is compiled (not that of experts), which keeps its result, e T f/t
-    experts              k times that, rows 2 e T k h, logits and probabilities 8 T E; both times `WORST_IMBALANCE`
-                         where ranks share the experts
+    experts              k times that, their rows e T k h, both times `WORST_IMBALANCE` where ranks share the experts;
+                         what comes back e T k h, logits and probabilities 8 T E
 
 Fused attention keeps nothing of size s x s, nor do tiles (documents, windows and dropout on a CPU); blocked attention
 (a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
@@ -31,6 +31,8 @@ from megalite.inventory.tiling import BLOCKED_FROM, BLOCKED_UP_TO, block_area
 #: Rows of the fullest of the ranks that share the experts of a block, as a multiple of their mean: what a balanced run
 #: has on average, for times; what memory is counted for. A capacity factor below it bounds both, and so does ep.
 MEAN_IMBALANCE, WORST_IMBALANCE = 1.1, 1.5
+NARROW = 16
+"""Channels of values of which nothing is wanted (`nn.attention.masked`)."""
 
 
 class ElementBytes(NamedTuple):
@@ -85,24 +87,37 @@ def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, elem
     length, samples, h = boundary_shape(config)
     tokens, wide = length * samples, ElementBytes.of(config).wide
     element = wide if model.apply_layernorm_1p else element
-    kept = float(tokens * h * element)
+    kept = float(tokens * (h * element + _statistics(ElementBytes.of(config), model, on_cpu, element)))
     if model.normalization == "LayerNorm":
-        return kept + tokens * 2 * element
+        return kept
     # The CPU has no kernel of its own: it keeps the normalised input too, and widens 16 bits before.
     widened = tokens * h * (wide - element) if element < wide else 0.0
-    return kept + tokens * wide + (tokens * h * wide + widened if on_cpu else 0.0)
+    return kept + (tokens * h * wide + widened if on_cpu else 0.0)
+
+
+def _statistics(size: ElementBytes, model: ModelConfig, on_cpu: bool, element: int) -> int:
+    """Bytes of what a norm knows of a token: mean and deviation, or the deviation."""
+    if model.normalization == "LayerNorm":
+        return 2 * (element if on_cpu else size.wide)
+    return size.wide
+
+
+def keeps_entrance(config: Config, layer: Layer) -> bool:
+    """Whether a layer keeps what it receives; else what it casts that to."""
+    size, here, post = ElementBytes.of(config), _residual_bytes(config), layer.model.norm_placement == "post"
+    read = size.compute if post else size.wide if layer.model.apply_layernorm_1p else here
+    return not layer.is_block or read == here
 
 
 def _norms_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of all norms of a block; without those in front, the linear layers keep the residual stream as they read it."""
-    size, residual = ElementBytes.of(config), _residual_bytes(config)
+    size = ElementBytes.of(config)
     if model.norm_placement == "pre":
         return 2 * _norm_bytes(config, model, on_cpu)
     behind = 2 * _input_and_statistics(config, model, on_cpu, size.compute)
     if model.norm_placement == "sandwich":
         return behind + 2 * _norm_bytes(config, model, on_cpu)
-    cast = size.compute if residual != size.compute else 0
-    return behind + prod(boundary_shape(config)) * ((1 if cast else 2) * residual + 2 * cast)
+    return behind + prod(boundary_shape(config)) * 2 * size.compute  # what is read, or its cast
 
 
 def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
@@ -120,36 +135,49 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         beside += context  # as it comes back from the ranks that had these heads
     if model.attention_dropout > 0:
         beside += 8.0 * tokens * heads  # what keys each query's dropout
+        alone = not on_cpu and config.parallel.context.ring == 1  # log-sums without it are those of narrow values
+        beside += (row_sums + NARROW * e * tokens * heads) * alone
     if model.softmax_type != "vanilla":
         beside += row_sums  # the sinks
+    across, one = normed and model.qk_layernorm_across_heads, kv <= model.head_dim
     if normed:
-        norms = 2 if model.qk_layernorm_across_heads else heads + kv / model.head_dim
-        beside += 2 * tokens * norms * e  # the statistics of the norms of queries and keys
+        norms = 2 if across else heads + kv / model.head_dim
+        beside += tokens * norms * _statistics(size, model, on_cpu, e)
         if on_cpu and model.normalization == "RMSNorm":
             beside += tokens * (q + kv) * size.wide
-        if model.qk_layernorm_across_heads and tp > 1:  # wide copies, and what is scaled by the ranks' sum
+        if across and not one:  # side by side; over ranks wide copies, and what is scaled by their sum
+            beside += tokens * (q + kv) * (size.wide + e if tp > 1 else e)
+        elif across and tp > 1:
             beside += tokens * (q + kv) * (size.wide * (size.wide != e) + e)
-    hidden = on_cpu and not _sees_everything(config, model)
-    if config.parallel.context.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax or hidden:  # tiles
+    scales = model.attention_dropout > 0 or model.softmax_type != "vanilla"
+    tiles = config.parallel.context.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax
+    hidden = not _sees_everything(config, model)
+    if not on_cpu:
+        fused, varlen = not (hidden or tiles), hidden and not tiles and e == 2 and config.training.micro_batch_size > 1
+        traders, held = config.parallel.context.traders, projected * (normed and (not across or (one and tp == 1)))
+        # keys and values of every head are copies
+        expanded = fused and grouped and e > 2 and kv > model.head_dim * traders
+        if traders > 1 or varlen:  # as heads were traded, or documents follow one another
+            kept = held + e * tokens * (q + 2 * kv + 2 * q * expanded)
+        elif expanded:
+            kept = held + e * tokens * 3 * q if rotated or normed else projected + e * tokens * 2 * q
+        else:  # values (and queries, keys) are views of what was projected
+            kept = projected + e * tokens * (q + kv if rotated or normed else q * (grouped and fused))
+        unscaled = context * (scales and config.parallel.context.context_parallel_size == 1)  # a kernel's result
+        return kept + context + unscaled + beside  # the kernels write results in the order in which they read queries
+    if tiles or hidden:
         kept = 0.0 if widened and not normed else projected
         if widened or rotated or normed:
             kept += product * tokens * (q + (2 if widened else 1) * kv)
-        scales = model.attention_dropout > 0 or model.softmax_type != "vanilla"  # and a kernel's result is kept, too
-        unscaled = context if scales and not on_cpu and config.parallel.context.ring == 1 else 0.0
-        return kept + context + unscaled + widened_context + beside
-    if on_cpu and _blocked(config, model):
+        return kept + context + widened_context + beside
+    if _blocked(config, model):
         operands = product * tokens * (q + 2 * kv) + (projected if normed else 0.0)
         weights = product * heads * config.training.micro_batch_size * block_area(model.seq_length)
         return operands + product * tokens * q + (context if widened else 0.0) + weights
-    if on_cpu and (grouped or widened):  # queries, and keys and values of every head, are copies
+    if grouped or widened:  # queries, and keys and values of every head, are copies
         operands = product * tokens * (3 * q if grouped else q + 2 * kv)
         return operands + product * tokens * q + (context if widened else 0.0) + beside
-    kept = projected  # values (and queries, keys) are views of it
-    if rotated or normed:
-        kept += e * tokens * (q + kv)
-    elif grouped:
-        kept += e * tokens * q
-    return kept + context + beside  # the kernels write results in the order in which they read queries
+    return projected + e * tokens * (q + kv) * (rotated or normed) + context + beside
 
 
 def _sees_everything(config: Config, model: ModelConfig) -> bool:
@@ -185,21 +213,30 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     kept += 3 * product * width
     result = values if blocked else width  # with the padding of values
     kept += e * values + (product * result if result != values or product != e else 0)
+    kept += e * values * (config.parallel.context.traders > 1)  # as it comes back
     return kept + tokens * heads * max(4, size.wide)
 
 
 def _delta_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of a state in attention's place, in fp32 where narrower: the projection, the convolution's results, what solves
-    each chunk, what reads the state and what is written to it, a state for each chunk; all but the first two for a
-    state's columns, too, where ranks share a sequence."""
+    each chunk, what reads the state and what is written to it, a state for each chunk; where ranks share a sequence for
+    a state's columns, too, the results with these and what the ranks' pieces do to states. Gates, and the norm."""
     size, tokens, given = ElementBytes.of(config), micro_tokens(config), model.delta
-    tp = config.parallel.tensor_model_parallel_size * 1.0
+    samples, cp = config.training.micro_batch_size, config.parallel.context
     e, wide, values = size.compute, size.wide, given.linear_num_value_heads
-    mixed, dk, dv = given.linear_num_key_heads * given.mixed, given.linear_key_head_dim, given.linear_value_head_dim
-    columns = dv + dk * (config.parallel.context.context_parallel_size > 1)
-    kept: float = e * (mixed + given.value_size + 2 * values)
-    kept += wide * (mixed + values * (dk + 2 * columns + min(CHUNK, model.seq_length) + dk * columns / CHUNK + 4))
-    return tokens * (kept + 2 * e * given.value_size + 2 * wide * given.value_size) / tp
+    dk, dv, of_values = given.linear_key_head_dim, given.linear_value_head_dim, given.value_size
+    shared = cp.context_parallel_size > 1
+    columns, pieces = dv + dk * shared, 2 if cp.ring > 1 else 1
+    mixed = given.linear_num_key_heads * given.mixed
+    widened, own = e != wide, shared and pieces > 1  # a rank's own pieces are a copy
+    kept: float = e * (mixed * (1 + (own and not widened)) + of_values * (4 - (own and widened)))
+    kept += wide * (mixed + of_values * (1 + widened + on_cpu) + values * dk * (1 + columns / CHUNK))
+    kept += on_cpu * (wide - e) * of_values
+    kept += wide * values * ((2 + shared) * columns - dv + min(CHUNK, model.seq_length) + 5)
+    states = pieces * columns + shared * pieces * (cp.context_parallel_size * (columns + dv) + dv)
+    tp = config.parallel.tensor_model_parallel_size
+    whole = model.hidden_size * e * (tp - 1) * config.parallel.sequence_parallel  # what both projections read
+    return (tokens * (kept + whole) + samples * wide * values * dk * states) / tp
 
 
 MIXER_BYTES = {"attention": _attention_bytes, "latent": _latent_bytes, "delta": _delta_bytes}
@@ -289,8 +326,8 @@ def _expert_bytes(config: Config, layer: Layer) -> float:
     logits and probabilities in fp32."""
     if not layer.is_sparse:
         return 0.0
-    size, given = ElementBytes.of(config), layer.model.experts
-    rows = 2 * expert_rows(config, layer, WORST_IMBALANCE) * layer.model.hidden_size * size.compute
+    size, model, given = ElementBytes.of(config), layer.model, layer.model.experts
+    rows = (expert_rows(config, layer, WORST_IMBALANCE) + expert_rows(config, layer)) * model.hidden_size * size.compute
     if size.wide != size.compute:  # the router has its input widened, and a shared expert as it is
         alone = given.moe_shared_expert_intermediate_size is None
         rows += prod(boundary_shape(config)) * (size.wide - size.compute * alone)

@@ -18,6 +18,7 @@ from megalite.inventory import (
     boundary_bytes,
     chunk_length,
     given_recompute,
+    keeps_entrance,
     kept_bytes,
     micro_tokens,
     model_layers,
@@ -62,10 +63,16 @@ def recomputed(config: Config, items: range, how: Recompute) -> range:
 
 
 def stage_activations(
-    config: Config, items: range, how: Recompute | None = None, *, on_cpu: bool = False
+    config: Config,
+    items: range,
+    how: Recompute | None = None,
+    *,
+    on_cpu: bool = False,
+    ran: Sequence[float] | None = None,
 ) -> StageActivations:
     """What one micro-batch keeps in a stage. items: indices into [embedding, block 0, ..., head]. how: its blocks are
-    recomputed; None: as flags say it of the first stage."""
+    recomputed; None: as flags say it of the first stage. ran: what each block keeps beside what the stage receives, if
+    that was read from them."""
     how = given_recompute(config.model)[0] if how is None else how
     size, tokens, entrance = ElementBytes.of(config), micro_tokens(config), boundary_bytes(config)
     here = model_layers(config.model)[items.start : items.stop]
@@ -77,13 +84,16 @@ def stage_activations(
     moved = add_up(blocks[len(blocks) - kept : stays], lambda layer: kept_bytes(config, layer))
     # sines and cosines, shared by the blocks
     rotary = [layer.model.rotary_dim for layer in blocks if layer.model.position_embedding_type == "rope"]
-    full += size.compute * tokens * max(rotary, default=0)
+    full += size.compute * tokens * max(rotary, default=0) * (kept > 0)
     head = sum(kept_bytes(config, layer, on_cpu=on_cpu) for layer in here if not layer.is_block)
     boundary = 0.0 if 0 in items else entrance
     if boundary and blocks:
-        full -= entrance  # the first block's input is the received tensor
+        full -= entrance * (segments > 0 or keeps_entrance(config, blocks[0]))  # which is the received tensor
     elif boundary:
         head -= entrance
+    if ran is not None:
+        moved = sum(ran[len(blocks) - kept : stays])
+        full = sum(ran) - moved
     waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)
     later = add_up(here, waiting.__getitem__)
@@ -93,7 +103,10 @@ def stage_activations(
     # What the CUDA graphs of a micro-batch hold (`nn.graphs`): of each block what its products' weight gradients are
     # made of, its result and its input's gradient, or what it keeps from forward to backward where that is more; copies
     # of the stage's input and of its result's gradient; what comes and goes in a backward, which is of each pool anew.
-    held = add_up(blocks, lambda layer: max(kept_bytes(config, layer), waiting[layer] + 2 * entrance))
+    if ran is None:
+        held = add_up(blocks, lambda layer: max(kept_bytes(config, layer), waiting[layer] + 2 * entrance))
+    else:
+        held = sum(max(own, waiting[layer] + 2 * entrance) for own, layer in zip(ran, blocks, strict=True))
     lane = held + 2 * entrance + _block_workspace(config, blocks, how)
     late = found.weight_only - add_up(blocks, waiting.__getitem__)
     return replace(found, full=lane, weight_only=lane + late, weight_only_block=0.0)
@@ -128,11 +141,12 @@ def warm_up_bytes(
     how: Mapping[int, Recompute],
     kept: Mapping[int, StageActivations],
     most: float,
+    ran: Mapping[int, Sequence[float]],
 ) -> float:
     """What micro-batches before the first CUDA graph had and torch's allocator keeps, for everything but graphs: their
     activations, and what came and went in a block's backward. Whatever comes and goes later finds its place there.
 
-    how, kept: of the stages of a rank. most: activations that it has with graphs, at most.
+    how, kept, ran: of the stages of a rank (`stage_activations`). most: activations that it has with graphs, at most.
     """
     if config.parallel.hardware.cuda_graph_impl == "none":
         return 0.0
@@ -140,7 +154,8 @@ def warm_up_bytes(
     eager = replace(config, parallel=replace(config.parallel, hardware=hardware))
     in_flight = -(-most // sum(each.full for each in kept.values()))  # of each stage
     count = min(GRAPH_WARM_UP, in_flight)
-    activations = sum(count * stage_activations(eager, cuts[stage], each).full for stage, each in how.items())
+    each = [stage_activations(eager, cuts[stage], again, ran=ran.get(stage)) for stage, again in how.items()]
+    activations = sum(count * one.full for one in each)
     return activations + max(workspace_bytes(eager, cuts[stage], each)[1] for stage, each in how.items())
 
 

@@ -97,7 +97,8 @@ class PlannedStages:
     on_cpu: bool = False
     _: KW_ONLY
     held: Sequence[StateBytes] | None = None  # by ranks that were built, pipeline coordinate by coordinate
-    kept: Sequence[int] | None = None  # of a micro-batch by the blocks of each stage, which ran
+    # length of sequences -> of each stage what each of its blocks, which ran, keeps of a micro-batch
+    kept: Mapping[int, Sequence[Sequence[int]]] | None = None
 
     @classmethod
     def of(
@@ -131,9 +132,8 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
         return max(phases, key=lambda memory: memory.total)
     states = _states(run, rank)
     again = {stage: plan.recompute_of(stage) for stage in stages}
-    kept = {stage: stage_activations(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
-    if run.kept is not None:
-        kept = {stage: replace(one, full=run.kept[stage]) for stage, one in kept.items()}
+    ran = {} if run.kept is None else dict(enumerate(run.kept[config.model.seq_length]))
+    kept = {s: stage_activations(config, cuts[s], how, on_cpu=on_cpu, ran=ran.get(s)) for s, how in again.items()}
     spaces = {stage: workspace_bytes(config, cuts[stage], how, on_cpu=on_cpu) for stage, how in again.items()}
     logits = max(space[0] for space in spaces.values())
     # What the head keeps of a micro-batch is gone before the backward of the blocks of its stage begins.
@@ -164,7 +164,7 @@ def rank_memory(run: PlannedStages, rank: int) -> RankMemory:
         logits=head + logits,
         buffers=states.scratch + states.gathered + _buffers(config, on_cpu),
         workspace=max(0.0, transient - logits),  # the head's chunk is gone before the first block's backward begins
-        warm_up=max(0.0, warm_up_bytes(config, cuts, again, kept, full) - head - max(logits, transient)),
+        warm_up=max(0.0, warm_up_bytes(config, cuts, again, kept, full, ran) - head - max(logits, transient)),
         host=host,
     )
 

@@ -155,7 +155,11 @@ def alone(groups: FakeGroups) -> Iterator[Gpu]:
         kernels = importlib.import_module("megalite.nn.attention.choose").KERNELS
         continued: dict[str, list[int]] = {str(place): [] for place in range(MOST_PROMPTS)}
         for module, name, value in (
-            ("megalite.train.announcement", "as_read", lambda run: run),  # the rank itself says what it holds and keeps
+            (
+                "megalite.train.announcement",
+                "as_read",
+                lambda run, *_: run,
+            ),  # the rank itself says what it holds and keeps
             ("megalite.train.build", "fill", lambda name, parameter, *, seed: parameter.data.zero_()),
             ("megalite.train.samples", "read_prompts", lambda *_: ["1 2 3"] * min(groups.world.size(), MOST_PROMPTS)),
             # other replicas have continued their prompts, too

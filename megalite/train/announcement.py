@@ -28,7 +28,7 @@ from megalite.schedule import Program, division_text
 from megalite.train.build import parameter_dtype
 from megalite.train.built_states import with_held
 from megalite.train.foreign import ForeignModel
-from megalite.train.kept_activations import Gpu, with_kept
+from megalite.train.kept_activations import UnseenGpu, with_kept
 from megalite.train.planned import PlannedRun
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def open_module(config: Config, mesh: ParallelMesh, program: Program, world: Wor
     return found
 
 
-def as_read(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
+def as_read(run: PlannedRun, gpu: UnseenGpu | None = None) -> PlannedRun:
     """The run with what its ranks hold and keep, as far as their stages, built without values, can say it."""
     if run.foreign is None and max(each.total for each in run.memory) >= LARGEST:
         return run
@@ -67,13 +67,13 @@ def as_read(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
     return with_kept(with_held(run), gpu) if large else with_held(run)
 
 
-def announce(run: PlannedRun, world: World, axis: Axis) -> PlannedRun:
+def announce(run: PlannedRun, world: World, axis: Axis, gpu: UnseenGpu | None = None) -> PlannedRun:
     """Prints the table and what is slow here; refuses what cannot fit. Returns the run, on rank 0 as read from its
-    stages. Collective over `axis`, all ranks. Raises ConfigError."""
+    stages. gpu: one without values. Collective over `axis`, all ranks. Raises ConfigError."""
     if run.foreign is not None:
         _ = run.memory  # on all ranks: somebody's layers may fail in it
     if world.is_first:
-        run = as_read(run)
+        run = as_read(run, gpu)
         table = format_table(rows_of(run, "CPU" if run.on_cpu else torch.cuda.get_device_name(world.device)))
         logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
         for line in device_advice(run.config, world.device):

@@ -43,7 +43,7 @@ from megalite.stores import Place
 from megalite.train.announcement import as_read, judge, pools_of, rows_of
 from megalite.train.build import parameter_dtype
 from megalite.train.foreign import ForeignModel
-from megalite.train.kept_activations import Gpu
+from megalite.train.kept_activations import UnseenGpu
 from megalite.train.param_schedules import resolve_schedules
 from megalite.train.planned import PlannedRun
 from megalite.train.programs import ProgramCache
@@ -62,7 +62,7 @@ class HostTooSmall(ConfigError):
     """The ranks of a run do not fit into this host."""
 
 
-def dry_run(config: Config, origins: Mapping[str, str], world_size: int, gpu: Gpu | None = None) -> str:
+def dry_run(config: Config, origins: Mapping[str, str], world_size: int, gpu: UnseenGpu | None = None) -> str:
     """The text that `--dry-run` prints. Nothing is written but the tokens of a raw text, which the run will
     read. gpu: one without values, on which blocks say what they keep. Raises MegaliteError.
 
@@ -83,7 +83,9 @@ def dry_run(config: Config, origins: Mapping[str, str], world_size: int, gpu: Gp
         return _dry_run(config, origins, world_size, False, f"{ranks} not fit into this host", gpu)
 
 
-def _dry_run(config: Config, origins: Mapping[str, str], world_size: int, here: bool, why: str, gpu: Gpu | None) -> str:
+def _dry_run(
+    config: Config, origins: Mapping[str, str], world_size: int, here: bool, why: str, gpu: UnseenGpu | None
+) -> str:
     """why: the run is not meant for this host."""
     config, tokenizer = resolve_tokenizer(config) if here else without_files(config)
     on_cpu = config.parallel.hardware.device == "cpu" or (here and not torch.cuda.is_available())

@@ -2,32 +2,41 @@
 
 On a CPU these are tensors as torch takes them there (`FakeTensorMode`), so kernels are those of this host: one that
 multiplies 16 bits itself keeps less than one that widens them first. A GPU is one that the caller has
-(`megalite.rehearsal`). Blocks that ask for values (routers of experts, documents) or for what other ranks have (a
-ring), and those that loop over many pieces, are left to closed forms, which the search uses for all
-(`megalite.planner.activations`), as embedding and head are, and the start of a run on GPUs.
+(`megalite.rehearsal`). Only whole numbers that follow from positions have values, and of how many rows experts get the
+host reads what plans take for the worst. Left to closed forms (`megalite.planner.activations`), which the search uses
+for all: embedding and head, blocks that are compiled, which keep what the compiler decides, and those that would loop
+over many pieces.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megalite.config import Config
-from megalite.inventory import blocks_of, first_alike, model_layers
+from megalite.inventory import WORST_IMBALANCE, blocks_of, expert_rows, first_alike, model_layers
 from megalite.microbatch import Microbatch
 from megalite.models import layer_specs
-from megalite.nn import LayerStack
+from megalite.nn import LayerStack, on_grid
 from megalite.parallel.context import SequenceCut
+from megalite.parallel.tensor import LayerContext
 from megalite.train.build import boundary_spec, build_module, layer_context
+from megalite.train.built_states import plain
 from megalite.train.make_mesh import mesh_on_meta
 from megalite.train.planned import PlannedRun
 
-Gpu = Callable[[int], AbstractContextManager[object]]
+UnseenGpu = Callable[[int], AbstractContextManager[object]]
 """While it is open, this process is a rank of a world of that size, and has a GPU whose tensors have no values."""
 
 logger = logging.getLogger(__name__)
@@ -36,68 +45,54 @@ TILE = 64  # queries that attention takes together at least
 MOST_PIECES = 150  # more take seconds: torch looks at every operation
 
 
-def with_kept(run: PlannedRun, gpu: Gpu | None = None) -> PlannedRun:
+def with_kept(run: PlannedRun, gpu: UnseenGpu | None = None) -> PlannedRun:
     """The run with what the blocks of each stage keep of a micro-batch, if they can say it."""
-    if run.foreign is not None or not _speaks(run.config, on_gpu=not run.on_cpu):
+    if run.foreign is not None or run.config.training.compile or not (run.on_cpu or gpu):
         return run
-    if run.on_cpu:
-        if _pieces(run) > MOST_PIECES:
-            return run
-        place: AbstractContextManager[object] = FakeTensorMode()
-    elif gpu is not None:
-        place = gpu(run.world_size)
-    else:
+    config = run.config
+    phases = config.phases(run.world_size) if config.training.seq_length_schedule else [(config.model.seq_length, 0)]
+    runs = {length: replace(run, config=plain(config.at_length(length))) for length, _ in phases}
+    loops = run.on_cpu or config.training.precision.fp64
+    if loops and max(map(_pieces, runs.values())) > MOST_PIECES:
         return run
     try:
-        with place:
-            return replace(run, kept=_kept(run, torch.device("cpu" if run.on_cpu else "cuda")))
-    except (NotImplementedError, RuntimeError) as error:  # torch has no kernel without values for something
+        with _cpu() if run.on_cpu or gpu is None else gpu(run.world_size):
+            return replace(run, kept={length: _kept(each) for length, each in runs.items()})
+    except Exception as error:  # noqa: BLE001  # whatever it is: a run does not depend on it
         why = str(error).partition("\n")[0][:120]
         logger.warning("activations are worked out: blocks without values fail (%s)", why)
         return run
 
 
-def _kept(run: PlannedRun, device: torch.device) -> tuple[int, ...]:
+def _kept(run: PlannedRun) -> list[list[int]]:
     """Of each stage."""
-    known: dict[object, int] = {}
+    known: dict[object, list[int]] = {}
     kept = []
     for stage, items in enumerate(run.cuts):
-        alike = first_alike(run.config.model, items), run.plan.recompute_of(stage)
+        config, size = run.config.of_stage(stage, run.world_size)
+        alike = first_alike(config.model, items), run.plan.recompute_of(stage), config.parallel, stage > 0
         if alike not in known:
-            known[alike] = _kept_in(run, stage, device)
+            with _Dealt(config):
+                known[alike] = _kept_in(replace(run, config=config, world_size=size), stage)
         kept.append(known[alike])
-    return tuple(kept)
-
-
-def _speaks(config: Config, *, on_gpu: bool) -> bool:
-    """Whether nothing in the blocks depends on values, or on what comes from other ranks, and all stays that they keep
-    and nothing else."""
-    parallel, model = config.parallel, config.model
-    stays = model.cpu_offloading_num_layers == 0 and parallel.hardware.cuda_graph_impl == "none"
-    alone = (on_gpu or parallel.context.ring == 1) and parallel.grid is None and not parallel.meshes
-    seen = not config.data.reset_attention_mask and model.experts.num_experts is None
-    return stays and alone and seen and config.training.seq_length_schedule is None and not config.training.compile
+    return kept
 
 
 def _pieces(run: PlannedRun) -> int:
     """Pieces over which the blocks of the longest stage loop, at most."""
-    return max(_number(run, stage) for stage in range(len(run.cuts))) * -(-run.config.model.seq_length // TILE)
+    pieces = max(-(-run.config.model.seq_length // TILE), run.config.model.experts.num_experts or 0)
+    return max(_number(run, stage) for stage in range(len(run.cuts))) * pieces
 
 
-def _kept_in(run: PlannedRun, stage: int, device: torch.device) -> int:
-    """Bytes that the blocks of a stage keep beside what the stage receives."""
-    config = run.config
+def _kept_in(run: PlannedRun, stage: int) -> list[int]:
+    """Bytes that each block of a stage keeps beside what the stage receives."""
+    config, device = run.config, torch.device("cpu" if run.on_cpu else "cuda")
     blocks = blocks_of(config.model, run.cuts[stage])
     if not blocks:
-        return 0
-    mesh = mesh_on_meta(config.parallel, run.world_size)
-    context = layer_context(
-        config, mesh, device, None, sequence_parallel=config.parallel.sequence_parallel, float8=config.training.float8
-    )
-    context = replace(context, deferred=False)
+        return []
     every = layer_specs(config.model)  # which share what rotates
     specs = [every[item] for item in blocks[: _number(run, stage)]]
-    stack = build_module(config, specs, context, run.plan.recompute_of(stage))
+    stack = build_module(config, specs, _context(config, run.world_size, device), run.plan.recompute_of(stage))
     spec = boundary_spec(config, device)
     learns = 0 not in run.cuts[stage] or not model_layers(config.model)[0].is_frozen
     x = torch.empty(spec.shape, dtype=spec.dtype, device=device).requires_grad_(learns)
@@ -105,7 +100,14 @@ def _kept_in(run: PlannedRun, stage: int, device: torch.device) -> int:
     own = [*stack.parameters(), *stack.buffers(), *vars(microbatch).values()]
     own += [x] if stage else []  # behind an embedding the stage makes it
     kept = _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)])
-    return kept[-1] + (kept[-1] - kept[-2] if len(kept) > 1 else 0) * (len(blocks) - len(kept))
+    return kept + kept[-1:] * (len(blocks) - len(kept))
+
+
+def _context(config: Config, size: int, device: torch.device) -> LayerContext:
+    mesh, parallel = mesh_on_meta(config.parallel, size), config.parallel
+    how = {"sequence_parallel": parallel.sequence_parallel, "float8": config.training.float8}
+    context = replace(layer_context(config, mesh, device, None, **how), deferred=False)
+    return context if parallel.grid is None else on_grid(context, mesh, parallel.grid)
 
 
 def _number(run: PlannedRun, stage: int) -> int:
@@ -120,12 +122,13 @@ def _microbatch(config: Config, device: torch.device) -> Microbatch:
     tokens = torch.zeros(samples, length, dtype=torch.int64, device=device)
     positions = torch.arange(length, device=device).expand_as(tokens)
     numbers, mask = torch.arange(samples, device=device), torch.ones(tokens.shape, device=device)
+    starts = torch.zeros_like(positions) if config.data.reset_attention_mask else None
     cut = SequenceCut(0, config.parallel.context.context_parallel_size, config.parallel.context.ring)
-    return cut(Microbatch(tokens, tokens, positions, mask, sample_ids=numbers))
+    return cut(Microbatch(tokens, tokens, positions, mask, numbers, document_starts=starts))
 
 
 def _saved(stack: LayerStack, x: Tensor, microbatch: Microbatch, own: list[Tensor]) -> list[int]:
-    """Bytes that the stack has saved beside its `own` tensors when each of its blocks has run."""
+    """Bytes that each block of the stack has saved beside the stack's `own` tensors."""
     seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in own}
     kept, after = 0, []
 
@@ -141,4 +144,50 @@ def _saved(stack: LayerStack, x: Tensor, microbatch: Microbatch, own: list[Tenso
         block.register_forward_hook(lambda *_: after.append(kept))
     with saved_tensors_hooks(note, lambda tensor: tensor):
         stack(x, microbatch)
-    return after
+    return [each - before for before, each in zip([0, *after], after, strict=False)]
+
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _cpu() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True), _Known():  # type: ignore[no-untyped-call]  # torch's has no types
+        yield
+
+
+class _Known(TorchDispatchMode):
+    """Whole numbers that come from nothing without values are computed: of where documents begin shapes are made."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        unknown = any(isinstance(x, FakeTensor) or x.is_floating_point() for x in given)
+        if unknown or not (given or function._overloadpacket is torch.ops.aten.arange):
+            return function(*args, **(kwargs or {}))
+        with unset_fake_temporarily():
+            return function(*args, **(kwargs or {}))
+
+
+class _Dealt(TorchFunctionMode):
+    """Where the host reads how many rows go from which rank to which expert, this rank's experts get as many as plans
+    take for the worst, all as many."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        layer = model_layers(config.model)[-1]  # all layers choose as many experts
+        self._rows, self._worst = (round(expert_rows(config, layer, factor)) for factor in (1.0, WORST_IMBALANCE))
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.numpy:
+            return self._table(*args[0].shape)
+        return function(*args, **(kwargs or {}))
+
+    def _table(self, ranks: int, _: int, experts: int) -> NDArray[np.int64]:
+        here = self._worst // ranks
+        of_ranks = [here, *_parts(self._rows - here, ranks - 1)]
+        return np.array([[_parts(rows, experts) for rows in of_ranks]] * ranks)
+
+
+def _parts(number: int, count: int) -> Sequence[int]:
+    """A number in so many parts, as alike as can be."""
+    return [(number + place) // count for place in range(count)]

@@ -32,6 +32,7 @@ from megalite.train.build import Model, build_model
 from megalite.train.exits import COMPLETED, ExitPolicy
 from megalite.train.expert_report import expert_report
 from megalite.train.host_embedding import TrafficHook, watch_of
+from megalite.train.kept_activations import UnseenGpu
 from megalite.train.make_mesh import make_mesh
 from megalite.train.matmul_precision import arithmetic_of, set_matmul_precision
 from megalite.train.param_schedules import resolve_schedules
@@ -51,10 +52,11 @@ from megalite.train.validation import Validator
 logger = logging.getLogger(__name__)
 
 
-def run_training(config: Config, world: World, measures: Measures | None = None) -> int:
-    """Trains, or with `--skip-train` only evaluates; returns the exit status. Raises MegaliteError."""
+def run_training(config: Config, world: World, measures: Measures | None = None, gpu: UnseenGpu | None = None) -> int:
+    """Trains, or with `--skip-train` only evaluates; returns the exit status. gpu: one without values, on which blocks
+    say what they keep. Raises MegaliteError."""
     assert measures is not None or not config.logging.eval_tasks.eval_task_files, "nothing measures"
-    with ExitStack() as last, open_run(config, world, measures) as opened:
+    with ExitStack() as last, open_run(config, world, measures, gpu) as opened:
         trainer = opened.trainer
         if config.training.skip_train:
             return trainer.only_evaluate()
@@ -79,7 +81,9 @@ class OpenRun:
 
 
 @contextmanager
-def open_run(given: Config, world: World, measures: Measures | None = None) -> Iterator[OpenRun]:
+def open_run(
+    given: Config, world: World, measures: Measures | None = None, gpu: UnseenGpu | None = None
+) -> Iterator[OpenRun]:
     """Builds everything and loads the checkpoint, if there is one; releases the run directory at the end."""
     world.report_phase("start-up: tokenizer")
     resolved, tokenizer = resolve_tokenizer(given)
@@ -91,7 +95,7 @@ def open_run(given: Config, world: World, measures: Measures | None = None) -> I
     program = programs.full(world.size)
     foreign = open_module(resolved, mesh, program, world) if resolved.model.is_foreign else None
     planned = PlannedRun.before(resolved, world.size, program, plan, foreign, on_cpu=world.device.type == "cpu")
-    planned = announce(planned, world, mesh.world)
+    planned = announce(planned, world, mesh.world, gpu)
     world.report_phase("start-up: run directory")
     with RunDirectory(resolved, mesh.world, world.launch, world.host) as directory:
         check_shared_disks(resolved, world, mesh.world)

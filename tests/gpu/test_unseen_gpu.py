@@ -8,14 +8,12 @@ import pytest
 from gpu.devices import needs_cuda
 
 from megalite.comm.world import World
-from megalite.rehearsal import unseen
 from megalite.testing import run_single
-from megalite.train.kept_activations import with_kept
-from tests.unit.train.test_kept_activations import LARGER, planned, really_kept
+from tests.unit.train.test_kept_activations import LARGER, planned, read_from, really_kept
 
 
 def kept_unseen(world: World, flags: str) -> int:
-    [kept] = with_kept(dataclasses.replace(planned(flags, 1), on_cpu=False), unseen).kept or ()
+    [kept] = read_from(dataclasses.replace(planned(flags, 1), on_cpu=False))
     return kept
 
 

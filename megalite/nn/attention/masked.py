@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.inventory import NARROW
 from megalite.nn.attention.tiles import WeightDropout
 from megalite.nn.dropout import combine, keeps, least_word, narrowed
 from megalite.nn.uncompiled import Uncompiled
@@ -30,9 +31,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Attend = Callable[..., Tensor]
 """(q, k, v, sight) -> the result; flex also takes a cap, sinks and dropout."""
-BLOCK, MOST_VARIANTS, NARROW = 128, 64, 16
-"""Queries and keys of a block of flex attention; kinds of attention that it is compiled for; channels of values of
-which nothing is wanted."""
+BLOCK, MOST_VARIANTS = 128, 64
+"""Queries and keys of a block of flex attention; kinds of attention that it is compiled for."""
 
 
 @Uncompiled

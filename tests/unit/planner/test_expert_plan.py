@@ -84,7 +84,7 @@ def test_memory_of_dispatched_tokens_counts_the_fullest_rank() -> None:
     assert rows == [2 * 16 * 2, 2 * 16 * 2 * WORST_IMBALANCE, 2 * 16 * 2 * 1.25]
     more = [kept_bytes(config, model_layers(config.model)[1]) for config in (alone, shared)]
     width, h = 4 * 32, 32
-    assert more[1] - more[0] == pytest.approx((WORST_IMBALANCE - 1) * 2 * 16 * 2 * (width + 2 * h) * 2)
+    assert more[1] - more[0] == pytest.approx((WORST_IMBALANCE - 1) * 2 * 16 * 2 * (width + h) * 2)
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size"
     widths = [
         model_layers(config.model)[1].mlp_width(config.parallel)
