@@ -71,6 +71,11 @@ class Layer:
                 width += p.local(shards)[0] * (imbalance * shards / tp if p.name.startswith("experts.") else 1)
         return width
 
+    def in_float8(self) -> list[Product]:
+        """Those that `--fp8-format` rounds: not of the router and the experts."""
+        rounded = [p for p in self.products if not (p.core or p.name == "router" or p.name.startswith("experts."))]
+        return rounded if self.kind == "block" else []
+
     def product(self, name: str) -> Product:
         return next(product for product in self.products if product.name == name)
 

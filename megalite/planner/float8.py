@@ -8,13 +8,11 @@ weights' gradients are added by a pass of their own.
 """
 
 import math
-from collections.abc import Iterator
 
 from megalite.config import Config
 from megalite.inventory import (
     ElementBytes,
     Layer,
-    Product,
     held_in_8_bits,
     micro_tokens,
     model_layers,
@@ -25,27 +23,19 @@ from megalite.planner.communication import held_parameters, shards_of
 LOOK, ROUND, ACROSS, TURN = 2.6, 3.5, 5.3, 3.5
 
 
-def rounded_products(layer: Layer) -> Iterator[Product]:
-    """The products of a layer that are computed in float8."""
-    if layer.kind == "block":
-        for product in layer.products:
-            if not (product.core or product.name == "router" or product.name.startswith("experts.")):
-                yield product
-
-
 def rounding_passes(config: Config, layer: Layer) -> tuple[float, float, float]:
     """Bytes that a micro-batch of a layer reads and writes to round operands, in F, I and W. Weights that are kept are
     rounded once for all micro-batches, which is left out."""
     given, tokens = config.training.float8, micro_tokens(config)
     if config.model.lora.frozen_weights_int8:
-        sizes = (math.prod(p.local(p.shards(config.parallel))) for p in rounded_products(layer))
+        sizes = (math.prod(p.local(p.shards(config.parallel))) for p in layer.in_float8())
         both = sum(sizes) * (1.0 + ElementBytes.of(config).compute)
         return both, both, 0.0
     if given.fp8_format is None:
         return 0.0, 0.0, 0.0
     look = 0.0 if given.fp8_recipe == "delayed" else LOOK
     forward = gradient = weight = 0.0
-    for product in rounded_products(layer):
+    for product in layer.in_float8():
         n, k = product.local(product.shards(config.parallel))
         of_weight = 0.0 if config.keeps_float8 else n * k * (look + ROUND)
         forward += tokens * k * (look + ROUND) + of_weight
@@ -57,7 +47,7 @@ def rounding_passes(config: Config, layer: Layer) -> tuple[float, float, float]:
 def rounded_elements(config: Config, items: range) -> int:
     """Elements of a rank's weights that are multiplied in float8."""
     layers = model_layers(config.model)
-    sizes = [p.local(p.shards(config.parallel)) for item in items for p in rounded_products(layers[item])]
+    sizes = [p.local(p.shards(config.parallel)) for item in items for p in layers[item].in_float8()]
     return sum(math.prod(size) for size in sizes)
 
 

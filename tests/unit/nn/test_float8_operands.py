@@ -175,6 +175,7 @@ def test_compiled_passes_move_ten_bytes_an_element_at_most(recipe: str) -> None:
         (("--no-bf16",), "--fp8-format=hybrid: needs --bf16 on a GPU"),
         (("--seq-length", "24"), "tokens of a micro-batch = 24 is no multiple of 16"),
         (("--fp8-recipe", "mxfp8"), "--fp8-recipe=mxfp8: emulated on a CPU, not built for GPUs"),
+        (("--ffn-hidden-size", "40"), "rows of fc1 on a rank = 40 is no multiple of 16"),
         (("--fp8-recipe", "blockwise"), "tokens of a micro-batch = 16 is no multiple of 128"),
     ],
 )
