@@ -59,7 +59,7 @@ def _handle(work: Handle, axis: Axis, *, async_op: bool) -> Handle:
 
 
 def _through_memory(x: Tensor, axis: Axis) -> bool:
-    return axis.shared is not None and x.device.type != "cuda"
+    return axis.shared is not None and (x.device.type != "cuda" or axis.group is None)
 
 
 def all_reduce_(x: Tensor, axis: Axis, *, op: ReduceOp = "sum", async_op: bool = False) -> Handle:
