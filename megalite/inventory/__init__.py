@@ -10,6 +10,7 @@ from megalite.inventory.activation_bytes import (
     ElementBytes,
     boundary_bytes,
     boundary_shape,
+    compiled_bytes,
     context_bytes,
     expert_rows,
     keeps_entrance,

@@ -86,7 +86,7 @@ def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, elem
     """What a norm keeps of an input with `element` bytes a number."""
     length, samples, h = boundary_shape(config)
     tokens, wide = length * samples, ElementBytes.of(config).wide
-    element = wide if model.apply_layernorm_1p else element
+    element = wide if model.apply_layernorm_1p and config.parallel.grid is None else element
     kept = float(tokens * (h * element + _statistics(ElementBytes.of(config), model, on_cpu, element)))
     if model.normalization == "LayerNorm":
         return kept
@@ -213,7 +213,7 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     kept += 3 * product * width
     result = values if blocked else width  # with the padding of values
     kept += e * values + (product * result if result != values or product != e else 0)
-    kept += e * values * (config.parallel.context.traders > 1)  # as it comes back
+    kept += e * values * (config.parallel.context.traders > 1 and width == values)  # as it comes back
     return kept + tokens * heads * max(4, size.wide)
 
 
@@ -291,9 +291,7 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
         between = size.compute * tokens * layer.mlp_width(config.parallel, worst) + _expert_bytes(config, layer)
         gate = 2.0 * size.compute * tokens * model.query_size / config.parallel.tensor_model_parallel_size
         gates = gate * (model.attention_output_gate and model.mixer == "attention")
-        if config.training.compile:  # the inputs of the second matrix of the MLP, or of the shared expert
-            made = [p for p in layer.products if p.name.endswith("fc2") and not p.name.startswith("experts.")]
-            between += size.compute * tokens * sum(p.local(p.shards(config.parallel))[1] for p in made)
+        between += compiled_bytes(config, layer)
         return norms + MIXER_BYTES[model.mixer](config, model, on_cpu) + gates + between + dropout
     if not layer.products:
         return 0.0
@@ -304,6 +302,16 @@ def kept_bytes(config: Config, layer: Layer, *, on_cpu: bool = False) -> float:
     # each further prediction: three norms, what its matrix reads, a block
     own = 3 * _norm_bytes(config, model, on_cpu) + 2 * length * samples * h * size.compute
     return kept + model.further.depth * (own + kept_bytes(config, model_layers(config.model)[-2], on_cpu=on_cpu))
+
+
+def compiled_bytes(config: Config, layer: Layer) -> float:
+    """What a block keeps beside the rest because it is compiled: the inputs of the second matrix of its MLP, or of its
+    shared expert, which the others compute again."""
+    if not config.training.compile:
+        return 0.0
+    made = [p for p in layer.products if p.name.endswith("fc2") and not p.name.startswith("experts.")]
+    inputs = sum(p.local(p.shards(config.parallel))[1] for p in made)
+    return float(ElementBytes.of(config).compute * micro_tokens(config) * inputs)
 
 
 def imbalance(config: Config, factor: float) -> float:

@@ -6,6 +6,7 @@ only.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from megalite.config import Config
 from megalite.inventory import (
@@ -17,6 +18,7 @@ from megalite.inventory import (
     blocks_of,
     boundary_bytes,
     chunk_length,
+    compiled_bytes,
     given_recompute,
     keeps_entrance,
     kept_bytes,
@@ -92,7 +94,10 @@ def stage_activations(
     elif boundary:
         head -= entrance
     if ran is not None:
-        moved = sum(ran[len(blocks) - kept : stays])
+        whole = len(blocks) - kept
+        beside = [compiled_bytes(config, layer) * (place >= whole) for place, layer in enumerate(blocks)]
+        ran = list(map(add, ran, beside))
+        moved = sum(ran[whole:stays])
         full = sum(ran) - moved
     waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)

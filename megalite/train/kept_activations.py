@@ -4,8 +4,7 @@ On a CPU these are tensors as torch takes them there (`FakeTensorMode`), so kern
 multiplies 16 bits itself keeps less than one that widens them first. A GPU is one that the caller has
 (`megalite.rehearsal`). Only whole numbers that follow from positions have values, and of how many rows experts get the
 host reads what plans take for the worst. Left to closed forms (`megalite.planner.activations`), which the search uses
-for all: embedding and head, blocks that are compiled, which keep what the compiler decides, and those that would loop
-over many pieces.
+for all: embedding and head, what a compiler keeps beside, and blocks that would loop over many pieces.
 """
 
 import logging
@@ -47,7 +46,7 @@ MOST_PIECES = 150  # more take seconds: torch looks at every operation
 
 def with_kept(run: PlannedRun, gpu: UnseenGpu | None = None) -> PlannedRun:
     """The run with what the blocks of each stage keep of a micro-batch, if they can say it."""
-    if run.foreign is not None or run.config.training.compile or not (run.on_cpu or gpu):
+    if run.foreign is not None or not (run.on_cpu or gpu):
         return run
     config = run.config
     phases = config.phases(run.world_size) if config.training.seq_length_schedule else [(config.model.seq_length, 0)]
