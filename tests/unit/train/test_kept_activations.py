@@ -25,7 +25,9 @@ from megalite.parallel.context import SequenceCut
 from megalite.parallel.tensor.products import product_dtype
 from megalite.planner.memory import pipeline_memory
 from megalite.rehearsal import unseen
+from megalite.rehearsal.device import watched_gpu
 from megalite.testing import run_ranks, run_single
+from megalite.train import open_run
 from megalite.train.announcement import announce, as_read
 from megalite.train.build import boundary_spec, build_module, layer_context
 from megalite.train.kept_activations import with_kept
@@ -290,6 +292,36 @@ def announced(world: World) -> tuple[bool, Any]:
 def test_a_start_reads_as_a_dry_run_does() -> None:
     run = as_read(planned("--hidden-size 256 --seq-length 256 --micro-batch-size 4", 1))
     assert run.kept is not None and run_single(announced) == (True, run.kept)
+
+
+def trained_on_gpus(world: World, flags: str, *, reads: bool) -> tuple[bool, list[str], list[str]]:
+    """(Whether the start has read what blocks keep, norms of three steps, races), on GPUs with values."""
+    ran = []
+
+    def announces(*args: Any) -> PlannedRun:
+        ran.append(announce(*args))
+        return ran[0]
+
+    argv = [*BASE, *"--hidden-size 256 --seq-length 256 --micro-batch-size 8".split(), *flags.split()]
+    with pytest.MonkeyPatch.context() as patch, watched_gpu() as gpu:
+        patch.setattr("megalite.train.run.announce", announces)
+        place = dataclasses.replace(world, device=torch.device("cuda", 0))
+        with open_run(parse(argv, world_size=world.size), place, None, unseen if reads else None) as run:
+            norms = [float(run.trainer.train_step(drain=step == 2).grad_norm or 0.0).hex() for step in range(3)]
+    return ran[0].kept is not None, norms, gpu.races
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("flags", ["--bf16 --zero-stage 1", "--tensor-model-parallel-size 2 --bf16"])
+def test_a_run_on_gpus_that_has_read_is_the_run_that_has_not(flags: str) -> None:
+    """The same bits and no races behind a reading in the process that trains: what it patches there is put back."""
+    plain, read = (run_ranks(trained_on_gpus, 2, flags, reads=reads) for reads in (False, True))
+    assert (
+        [each[1:] for each in plain] == [each[1:] for each in read]
+        and not plain[0][2]
+        and float.fromhex(plain[0][1][0])
+    )
+    assert [each[0] for each in plain] == [False, False] and [each[0] for each in read] == [True, False]
 
 
 def test_a_start_on_a_gpu_has_one_without_values_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
