@@ -157,7 +157,11 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
         traders, held = config.parallel.context.traders, projected * (normed and (not across or (one and tp == 1)))
         # keys and values of every head are copies
         expanded = fused and grouped and e > 2 and kv > model.head_dim * traders
-        if traders > 1 or varlen:  # as heads were traded, or documents follow one another
+        if fused and e == 8:  # no kernel: scaled queries and keys, and all weights
+            own = 3 * q if expanded else q + 2 * kv + 2 * q
+            kept = held * expanded + e * tokens * (own + heads * model.seq_length)
+            kept -= row_sums + context * (traders > 1)
+        elif traders > 1 or varlen:  # as heads were traded, or documents follow one another
             kept = held + e * tokens * (q + 2 * kv + 2 * q * expanded)
         elif expanded:
             kept = held + e * tokens * 3 * q if rotated or normed else projected + e * tokens * 2 * q
@@ -207,10 +211,13 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
             e * (made + given.compressed) + 2 * size.wide + (model.normalization == "RMSNorm") * of_rms * normed
         )
     width, values = tokens * heads * model.kernel_dim, tokens * model.value_size / tp
-    blocked = on_cpu and _sees_everything(config, model) and _blocked(config, model) and not model.reshapes_softmax
+    plain = _sees_everything(config, model) and not model.reshapes_softmax and config.parallel.context.ring == 1
+    blocked = on_cpu and plain and _blocked(config, model)
     if blocked:
         kept += product * heads * config.training.micro_batch_size * block_area(model.seq_length)
     kept += 3 * product * width
+    if plain and e == 8 and not on_cpu:  # no kernel: all weights
+        kept += e * (tokens * heads * model.seq_length + width)
     result = values if blocked else width  # with the padding of values
     kept += e * values + (product * result if result != values or product != e else 0)
     kept += e * values * (config.parallel.context.traders > 1 and width == values)  # as it comes back

@@ -247,6 +247,13 @@ def test_what_blocks_keep_on_a_gpu_is_what_the_search_takes_for_it(seed: int) ->
         assert difference(run) < 0.01, flags
 
 
+@pytest.mark.parametrize("flags", ["", "--model-type llama --num-query-groups 2", "--window-size 100", FAMILIES[-2]])
+def test_without_a_kernel_all_weights_are_kept(flags: str) -> None:
+    """In fp64 a GPU has no fused attention but by tiles."""
+    run = dataclasses.replace(planned(f"{LARGE} --fp64 {flags}", 1), on_cpu=False)
+    assert difference(run) < 0.01
+
+
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_file_of_configs_is_read(name: str) -> None:
