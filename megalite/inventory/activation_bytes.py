@@ -120,74 +120,108 @@ def _norms_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     return behind + prod(boundary_shape(config)) * 2 * size.compute  # what is read, or its cast
 
 
+class _Heads(NamedTuple):
+    """Attention of a rank: bytes of an element, tokens, widths of queries and keys, heads; what of it is copied."""
+
+    e: int
+    tokens: int
+    q: float
+    kv: float
+    heads: float
+    grouped: bool
+    rotated: bool
+    normed: bool
+    across: bool  # norms over all heads, which flatten what they read, but where keys are of one head
+    one: bool
+
+    @classmethod
+    def of(cls, config: Config, model: ModelConfig) -> _Heads:
+        tp, e = config.parallel.tensor_model_parallel_size, ElementBytes.of(config).compute
+        q, kv = model.query_size / tp, model.local_kv_size(tp)
+        rotated, across = model.position_embedding_type == "rope", model.qk_layernorm_across_heads
+        how = (q != kv, rotated, model.qk_layernorm, model.qk_layernorm and across, kv <= model.head_dim)
+        return cls(e, micro_tokens(config), q, kv, model.num_attention_heads / tp, *how)
+
+    @property
+    def projected(self) -> float:
+        return self.e * self.tokens * (self.q + 2 * self.kv)
+
+    @property
+    def context(self) -> float:
+        return self.e * self.tokens * self.q
+
+
 def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
-    tp, size, tokens = config.parallel.tensor_model_parallel_size, ElementBytes.of(config), micro_tokens(config)
-    e = size.compute
-    q, kv, heads = model.query_size / tp, model.local_kv_size(tp), model.num_attention_heads / tp
-    grouped, rotated, normed = q != kv, model.position_embedding_type == "rope", model.qk_layernorm
-    product = size.wide if on_cpu else e  # a CPU widens the operands of its products
-    widened = product != e
-    projected, context = e * tokens * (q + 2 * kv), e * tokens * q
-    widened_context = product * tokens * q if widened else 0.0
-    row_sums = tokens * heads * max(4, size.wide)  # the softmax's log-sums
-    beside = row_sums
+    tp, size, at = config.parallel.tensor_model_parallel_size, ElementBytes.of(config), _Heads.of(config, model)
+    per_head = at.tokens * at.heads
+    row_sums = per_head * max(4, size.wide)  # the softmax's log-sums
+    beside = 0.0
     if config.parallel.context.traders > 1:
-        beside += context  # as it comes back from the ranks that had these heads
+        beside += at.context  # as it comes back from the ranks that had these heads
     if model.attention_dropout > 0:
-        beside += 8.0 * tokens * heads  # what keys each query's dropout
+        beside += 8.0 * per_head  # what keys each query's dropout
         alone = not on_cpu and config.parallel.context.ring == 1  # log-sums without it are those of narrow values
-        beside += (row_sums + NARROW * e * tokens * heads) * alone
+        beside += (row_sums + NARROW * at.e * per_head) * alone
     if model.softmax_type != "vanilla":
         beside += row_sums  # the sinks
-    across, one = normed and model.qk_layernorm_across_heads, kv <= model.head_dim
-    if normed:
-        norms = 2 if across else heads + kv / model.head_dim
-        beside += tokens * norms * _statistics(size, model, on_cpu, e)
-        if on_cpu and model.normalization == "RMSNorm":
-            beside += tokens * (q + kv) * size.wide
-        if across and not one:  # side by side; over ranks wide copies, and what is scaled by their sum
-            beside += tokens * (q + kv) * (size.wide + e if tp > 1 else e)
-        elif across and tp > 1:
-            beside += tokens * (q + kv) * (size.wide * (size.wide != e) + e)
+    if at.normed:
+        both, norms = at.tokens * (at.q + at.kv), 2 if at.across else at.heads + at.kv / model.head_dim
+        beside += at.tokens * norms * _statistics(size, model, on_cpu, at.e)
+        beside += both * size.wide * (on_cpu and model.normalization == "RMSNorm")
+        if at.across and not at.one:  # side by side; over ranks wide copies, and what is scaled by their sum
+            beside += both * (size.wide + at.e if tp > 1 else at.e)
+        elif at.across and tp > 1:
+            beside += both * (size.wide * (size.wide != at.e) + at.e)
+    return beside + (_attended_on_cpu if on_cpu else _attended_on_gpu)(config, model, at, row_sums)
+
+
+def _attended_on_gpu(config: Config, model: ModelConfig, at: _Heads, row_sums: float) -> float:
+    """What kernels of a GPU keep; they write results in the order in which they read queries."""
+    e, q, kv, cp = at.e, at.q, at.kv, config.parallel.context
+    bent, hidden = cp.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax, _hides(config, model)
+    fused, varlen = not (hidden or bent), hidden and not bent and e == 2 and config.training.micro_batch_size > 1
+    held = at.projected * (
+        at.normed and (not at.across or (at.one and config.parallel.tensor_model_parallel_size == 1))
+    )
+    expanded = fused and at.grouped and e > 2 and kv > model.head_dim * cp.traders  # keys and values of every head
+    if fused and e == 8:  # no kernel: scaled queries and keys, and all weights
+        kept = held * expanded + e * at.tokens * (3 * q if expanded else 3 * q + 2 * kv)
+        return kept + e * at.tokens * at.heads * model.seq_length + at.context * (cp.traders == 1)
+    if cp.traders > 1 or varlen:  # as heads were traded, or documents follow one another
+        kept = held + at.projected + e * at.tokens * 2 * q * expanded
+    elif expanded:
+        kept = held + 3 * at.context if at.rotated or at.normed else at.projected + 2 * at.context
+    else:  # values (and queries, keys) are views of what was projected
+        turned = at.rotated or at.normed
+        kept = at.projected + e * at.tokens * (q + kv if turned else q * (at.grouped and fused))
     scales = model.attention_dropout > 0 or model.softmax_type != "vanilla"
-    tiles = config.parallel.context.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax
-    hidden = not _sees_everything(config, model)
-    if not on_cpu:
-        fused, varlen = not (hidden or tiles), hidden and not tiles and e == 2 and config.training.micro_batch_size > 1
-        traders, held = config.parallel.context.traders, projected * (normed and (not across or (one and tp == 1)))
-        # keys and values of every head are copies
-        expanded = fused and grouped and e > 2 and kv > model.head_dim * traders
-        if fused and e == 8:  # no kernel: scaled queries and keys, and all weights
-            own = 3 * q if expanded else q + 2 * kv + 2 * q
-            kept = held * expanded + e * tokens * (own + heads * model.seq_length)
-            kept -= row_sums + context * (traders > 1)
-        elif traders > 1 or varlen:  # as heads were traded, or documents follow one another
-            kept = held + e * tokens * (q + 2 * kv + 2 * q * expanded)
-        elif expanded:
-            kept = held + e * tokens * 3 * q if rotated or normed else projected + e * tokens * 2 * q
-        else:  # values (and queries, keys) are views of what was projected
-            kept = projected + e * tokens * (q + kv if rotated or normed else q * (grouped and fused))
-        unscaled = context * (scales and config.parallel.context.context_parallel_size == 1)  # a kernel's result
-        return kept + context + unscaled + beside  # the kernels write results in the order in which they read queries
-    if tiles or hidden:
-        kept = 0.0 if widened and not normed else projected
-        if widened or rotated or normed:
+    return kept + at.context * (1 + (scales and cp.context_parallel_size == 1)) + row_sums  # and as it was before
+
+
+def _attended_on_cpu(config: Config, model: ModelConfig, at: _Heads, row_sums: float) -> float:
+    """What a CPU keeps, which widens the operands of its products."""
+    q, kv, tokens, product = at.q, at.kv, at.tokens, ElementBytes.of(config).wide
+    widened, result = product != at.e, product * at.tokens * at.q
+    bent = config.parallel.context.ring > 1 or model.attention_dropout > 0 or model.reshapes_softmax
+    if bent or _hides(config, model):  # tiles
+        kept = 0.0 if widened and not at.normed else at.projected
+        if widened or at.rotated or at.normed:
             kept += product * tokens * (q + (2 if widened else 1) * kv)
-        return kept + context + widened_context + beside
+        return kept + at.context + result * widened + row_sums
     if _blocked(config, model):
-        operands = product * tokens * (q + 2 * kv) + (projected if normed else 0.0)
-        weights = product * heads * config.training.micro_batch_size * block_area(model.seq_length)
-        return operands + product * tokens * q + (context if widened else 0.0) + weights
-    if grouped or widened:  # queries, and keys and values of every head, are copies
-        operands = product * tokens * (3 * q if grouped else q + 2 * kv)
-        return operands + product * tokens * q + (context if widened else 0.0) + beside
-    return projected + e * tokens * (q + kv) * (rotated or normed) + context + beside
+        weights = product * at.heads * config.training.micro_batch_size * block_area(model.seq_length)
+        operands = product * tokens * (q + 2 * kv) + at.projected * at.normed
+        return operands + result + at.context * widened + weights
+    if at.grouped or widened:  # queries, and keys and values of every head, are copies
+        operands = product * tokens * (3 * q if at.grouped else q + 2 * kv)
+        return operands + result + at.context * widened + row_sums
+    return at.projected + at.e * tokens * (q + kv) * (at.rotated or at.normed) + at.context + row_sums
 
 
-def _sees_everything(config: Config, model: ModelConfig) -> bool:
-    """Whether neither documents nor a window hide what is before a token."""
+def _hides(config: Config, model: ModelConfig) -> bool:
+    """Whether documents or a window hide what is before a token."""
     window = model.window_size is not None and model.window_size < model.seq_length
-    return not config.data.reset_attention_mask and not window
+    return config.data.reset_attention_mask or window
 
 
 def _blocked(config: Config, model: ModelConfig) -> bool:
@@ -211,7 +245,7 @@ def _latent_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
             e * (made + given.compressed) + 2 * size.wide + (model.normalization == "RMSNorm") * of_rms * normed
         )
     width, values = tokens * heads * model.kernel_dim, tokens * model.value_size / tp
-    plain = _sees_everything(config, model) and not model.reshapes_softmax and config.parallel.context.ring == 1
+    plain = not _hides(config, model) and not model.reshapes_softmax and config.parallel.context.ring == 1
     blocked = on_cpu and plain and _blocked(config, model)
     if blocked:
         kept += product * heads * config.training.micro_batch_size * block_area(model.seq_length)
