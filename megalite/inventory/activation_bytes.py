@@ -12,10 +12,9 @@ ranks, o = t under sequence parallelism and else 1, q and k widths of queries an
                          what comes back e T k h, logits and probabilities 8 T E
 
 Fused attention keeps nothing of size s x s, nor do tiles (documents, windows and dropout on a CPU); blocked attention
-(a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its
-gradients in the forward and keeps them: e T h for its input and the wide gradient of its matrix, unless that is frozen.
-Assumed: a CPU widens 16-bit operands of products to fp32 (few have instructions for them), and the CUDA kernels are the
-library's fused ones.
+(a CPU with 128 to 1,024 tokens) keeps half of the weights. The head computes its gradients in the forward and keeps
+them: e T h for its input and the wide gradient of its matrix, unless that is frozen. Assumed: a CPU widens 16-bit
+operands of products to fp32 (few have instructions for them), and the CUDA kernels are the library's fused ones.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from megalite.planner.closed_form import closed_form, explain_terms
 from megalite.planner.communication import CommGroup
 from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
+from megalite.planner.float8 import float8_problems
 from megalite.planner.hardware import Hardware, Link, available, hardware_of, load_cluster, load_hardware, peak_flops
 from megalite.planner.host_states import chunk_capacity
 from megalite.planner.inter_operator import StageCost, plan_stages

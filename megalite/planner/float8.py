@@ -8,6 +8,7 @@ weights' gradients are added by a pass of their own.
 """
 
 import math
+from collections.abc import Iterator
 
 from megalite.config import Config
 from megalite.inventory import (
@@ -21,6 +22,43 @@ from megalite.planner.communication import held_parameters, shards_of
 
 # Bytes an element of a pass that takes as long; across: rounded and transposed at once.
 LOOK, ROUND, ACROSS, TURN = 2.6, 3.5, 5.3, 3.5
+
+
+MULTIPLE = {"blockwise": 128}
+"""Of what both sides of a matrix must be a multiple, for kernels of GPUs; of other recipes 16."""
+MADE_OF = {
+    "shared": "`moe_shared_expert_intermediate_size`",
+    "fc": "`ffn_hidden_size`",
+    "qkvz": "heads of `linear_attention`",
+    "ba": "heads of `linear_attention`",
+    "out": "heads of `linear_attention`",
+    "kv": "`kv_lora_rank` and heads",
+    "q_": "`q_lora_rank` and heads",
+}
+
+
+def float8_problems(config: Config) -> Iterator[str]:
+    """Why kernels of GPUs do not take what a run multiplies in float8: tokens, and both sides of a rank's matrices."""
+    given, step = config.training.float8, MULTIPLE.get(config.training.float8.fp8_recipe, 16)
+    if given.fp8_format is None:
+        return
+    if given.fp8_recipe == "mxfp8":
+        yield "`fp8_recipe`=mxfp8: emulated on a CPU, not built for GPUs (docs/fp8.md); use blockwise"
+        return
+    if not config.training.precision.bf16:
+        yield f"`fp8_format`={given.fp8_format}: needs `bf16` on a GPU"
+    sizes = {"`hidden_size`": config.model.hidden_size, "tokens of a micro-batch on a rank": micro_tokens(config)}
+    for product in (p for layer in dict.fromkeys(model_layers(config.model)) for p in layer.in_float8()):
+        made = next((what for name, what in MADE_OF.items() if product.name.startswith(name)), "heads")
+        sides = zip(("rows", "columns"), product.local(product.shards(config.parallel)), strict=True)
+        sizes |= {f"{side} of {product.name} on a rank (of {made})": size for side, size in sides}
+    odd = next((f"{what} = {size}" for what, size in sizes.items() if size % step), None)
+    if odd is not None:
+        other = "" if step == 16 else "another `fp8_recipe` needs multiples of 16; "
+        yield (
+            f"`fp8_format`={given.fp8_format}: {odd}, but kernels of GPUs need a multiple of {step}; {other}change it, "
+            "the ranks of `tensor_model_parallel_size`, or drop `fp8_format`"
+        )
 
 
 def rounding_passes(config: Config, layer: Layer) -> tuple[float, float, float]:

@@ -16,6 +16,7 @@ from megalite.inventory import MemoryPlan
 from megalite.planner.budget import within_budget
 from megalite.planner.cost import Roofline
 from megalite.planner.estimate import FastEstimator
+from megalite.planner.float8 import float8_problems
 from megalite.planner.hardware import Hardware
 from megalite.planner.memory import RankMemory
 from megalite.planner.predict import Prediction
@@ -181,6 +182,7 @@ def _simulate(
         on_progress(50 + 50 * share, 100, f"{simulated} layouts simulated")
         config = apply(quick.config, layout)
         reasons = reasons_against(quick.config, quick.world_size, layout)
+        reasons += [] if quick.hardware.on_cpu else float8_problems(config)
         if reasons:
             why = why if why and len(why) <= len(reasons) else reasons
             continue

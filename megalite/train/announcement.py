@@ -22,7 +22,7 @@ from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.nn import NARROWEST_HEAD, use_newer_kernel
 from megalite.parallel.pipeline import Executor, PipelineTracer
 from megalite.parallel.tensor import check_float8
-from megalite.planner import RankMemory, foreign_rows, format_table, shared_memory_bytes, startup_rows
+from megalite.planner import RankMemory, float8_problems, foreign_rows, format_table, shared_memory_bytes, startup_rows
 from megalite.progress import in_units
 from megalite.schedule import Program, division_text
 from megalite.train.build import parameter_dtype
@@ -78,6 +78,8 @@ def announce(run: PlannedRun, world: World, axis: Axis, gpu: UnseenGpu | None = 
         logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
         for line in device_advice(run.config, world.device):
             logger.warning(line)
+    if not run.on_cpu and (odd := list(float8_problems(run.config))):
+        raise ConfigError(odd)
     check_float8(run.config, world.device)
     use_newer_kernel(world.device, parameter_dtype(run.config))
     check_memory(run, world, axis)
@@ -109,8 +111,10 @@ def rows_of(run: PlannedRun, device: str) -> list[tuple[str, str]]:
 
 
 def device_advice(config: Config, device: torch.device) -> list[str]:
-    """What is legal but slow on this device."""
+    """What is legal but slow on this device, or does nothing there."""
     model, advice = config.model, []
+    if device.type == "cpu" and model.cpu_offloading_num_layers:
+        advice += ["`offload` activations: no effect on a CPU, whose memory is the host's"]
     if device.type == "cuda" and model.hidden_dropout > 0 and not config.training.compile:
         advice += [f"`hidden_dropout`={model.hidden_dropout}: some 80 kernels a place without `compile`, one with it"]
     if device.type == "cuda" and model.attention_dropout > 0:
@@ -179,11 +183,17 @@ def judge(run: PlannedRun, ranks: Sequence[Pools]) -> str | None:
             logger.warning("%s; it may not fit", _need(demands[tightest], pools[tightest], ranks))
         return None
     remedies = [
-        f"{flag} ({in_units(demand, 'B')})"
+        (flag, demand)
         for flag, demand in (_remedies(run, ranks, tightest) if run.foreign is None else ())
         if demand < 0.95 * demands[tightest].predicted
     ]
-    helps = f"what helps: {', '.join(remedies)}; or" if remedies else "use a smaller model, more hosts, or"
+    enough = any(demand <= pools[tightest].free for _, demand in remedies)
+    said = ", ".join(f"{flag} ({in_units(demand, 'B')})" for flag, demand in remedies)
+    helps = (
+        f"what helps{'' if enough else ', though none alone'}: {said}; or"
+        if said
+        else "use a smaller model, more hosts, or"
+    )
     if run.config.training.skip_train:
         helps = "use more ranks of `tensor_model_parallel_size` or `pipeline_model_parallel_size` on more hosts, or"
     return f"{_need(demands[tightest], pools[tightest], ranks)}; {helps} continue by `ignore_memory_estimate`"
@@ -216,9 +226,10 @@ def _amounts(config: Config, memory: RankMemory, again: float, *, on_cpu: bool) 
     if config.training.skip_train:
         return memory.weights, memory.weights, 0.0
     model = config.model  # these keep less than the estimate says, or by how much it errs is not known
-    if model.is_foreign or config.training.compile or model.cpu_offloading_num_layers:
+    if model.is_foreign or model.cpu_offloading_num_layers:
         return memory.total - again, memory.model_states, 0.0
-    if on_cpu and config.training.precision.half:  # a processor with 16-bit products keeps half of what is assumed
+    # a processor with 16-bit products keeps half of what is assumed, and compiled blocks keep less
+    if config.training.compile or (on_cpu and config.training.precision.half):
         kept = memory.activations + memory.boundary + memory.logits
         return memory.total - again, memory.model_states + kept / 2, 0.0
     passing = memory.workspace + memory.logits

@@ -27,12 +27,12 @@ from megalite.data import Dataset, Datasets, Tokenizer, is_indexed
 from megalite.errors import CheckpointError, ConfigError
 from megalite.launch import check_devices
 from megalite.observe import RUN_FILES
-from megalite.parallel.tensor import check_float8_sizes
 from megalite.planner import (
     NO_ROOM,
     TOO_SMALL,
     Roofline,
     checkpoint_bytes,
+    float8_problems,
     format_table,
     hardware_of,
     predict,
@@ -95,8 +95,8 @@ def _dry_run(
     with without_gc():  # a program of thousands of ranks is millions of small tuples, none of them in a cycle
         programs.prove(world_size, Axis.single("world"))
     program = programs.full(world_size)
-    if not on_cpu:
-        check_float8_sizes(config)
+    if not on_cpu and (odd := list(float8_problems(config))):
+        raise ConfigError(odd)
     foreign = None
     if config.model.is_foreign:  # without values where its factory allows it
         context = config.parallel.context

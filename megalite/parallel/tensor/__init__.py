@@ -18,7 +18,7 @@ from megalite.parallel.tensor.context import LayerContext, new_parameter, parame
 from megalite.parallel.tensor.cross_entropy import VocabShard, fused_cross_entropy, token_losses
 from megalite.parallel.tensor.delayed_scaling import ScaleTable, delayed_products
 from megalite.parallel.tensor.embedding import VocabParallelEmbedding, lookup
-from megalite.parallel.tensor.float8 import check_float8, check_float8_sizes, gather_rounded
+from megalite.parallel.tensor.float8 import check_float8, gather_rounded
 from megalite.parallel.tensor.int8 import Int8Products, dequantised, hold_in_8_bits, in_8_bits, place_of
 from megalite.parallel.tensor.late_messages import LateMessage, Message, added_at_once, enter_parallel, leave_parallel
 from megalite.parallel.tensor.linear import (

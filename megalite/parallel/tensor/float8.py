@@ -31,14 +31,11 @@ from megalite.comm import Axis, all_reduce_
 from megalite.config import Config, Float8
 from megalite.errors import ConfigError
 from megalite.gradient import GradSink
-from megalite.inventory import micro_tokens, model_layers
 from megalite.parallel.tensor import float8_kernels
 from megalite.parallel.tensor.float8_kernels import BLOCK, Operand, scale_of
 from megalite.parallel.tensor.products import Products
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-"""A GPU's kernel needs every dimension of a product to be one of this."""
 BY_ROW = "rowwise", "mxfp8"
 """Recipes by which a weight and its transpose have scales of their own."""
 BY_BLOCK = "blockwise", "mxfp8"
@@ -227,13 +224,12 @@ def gather_rounded(module: nn.Module) -> None:
 
 
 def check_float8(config: Config, device: torch.device) -> None:
-    """Whether the GPU multiplies in this way: three small products beside their emulation, and the run's own sizes.
-    Raises ConfigError. A CPU emulates everything."""
+    """Whether the GPU multiplies in this way: three small products beside their emulation. Raises ConfigError. A CPU
+    emulates everything."""
     given = config.training.float8
     if given.fp8_format is None or device.type == "cpu":
         return
     flag = f"`fp8_format`={given.fp8_format}"
-    check_float8_sizes(config)
     try:
         wrong = _worst_difference(given, device)
     except RuntimeError as error:
@@ -245,27 +241,6 @@ def check_float8(config: Config, device: torch.device) -> None:
         raise ConfigError(
             f"{flag}, `fp8_recipe`={given.fp8_recipe}: products are wrong by {wrong:.2g} of their size here"
         )
-
-
-def check_float8_sizes(config: Config) -> None:
-    """Whether kernels of GPUs take what a run multiplies in float8: tokens and both sides of each matrix of a rank.
-    Raises ConfigError."""
-    given, model = config.training.float8, config.model
-    if given.fp8_format is None:
-        return
-    flag = f"`fp8_format`={given.fp8_format}"
-    if given.fp8_recipe == "mxfp8":
-        raise ConfigError("`fp8_recipe`=mxfp8: emulated on a CPU, not built for GPUs (docs/fp8.md); use blockwise")
-    if not config.training.precision.bf16:
-        raise ConfigError(f"{flag}: needs `bf16` on a GPU")
-    step = BLOCK if given.fp8_recipe == "blockwise" else MULTIPLE
-    sizes = {"`hidden_size`": model.hidden_size, "tokens of a micro-batch": micro_tokens(config)}
-    for product in (product for layer in dict.fromkeys(model_layers(model)) for product in layer.in_float8()):
-        rows, columns = product.local(product.shards(config.parallel))
-        sizes |= {f"rows of {product.name} on a rank": rows, f"columns of {product.name} on a rank": columns}
-    odd = next((f"{what} = {size}" for what, size in sizes.items() if size % step), None)
-    if odd is not None:
-        raise ConfigError(f"{flag}: {odd} is no multiple of {step}, which the kernel needs; change it, or drop {flag}")
 
 
 def _worst_difference(given: Float8, device: torch.device) -> float:

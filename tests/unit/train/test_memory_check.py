@@ -139,7 +139,7 @@ def test_ranks_of_a_host_share_it() -> None:
     ("flags", "share"),
     [
         ("--bf16 --seq-length 512", 0.7),  # a processor with products of its own keeps half of the activations
-        ("--compile --seq-length 512", 0.3),
+        ("--compile --seq-length 512", 0.65),
         ("--skip-train --eval-iters 1", 0.3),  # weights alone
         ("--tensor-model-parallel-size 2", 0.7),  # the memory that messages go through is one for both ranks
     ],
@@ -171,7 +171,7 @@ def test_a_run_that_can_not_fit_is_one_line(
     tiny(monkeypatch, 1e6)
     assert main([*BASE.split(), *more]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: predicted memory: ") and "host n has 1 MB free of 2 GB; what helps: " in line
+    assert line.startswith("error: predicted memory: ") and "host n has 1 MB free of 2 GB; what helps, though none alone: " in line
     assert main([*BASE.split(), *more, "--ignore-memory-estimate"]) == 0
 
 
