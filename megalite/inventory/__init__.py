@@ -5,9 +5,7 @@ Proof: tests/unit/inventory compares `nn` with it over every family and flag, an
 
 from megalite.inventory.activation_bytes import (
     MEAN_IMBALANCE,
-    NARROW,
     WORST_IMBALANCE,
-    ElementBytes,
     boundary_bytes,
     boundary_shape,
     compiled_bytes,
@@ -15,7 +13,6 @@ from megalite.inventory.activation_bytes import (
     expert_rows,
     keeps_entrance,
     kept_bytes,
-    micro_tokens,
     weight_only_bytes,
 )
 from megalite.inventory.adapters import Adapter, adapters_of, bottlenecks, held_in_8_bits, prefixes
@@ -31,6 +28,7 @@ from megalite.inventory.buckets import (
     layer_of,
     plan_buckets,
 )
+from megalite.inventory.element_bytes import ElementBytes, micro_tokens
 from megalite.inventory.families import AXIS_FAMILIES, DEALT
 from megalite.inventory.grid_traffic import grid_exchanges, moved_by_a_block
 from megalite.inventory.layers import (
@@ -52,6 +50,7 @@ from megalite.inventory.layers import (
     vocabulary,
 )
 from megalite.inventory.memory_plan import DEFAULT_PLAN, MemoryPlan, Recompute, given_plan, given_recompute
+from megalite.inventory.mixer_bytes import NARROW
 from megalite.inventory.mixers import delta_vectors, learned_sinks
 from megalite.inventory.parameter import Parameter
 from megalite.inventory.parameter_placement import ParameterPlacement, Shape, placement_of

@@ -90,7 +90,8 @@ def stage_activations(
     head = sum(kept_bytes(config, layer, on_cpu=on_cpu) for layer in here if not layer.is_block)
     boundary = 0.0 if 0 in items else entrance
     if boundary and blocks:
-        full -= entrance * (segments > 0 or keeps_entrance(config, blocks[0]))  # which is the received tensor
+        received = entrance * (segments > 0 or keeps_entrance(config, blocks[0]))
+        full -= received * (stays <= len(blocks) - kept)  # but where it has moved
     elif boundary:
         head -= entrance
     if ran is not None:
@@ -99,6 +100,8 @@ def stage_activations(
         ran = list(map(add, ran, beside))
         moved = sum(ran[whole:stays])
         full = sum(ran) - moved
+        first = whole == 0 < stays and keeps_entrance(config, blocks[0])
+        moved += boundary * first  # what the stage received
     waiting = {layer: weight_only_bytes(config, layer) for layer in here}
     least = min((waiting[layer] for layer in blocks), default=0.0)
     later = add_up(here, waiting.__getitem__)

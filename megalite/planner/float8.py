@@ -7,6 +7,7 @@ These passes are slower than others of as many bytes, so what counts is measured
 weights' gradients are added by a pass of their own.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -48,10 +49,14 @@ def float8_problems(config: Config) -> Iterator[str]:
     if not config.training.precision.bf16:
         yield f"`fp8_format`={given.fp8_format}: needs `bf16` on a GPU"
     sizes = {"`hidden_size`": config.model.hidden_size, "tokens of a micro-batch on a rank": micro_tokens(config)}
-    for product in (p for layer in dict.fromkeys(model_layers(config.model)) for p in layer.in_float8()):
+    meshes = len(config.parallel.meshes or "1")  # stages may differ in their ranks
+    layouts = dict.fromkeys(config.of_stage(stage, 1)[0].parallel for stage in range(meshes))
+    products = [p for layer in dict.fromkeys(model_layers(config.model)) for p in layer.in_float8()]
+    for product, parallel in itertools.product(products, layouts):
         made = next((what for name, what in MADE_OF.items() if product.name.startswith(name)), "heads")
-        sides = zip(("rows", "columns"), product.local(product.shards(config.parallel)), strict=True)
-        sizes |= {f"{side} of {product.name} on a rank (of {made})": size for side, size in sides}
+        for side, size in zip(("rows", "columns"), product.local(product.shards(parallel)), strict=True):
+            if size % step:
+                sizes[f"{side} of {product.name} on a rank (of {made})"] = size
     odd = next((f"{what} = {size}" for what, size in sizes.items() if size % step), None)
     if odd is not None:
         other = "" if step == 16 else "another `fp8_recipe` needs multiples of 16; "

@@ -16,7 +16,7 @@ import torch
 
 from megalite.comm import Axis, ParallelMesh, World, all_gather_json
 from megalite.config import Config, config_problems
-from megalite.errors import ConfigError, ScheduleError
+from megalite.errors import ConfigError, MegaliteError, ScheduleError
 from megalite.host_memory import Pool, host_pools, machine_id
 from megalite.inventory import MemoryPlan, stage_layer_ranges
 from megalite.nn import NARROWEST_HEAD, use_newer_kernel
@@ -63,8 +63,15 @@ def as_read(run: PlannedRun, gpu: UnseenGpu | None = None) -> PlannedRun:
     """The run with what its ranks hold and keep, as far as their stages, built without values, can say it."""
     if run.foreign is None and max(each.total for each in run.memory) >= LARGEST:
         return run
-    large = any(each.activations >= WORTH_A_LOOK for each in run.memory)
-    return with_kept(with_held(run), gpu) if large else with_held(run)
+    try:
+        large = any(each.activations >= WORTH_A_LOOK for each in run.memory)
+        return with_kept(with_held(run), gpu) if large else with_held(run)
+    except MegaliteError:
+        raise
+    except Exception as error:  # noqa: BLE001  # whatever it is: a run does not depend on what is said of it
+        why = str(error).partition("\n")[0][:120]
+        logger.warning("memory is worked out: what was built without values fails (%s: %s)", type(error).__name__, why)
+        return run
 
 
 def announce(run: PlannedRun, world: World, axis: Axis, gpu: UnseenGpu | None = None) -> PlannedRun:
@@ -72,15 +79,15 @@ def announce(run: PlannedRun, world: World, axis: Axis, gpu: UnseenGpu | None = 
     stages. gpu: one without values. Collective over `axis`, all ranks. Raises ConfigError."""
     if run.foreign is not None:
         _ = run.memory  # on all ranks: somebody's layers may fail in it
+    if not run.on_cpu and (odd := list(float8_problems(run.config))):
+        raise ConfigError(odd)
+    check_float8(run.config, world.device)
     if world.is_first:
         run = as_read(run, gpu)
         table = format_table(rows_of(run, "CPU" if run.on_cpu else torch.cuda.get_device_name(world.device)))
         logger.info("%s", table.removeprefix(" "))  # each line that is logged begins with a space
         for line in device_advice(run.config, world.device):
             logger.warning(line)
-    if not run.on_cpu and (odd := list(float8_problems(run.config))):
-        raise ConfigError(odd)
-    check_float8(run.config, world.device)
     use_newer_kernel(world.device, parameter_dtype(run.config))
     check_memory(run, world, axis)
     return run

@@ -7,7 +7,6 @@ host reads what plans take for the worst. Left to closed forms (`megalite.planne
 for all: embedding and head, what a compiler keeps beside, and blocks that would loop over many pieces.
 """
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -38,10 +37,9 @@ from megalite.train.planned import PlannedRun
 UnseenGpu = Callable[[int], AbstractContextManager[object]]
 """While it is open, this process is a rank of a world of that size, and has a GPU whose tensors have no values."""
 
-logger = logging.getLogger(__name__)
-
 TILE = 64  # queries that attention takes together at least
-MOST_PIECES = 150  # more take seconds: torch looks at every operation
+MOST_PIECES = 150  # more take seconds: torch looks at every operation, a GPU's at larger ones
+MOST_ON_GPU = 3000
 
 
 def with_kept(run: PlannedRun, gpu: UnseenGpu | None = None) -> PlannedRun:
@@ -51,16 +49,12 @@ def with_kept(run: PlannedRun, gpu: UnseenGpu | None = None) -> PlannedRun:
     config = run.config
     phases = config.phases(run.world_size) if config.training.seq_length_schedule else [(config.model.seq_length, 0)]
     runs = {length: replace(run, config=plain(config.at_length(length))) for length, _ in phases}
-    loops = run.on_cpu or config.training.precision.fp64
-    if loops and max(map(_pieces, runs.values())) > MOST_PIECES:
+    tiled = run.on_cpu or config.training.precision.fp64
+    if max(_pieces(each, tiled=tiled) for each in runs.values()) > (MOST_PIECES if tiled else MOST_ON_GPU):
         return run
-    try:
-        with _cpu() if run.on_cpu or gpu is None else gpu(run.world_size):
-            return replace(run, kept={length: _kept(each) for length, each in runs.items()})
-    except Exception as error:  # noqa: BLE001  # whatever it is: a run does not depend on it
-        why = str(error).partition("\n")[0][:120]
-        logger.warning("activations are worked out: blocks without values fail (%s)", why)
-        return run
+    place = _cpu() if run.on_cpu or gpu is None else gpu(run.world_size)
+    with torch.inference_mode(False), torch.enable_grad(), place:
+        return replace(run, kept={length: _kept(each) for length, each in runs.items()})
 
 
 def _kept(run: PlannedRun) -> list[list[int]]:
@@ -69,7 +63,7 @@ def _kept(run: PlannedRun) -> list[list[int]]:
     kept = []
     for stage, items in enumerate(run.cuts):
         config, size = run.config.of_stage(stage, run.world_size)
-        alike = first_alike(config.model, items), run.plan.recompute_of(stage), config.parallel, stage > 0
+        alike = first_alike(config.model, items), run.plan.recompute_of(stage), config.parallel
         if alike not in known:
             with _Dealt(config):
                 known[alike] = _kept_in(replace(run, config=config, world_size=size), stage)
@@ -77,10 +71,17 @@ def _kept(run: PlannedRun) -> list[list[int]]:
     return kept
 
 
-def _pieces(run: PlannedRun) -> int:
-    """Pieces over which the blocks of the longest stage loop, at most."""
-    pieces = max(-(-run.config.model.seq_length // TILE), run.config.model.experts.num_experts or 0)
-    return max(_number(run, stage) for stage in range(len(run.cuts))) * pieces
+def _pieces(run: PlannedRun, *, tiled: bool) -> int:
+    """Pieces over which the blocks of the longest stage that run loop, at most. tiled: attention and experts do, not
+    only a state."""
+    model, most = run.config.model, 0
+    queries = -(-model.seq_length // TILE)
+    each = max(queries, model.experts.num_experts or 0) if tiled else 0
+    for stage, items in enumerate(run.cuts):
+        layers = [model_layers(model)[item] for item in blocks_of(model, items)]
+        loops = [queries if layers[place].model.mixer == "delta" else each for place in _ran(run, stage)]
+        most = max(most, sum(loops))
+    return most
 
 
 def _kept_in(run: PlannedRun, stage: int) -> list[int]:
@@ -90,7 +91,8 @@ def _kept_in(run: PlannedRun, stage: int) -> list[int]:
     if not blocks:
         return []
     every = layer_specs(config.model)  # which share what rotates
-    specs = [every[item] for item in blocks[: _number(run, stage)]]
+    ran = _ran(run, stage)
+    specs = [every[blocks[place]] for place in ran]
     stack = build_module(config, specs, _context(config, run.world_size, device), run.plan.recompute_of(stage))
     spec = boundary_spec(config, device)
     learns = 0 not in run.cuts[stage] or not model_layers(config.model)[0].is_frozen
@@ -98,8 +100,10 @@ def _kept_in(run: PlannedRun, stage: int) -> list[int]:
     microbatch = _microbatch(config, device)
     own = [*stack.parameters(), *stack.buffers(), *vars(microbatch).values()]
     own += [x] if stage else []  # behind an embedding the stage makes it
-    kept = _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)])
-    return kept + kept[-1:] * (len(blocks) - len(kept))
+    kept = dict(zip(ran, _saved(stack, x, microbatch, [each for each in own if isinstance(each, Tensor)]), strict=True))
+    layers = [model_layers(config.model)[item] for item in blocks]
+    last = {layers[place]: each for place, each in kept.items()}
+    return [kept.get(place, last[layer]) for place, layer in enumerate(layers)]
 
 
 def _context(config: Config, size: int, device: torch.device) -> LayerContext:
@@ -109,11 +113,14 @@ def _context(config: Config, size: int, device: torch.device) -> LayerContext:
     return context if parallel.grid is None else on_grid(context, mesh, parallel.grid)
 
 
-def _number(run: PlannedRun, stage: int) -> int:
-    """Blocks of a stage that run: two of many that are alike, of which a third keeps what the second does."""
-    model, blocks = run.config.model, blocks_of(run.config.model, run.cuts[stage])
-    alike = len({model_layers(model)[item] for item in blocks}) == 1 and not run.plan.recompute_of(stage).method
-    return min(2, len(blocks)) if alike else len(blocks)
+def _ran(run: PlannedRun, stage: int) -> Sequence[int]:
+    """Which blocks of a stage run: of those that are alike two, of which a third keeps what the second does; all where
+    some run again."""
+    model = run.config.model
+    layers = [model_layers(model)[item] for item in blocks_of(model, run.cuts[stage])]
+    if run.plan.recompute_of(stage).method:
+        return range(len(layers))
+    return [place for place, layer in enumerate(layers) if layers[:place].count(layer) < 2]
 
 
 def _microbatch(config: Config, device: torch.device) -> Microbatch:

@@ -171,7 +171,10 @@ def test_a_run_that_can_not_fit_is_one_line(
     tiny(monkeypatch, 1e6)
     assert main([*BASE.split(), *more]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: predicted memory: ") and "host n has 1 MB free of 2 GB; what helps, though none alone: " in line
+    assert (
+        line.startswith("error: predicted memory: ")
+        and "host n has 1 MB free of 2 GB; what helps, though none alone: " in line
+    )
     assert main([*BASE.split(), *more, "--ignore-memory-estimate"]) == 0
 
 
