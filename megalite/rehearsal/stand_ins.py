@@ -58,9 +58,12 @@ class CompiledAttention(Node):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         order = sorted(range(query.dim()), key=query.stride, reverse=True)  # results lie as queries do
-        out = query.new_empty([*(query.shape[dim] for dim in order[:-1]), value.shape[-1]])
-        out = out.permute([order.index(dim) for dim in range(query.dim())])
-        a_product(query, out.flatten(0, 1))
+        lying, columns = query.permute(order), value.shape[-1]
+        made = query.new_empty(*lying.shape[:-1], columns)
+        out = made.permute([order.index(dim) for dim in range(query.dim())])
+        heads = out.stride(0) == out.shape[1] * out.stride(1)  # of all samples, as one dimension of the memory
+        rows, into = (query.flatten(0, 1), out.flatten(0, 1)) if heads else (lying.flatten(1, 2), made.flatten(1, 2))
+        torch.bmm(rows, rows.new_empty(len(rows), rows.shape[-1], columns), out=into)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, lse)
         return out, lse
@@ -76,11 +79,10 @@ def compiled_attention(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> A
     return CompiledAttention.apply(query, key, value)
 
 
-def a_product(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """A launch whose result is like x, or is written to `out`, `[n, s, columns]`."""
+def a_product(x: Tensor) -> Tensor:
+    """A launch whose result is like x."""
     rows = x.reshape(-1, *x.shape[-2:])
-    made = torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], (x if out is None else out).shape[-1]), out=out)
-    return made.view(*x.shape[:-1], -1) if out is None else made
+    return torch.bmm(rows, rows.new_empty(len(rows), x.shape[-1], x.shape[-1])).view(x.shape)
 
 
 def compiled_blocks(first: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
