@@ -285,6 +285,7 @@ def test_without_a_kernel_all_weights_are_kept(flags: str) -> None:
     assert difference(run) < 0.01
 
 
+@pytest.mark.landing
 @pytest.mark.in_turn
 @pytest.mark.parametrize("name", WORLDS)
 def test_every_file_of_configs_is_read(name: str) -> None:
@@ -350,7 +351,7 @@ def trained_on_gpus(world: World, flags: str, *, reads: bool) -> tuple[bool, lis
     return ran[0].kept is not None, norms, gpu.races
 
 
-@pytest.mark.in_turn
+@pytest.mark.landing
 @pytest.mark.parametrize("flags", ["--bf16 --zero-stage 1", "--tensor-model-parallel-size 2 --bf16"])
 def test_a_run_on_gpus_that_has_read_is_the_run_that_has_not(flags: str) -> None:
     """The same bits and no races behind a reading in the process that trains: what it patches there is put back."""
