@@ -134,6 +134,9 @@ class Nobody:
 
     reduce_scatter_into = all_gather_into
 
+    def all_to_all_rows(self, out: Tensor, x: Tensor, traffic: Sequence[Sequence[int]]) -> Self:
+        return self
+
     def wait(self) -> None:
         return None
 

@@ -57,10 +57,10 @@ def boundary_bytes(config: Config) -> float:
 def _norm_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     """Of one norm: input, statistics, output (which the linear layer behind it keeps)."""
     output = prod(boundary_shape(config)) * ElementBytes.of(config).compute
-    return _input_andstatistics(config, model, on_cpu, _residual_bytes(config)) + output
+    return _input_and_statistics(config, model, on_cpu, _residual_bytes(config)) + output
 
 
-def _input_andstatistics(config: Config, model: ModelConfig, on_cpu: bool, element: int) -> float:
+def _input_and_statistics(config: Config, model: ModelConfig, on_cpu: bool, element: int) -> float:
     """What a norm keeps of an input with `element` bytes a number."""
     length, samples, h = boundary_shape(config)
     tokens, wide = length * samples, ElementBytes.of(config).wide
@@ -87,7 +87,7 @@ def _norms_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
     before = 2 * _norm_bytes(config, model, on_cpu) - twice * boundary_bytes(config)
     if model.norm_placement == "pre":
         return before
-    behind = 2 * _input_andstatistics(config, model, on_cpu, size.compute)
+    behind = 2 * _input_and_statistics(config, model, on_cpu, size.compute)
     if model.norm_placement == "sandwich":
         return behind + before
     return behind + prod(boundary_shape(config)) * 2 * size.compute  # what is read, or its cast

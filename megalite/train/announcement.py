@@ -235,10 +235,10 @@ def _amounts(config: Config, memory: RankMemory, again: float, *, on_cpu: bool) 
     model = config.model  # these keep less than the estimate says, or by how much it errs is not known
     if model.is_foreign or model.cpu_offloading_num_layers:
         return memory.total - again, memory.model_states, 0.0
-    # a processor with 16-bit products keeps half of what is assumed, and compiled blocks keep less
+    # a processor with 16-bit products keeps half of what is assumed, and compiled blocks three quarters
     if config.training.compile or (on_cpu and config.training.precision.half):
         kept = memory.activations + memory.boundary + memory.logits
-        return memory.total - again, memory.model_states + kept / 2, 0.0
+        return memory.total - again, memory.model_states + kept / (3 if config.training.compile else 2), 0.0
     passing = memory.workspace + memory.logits
     return memory.total - again, memory.total - again - passing, passing
 

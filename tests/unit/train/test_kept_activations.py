@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import random
 import sys
 from typing import Any
@@ -306,9 +307,9 @@ def test_nothing_of_a_gpu_without_values_stays() -> None:
     patched = torch.cuda, torch.Tensor, torch.UntypedStorage, torch.distributed, torch.nn.functional
 
     def state() -> list[Any]:
-        return [dict(vars(each)) for each in patched] + [
-            {name: each.cache_info().currsize for name, each in caches.items()}
-        ]
+        sizes = {name: each.cache_info().currsize for name, each in caches.items()}
+        swaps, level = torch.__future__.get_swap_module_params_on_conversion(), logging.getLogger("megalite").level
+        return [*(dict(vars(each)) for each in patched), sizes, swaps, level]
 
     runs = [dataclasses.replace(planned(LARGER + f"{a} {b}", 1), on_cpu=False) for a in FAMILIES for b in BESIDE[:2]]
     before = state()
