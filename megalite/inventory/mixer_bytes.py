@@ -64,10 +64,8 @@ def _attention_bytes(config: Config, model: ModelConfig, on_cpu: bool) -> float:
 
 def _bent_bytes(config: Config, model: ModelConfig, result: float, row_sums: float, on_cpu: bool) -> float:
     """Of dropout and sinks. result: of the kernel, which is kept as it was before, too."""
-    per_head, cp = (
-        micro_tokens(config) * model.num_attention_heads / config.parallel.tensor_model_parallel_size,
-        config.parallel.context,
-    )
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context
+    per_head = micro_tokens(config) * model.num_attention_heads / tp
     drops, sinks = model.attention_dropout > 0, model.softmax_type != "vanilla"
     kept = 8.0 * per_head * drops + row_sums * sinks  # what keys each query's dropout; the sinks
     if drops and not on_cpu and cp.ring == 1:  # log-sums without it are those of narrow values

@@ -36,6 +36,7 @@ MADE_OF = {
     "kv": "`kv_lora_rank` and heads",
     "q_": "`q_lora_rank` and heads",
 }
+"""What a product's name begins with -> the flags that its sizes are made of; of the others heads."""
 
 
 def float8_problems(config: Config) -> Iterator[str]:
